@@ -25,7 +25,7 @@ from benchmarks.quality.qa_data import SETS, prepare
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.retrieval.results import Retrieval
+from indexing.sparse.candidates import Retrieval
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from retro.data.settings import DataSettings

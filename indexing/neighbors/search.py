@@ -1,11 +1,12 @@
 """Find the neighbors of every chunk once, and store them (paper, sections 2.2 and 2.4).
 
     embeddings of a shard → candidates → drop the own document → drop near copies (optional) → exact distances → store the nearest
-                                                                                  or shared tokens (optional) → store the best
+                                                       │                                   or shared tokens (optional) → store the best
+    terms of its chunks ────── (optional) ─────────────┘
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
 the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
-search of everything. The order by tokens depends on all candidates, so with it everything is searched again.
+search of everything. The order by tokens and BM25 depend on all candidates or chunks, so with them everything is searched again.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
 left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.
@@ -23,10 +24,13 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.overlap import overlap
 from indexing.progress import Advance
 from indexing.shared_tokens import SharedTokens
+from indexing.sparse.candidates import Retrieval
+from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Split, open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
-from indexing.store.retrieval_set import neighbor_ids
+from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import order_by_distance, rerank
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
@@ -47,6 +51,9 @@ class NeighborSettings:
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
+    retrieval: Retrieval = "dense"
+    """How candidates are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`). BM25, or its sum with the
+    cosine, orders the candidates of `sparse` and `hybrid` unless `rerank` is `tokens`."""
     rerank: Literal["embeddings", "tokens", "none"] = "embeddings"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
@@ -70,8 +77,8 @@ class NeighborSettings:
 
     @property
     def kept(self) -> int:
-        """Nearest candidates of each index: those that are stored, or that the order by tokens chooses from."""
-        return self.candidates if self.rerank == "tokens" else self.stored
+        """Nearest candidates of each index: those that are stored, or that are ordered in another way."""
+        return self.candidates if self.rerank == "tokens" or self.retrieval == "hybrid" else self.stored
 
     def __post_init__(self) -> None:
         if not 1 <= self.stored <= _MOST_NEIGHBORS:
@@ -84,6 +91,11 @@ class NeighborSettings:
             raise InputError(
                 f"neighbors.candidates = {self.candidates}: must be between neighbors.stored = {self.stored} and "
                 f"{_MOST_CANDIDATES:,} (4 times k is good)."
+            )
+        if self.retrieval != "dense" and self.rerank == "none":
+            raise InputError(
+                f"neighbors.rerank = 'none' keeps the order of the index's codes, which neighbors.retrieval = {self.retrieval!r} "
+                "does not have. Use neighbors.rerank = 'embeddings' or 'tokens'."
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
@@ -102,6 +114,19 @@ class OpenIndex:
     index: Index
     train: Split
     number: int = 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """For retrieval by terms.
+
+    Attributes:
+        search: the sparse indexes of all datastores.
+        tokenizer: tokenizer of the chunks.
+    """
+
+    search: TermSearch
+    tokenizer: Tokenizer
 
 
 def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -232,14 +257,14 @@ def _exact_distances(queries: np.ndarray, ids: np.ndarray, train: Split) -> np.n
 
 
 def _too_similar(
-    ids: np.ndarray, train: Split, tokens: tuple[np.ndarray, np.ndarray], max_overlap: float
+    ids: np.ndarray, chunks: Split | RetrievalSet, tokens: tuple[np.ndarray, np.ndarray], max_overlap: float
 ) -> np.ndarray:
     """Which candidates [n, c] hold too much of their query, continuation included; in blocks, to bound memory."""
     out = np.zeros(ids.shape, dtype=bool)
     rows, columns = np.nonzero(ids >= 0)
     for start in range(0, len(rows), _OVERLAP_ROWS):
         row, column = rows[start : start + _OVERLAP_ROWS], columns[start : start + _OVERLAP_ROWS]
-        found, lengths = train.with_continuation(ids[row, column])
+        found, lengths = chunks.with_continuation(ids[row, column])
         out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
     return out
 
@@ -252,6 +277,7 @@ def neighbor_shard(
     settings: NeighborSettings,
     *,
     order: SharedTokens | None = None,
+    terms: Terms | None = None,
     before: Path | None = None,
     advance: Advance,
 ) -> dict[str, int]:
@@ -264,7 +290,8 @@ def neighbor_shard(
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
         order: for `rerank` = "tokens".
-        before: folder with the same two files from a search of other indexes, to merge with this search; None with an order.
+        terms: for `retrieval` = "sparse" or "hybrid".
+        before: folder with the same two files from a search of other indexes, to merge with this search; None with order or terms.
         advance: called with the number of finished chunks.
 
     Returns:
@@ -283,11 +310,11 @@ def neighbor_shard(
             found, deeper = _search_block(split, (start, stop), searched, settings)
             if known:
                 found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
-            if order is None:
-                ids, distances = merge_nearest(found, settings.stored)
-            else:
-                candidates = merge_nearest(found, settings.candidates)
-                ids, distances = order.best(split.tokens.read(start, stop), *candidates, settings.stored)
+            if terms is not None:
+                found = [_by_terms(split, (start, stop), found, settings, terms)]
+            ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
+            if order is not None:
+                ids, distances = order.best(split.tokens.read(start, stop), ids, distances, settings.stored)
             id_file.append(ids)
             distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
@@ -321,3 +348,32 @@ def _search_block(
         found.append((neighbor_ids(each.number, ids), distances))
         deeper += more
     return found, deeper
+
+
+def _by_terms(
+    split: Split,
+    block: tuple[int, int],
+    found: list[tuple[np.ndarray, np.ndarray]],
+    settings: NeighborSettings,
+    terms: Terms,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates of the chunks [first, stop) by terms, joined with those of a hybrid's indexes: ids and distances [n, candidates]."""
+    tokens, lengths = split.tokens.read(*block), split.lengths.read(*block)
+    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
+    texts = terms.tokenizer.decode_batch([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+
+    def kept(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        if own is not None:
+            ids = np.where((ids >= own[0][rows, None]) & (ids < own[1][rows, None]), -1, ids)
+        if settings.max_overlap < 1:
+            retrieval, queries = terms.search.retrieval, (tokens[rows], lengths[rows])
+            ids = np.where(_too_similar(ids, retrieval, queries, settings.max_overlap), -1, ids)
+        return ids
+
+    vectors = to_float32(split.embeddings.read(*block))
+    if not found:
+        ids, _, distances = terms.search.search(texts, vectors, settings.candidates, kept)
+    else:
+        dense = merge_nearest(found, settings.candidates)
+        ids, _, distances = terms.search.hybrid(texts, vectors, dense, settings.candidates, kept)
+    return ids, distances

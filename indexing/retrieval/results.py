@@ -1,10 +1,7 @@
 """Results of searches and lookups by id: plain records with text."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-Retrieval = Literal["dense", "sparse", "hybrid"]
-"""How chunks are found: by embeddings, by terms (BM25), or by both."""
+from typing import Any
 
 
 class _DocumentFields:

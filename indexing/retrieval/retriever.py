@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -22,19 +22,17 @@ from indexing.embedders import Embedder, open_embedder, token_weights
 from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
-from indexing.retrieval.results import Hit, Results, Retrieval, StoredChunk, StoredDocument
+from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
 from indexing.shared_tokens import SharedTokens
-from indexing.sparse.candidates import find_by_terms, fuse
-from indexing.sparse.index import SparseIndex
-from indexing.sparse.terms import query_terms
+from indexing.sparse.candidates import Retrieval
+from indexing.sparse.term_search import TermSearch
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.exact_search import distances_to, order_by_distance
-from indexing.vectors.floats import to_float32
+from indexing.vectors.exact_search import order_by_distance
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""
@@ -42,7 +40,6 @@ Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 CANDIDATES = 64
 """Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins both."""
 _FILTERS_KEPT = 8
-_SAMPLED_CHUNKS = 4096  # for the mean embedding
 _PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
 
 
@@ -154,32 +151,43 @@ class Retriever:
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64.
 
-        Candidates are ordered as those of the datastore's stored neighbors (`neighbors.rerank`).
+        Neighbors are found and ordered as the datastore's stored ones (`neighbors.retrieval`, `neighbors.rerank`).
         """
         return self.neighbors_with_ids(chunks, k)[:2]
 
     def neighbors_with_ids(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `neighbors`, with ids [n, k] int64 (-1 = none) and squared distances [n, k] float32."""
         vectors = self.embedder.embed(chunks, np.full(len(chunks), chunks.shape[1], dtype=np.int64))
-        if self._order is None:
+        settings, candidates = self._stored, max(k, self._stored.get("neighbors.candidates", k))
+        retrieval: Retrieval = settings.get("neighbors.retrieval", "dense")
+        if retrieval != "dense":
+            found = self._by_terms(chunks, vectors, k if self._order is None else candidates, retrieval, candidates)
+            ids, distances = found.ids, found.distances
+        elif self._order is None:
             ids, distances = self.nearest(vectors, k)
         else:
-            order, candidates = self._order
             near = self._candidates(vectors, candidates, k, None)
-            ids, distances = order.best(chunks, near.ids, near.distances, k)
-        tokens, found = self.retrieval.with_continuation(ids.ravel())
-        return tokens.reshape(len(chunks), k, -1), found.reshape(len(chunks), k), ids, distances
+            ids, distances = near.ids, near.distances
+        if self._order is not None:
+            ids, distances = self._order.best(chunks, ids, distances, k)
+        tokens, lengths = self.retrieval.with_continuation(ids.ravel())
+        return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), ids, distances
 
     @cached_property
-    def _order(self) -> tuple[SharedTokens, int] | None:
-        """The order by tokens and its number of candidates, if the stored neighbors have it."""
+    def _stored(self) -> dict[str, Any]:
+        """The settings of the stored neighbors, `neighbors.key` → value; empty without any."""
         if not self.datastore.has("neighbors"):
+            return {}
+        recipe = read_manifest(self.datastore.folder / "neighbors" / shard_name(0))["recipe"]
+        settings: dict[str, Any] = recipe["settings"]
+        return settings
+
+    @cached_property
+    def _order(self) -> SharedTokens | None:
+        """The order by tokens, if the stored neighbors have it."""
+        if self._stored.get("neighbors.rerank") != "tokens":
             return None
-        settings = read_manifest(self.datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-        if settings["neighbors.rerank"] != "tokens":
-            return None
-        weights = token_weights(self.datastore.folder / "embedder")
-        return SharedTokens(weights, self.retrieval), settings["neighbors.candidates"]
+        return SharedTokens(token_weights(self.datastore.folder / "embedder"), self.retrieval)
 
     # --- search -----------------------------------------------------------------------------------------------------
 
@@ -215,46 +223,36 @@ class Retriever:
         if retrieval == "dense":
             near = self._candidates(vectors, CANDIDATES, k, among)
             return Ranked(near.ids[:, :k], 1 - near.distances[:, :k] / 2, near.distances[:, :k], near.missing)
-        if retrieval == "sparse":
-            return Ranked(*self._by_terms(queries, vectors, k, among), ())
-        near = self._candidates(vectors, CANDIDATES, k, among)
-        found = self._by_terms(queries, vectors, max(k, CANDIDATES), among)
-        largest = np.array([self._sparse.largest(each) for each in self._terms_of(queries)], dtype=np.float32)
-        usual = vectors @ self._mean_embedding
-        ids, scores, distances = fuse(found, (near.ids, near.distances), largest, usual)
-        return Ranked(ids[:, :k], scores[:, :k], distances[:, :k], near.missing)
+        return self._by_terms(queries, vectors, k, retrieval, max(k, CANDIDATES), among)
 
     def _by_terms(
-        self, queries: Queries, vectors: np.ndarray, wanted: int, among: list[np.ndarray] | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The chunks with the highest BM25: ids, scores (-inf for none) and squared distances, each [n, wanted]."""
+        self,
+        queries: Queries,
+        vectors: np.ndarray,
+        k: int,
+        retrieval: Retrieval,
+        candidates: int,
+        among: list[np.ndarray] | None = None,
+    ) -> Ranked:
+        """Sparse retrieval of k chunks; hybrid retrieval joins this number of candidates of both searches."""
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
+        texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in queries]
 
         def kept(rows: np.ndarray, found: np.ndarray) -> np.ndarray:
             return self.retrieval.without_deleted(found) if among is None else self.retrieval.among(found, among)
 
         few = None if among is None else few_chunks(among)
-        ids, scores = find_by_terms(self._terms_of(queries), self._sparse, wanted, kept, few)
-        scores = np.where(ids >= 0, scores, np.float32(-np.inf))
-        return ids, scores, distances_to(vectors, ids, self.retrieval)
-
-    def _terms_of(self, queries: Queries) -> list[list[str]]:
-        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
-            raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
-        return [query_terms(each if isinstance(each, str) else self.tokenizer.decode(each)) for each in queries]
+        if retrieval == "sparse":
+            return Ranked(*self._term_search.search(texts, vectors, k, kept, few), ())
+        near = self._candidates(vectors, candidates, k, among)
+        dense = (near.ids, near.distances)
+        ids, scores, distances = self._term_search.hybrid(texts, vectors, dense, candidates, kept, few)
+        return Ranked(ids[:, :k], scores[:, :k], distances[:, :k], near.missing)
 
     @cached_property
-    def _mean_embedding(self) -> np.ndarray:
-        """The mean embedding [d] float32 of a uniform sample of the chunks, which is always the same."""
-        sampled = min(self.retrieval.num_chunks, _SAMPLED_CHUNKS)
-        positions = np.sort(np.random.default_rng(0).choice(self.retrieval.num_chunks, sampled, replace=False))
-        mean: np.ndarray = to_float32(self.retrieval.embeddings(self.retrieval.ids_at(positions))).mean(axis=0)
-        return mean
-
-    @cached_property
-    def _sparse(self) -> SparseIndex:
-        for split in self.retrieval.splits:
-            Datastore.open(split.folder).require("sparse")
-        return SparseIndex.open(self.retrieval.splits)
+    def _term_search(self) -> TermSearch:
+        return TermSearch.open(self.retrieval)
 
     @property
     def has_terms(self) -> bool:

@@ -6,6 +6,7 @@ candidates by vectors ┴─► one list: BM25 as a fraction of its maximum + ag
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from indexing.sparse.index import SparseIndex
 
 _AGREEING = 8  # best candidates of each search that are compared
 
+Retrieval = Literal["dense", "sparse", "hybrid"]
+"""How chunks are found: by embeddings, by terms (BM25), or by both."""
 Kept = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Numbers of queries [r] and their candidates [r, c] → the candidates, with -1 instead of excluded ones."""
 

@@ -50,10 +50,11 @@ def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None
     return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
 
 
-def _searched(manifests: Manifests, number: int) -> str | None:
+def _searched(manifests: Manifests, number: int, by_terms: bool) -> str | None:
     """The fingerprint of everything that neighbors found in a generation depend on."""
     generation = generations_of(manifests)[number]
-    prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in ("chunks", "embeddings", "index")}
+    stages = ("chunks", "embeddings", "index", *(["sparse"] if by_terms else []))
+    prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in stages}
     if number == 0:
         prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
     return None if None in prints.values() else fingerprint(prints)
@@ -77,7 +78,9 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
     if name == "index/tuned":
         return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
     if stage == "neighbors":
-        return {f"generation {number}": _searched(manifests, number) for number in range(len(generations))}
+        settings = manifests[name]["recipe"]["settings"]
+        by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
+        return {f"generation {number}": _searched(manifests, number, by_terms) for number in range(len(generations))}
     if stage == "chunks":
         home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
         corpus = f"appended/{shard_name(home)}" if home else "corpus"

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.retrieval.results import Hit, Retrieval
+from indexing.retrieval.results import Hit
+from indexing.sparse.candidates import Retrieval
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deletions import deleted_ranges

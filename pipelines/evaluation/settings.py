@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from indexing.retrieval.results import Retrieval
+from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from retro.evaluation.settings import EvaluationSettings
 

@@ -14,6 +14,7 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search_cost import Hardware, Method, cheapest, describe
 from indexing.progress import Advance
 from indexing.shared_tokens import SharedTokens
+from indexing.sparse.term_search import TermSearch
 from indexing.store import remote
 from indexing.store.artifact import (
     Recipe,
@@ -27,6 +28,7 @@ from indexing.store.artifact import (
 )
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
@@ -37,8 +39,11 @@ from pipelines.stages.shards import fingerprint_of, generation_fingerprint, pref
 
 log = logging.getLogger("retro")
 
-# Inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage.
-_SEARCHED = {"chunks": "chunk", "embeddings": "embed", "index": "add"}
+
+def _searched(config: Config) -> dict[str, str]:
+    """The inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage."""
+    by_terms = {"sparse": "sparse"} if config.neighbors.retrieval != "dense" else {}
+    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_terms
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,18 @@ class SearchedShards:
 def run_neighbors(config: Config, executor: Executor) -> str:
     """Embeddings and indexes → the neighbors of every chunk of all splits."""
     folder = config.datastore
-    own, others = _generations(folder), _others(config)
+    own, others = _generations(config), _others(config)
     todo, method = [], None
     for shard, source in enumerate(shards(folder, "chunks")):
         # The recipes of this shard for a datastore with one generation, two generations, …
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
         out = folder / "neighbors" / shard_name(shard)
         known = _set_aside(out, recipes)
-        if config.neighbors.rerank == "tokens":
-            known = 0  # the order needs all candidates, and only the chosen ones are stored
+        if config.neighbors.rerank == "tokens" or config.neighbors.retrieval != "dense":
+            known = 0  # the order needs all candidates, and BM25 all chunks; only the chosen neighbors are stored
         if not is_finished(out, recipes[-1]):
             method = method or _method(config, Datastore.open(folder).train)
-            searched = (*own[known:], *(() if known else others))
+            searched = (*own[known:], *(() if known else others)) if config.neighbors.retrieval != "sparse" else ()
             before = _before(out) if known else None
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             retrieved = (folder, *(part.folder for part in others))
@@ -98,10 +103,12 @@ def _warn_of_few_chunks(config: Config) -> None:
         )
 
 
-def _generations(folder: Path) -> list[SearchedShards]:
-    found: list[SearchedShards] = []
+def _generations(config: Config) -> list[SearchedShards]:
+    folder, found = config.datastore, list[SearchedShards]()
+    for stage in _searched(config).values():
+        Datastore.open(folder).require(stage)
     for generation in generations(folder):
-        prints = {name: generation_fingerprint(folder, name, generation) for name in _SEARCHED}
+        prints = {name: generation_fingerprint(folder, name, generation) for name in _searched(config)}
         if not found:
             prints["index"] = fingerprint_of(folder / "index" / "tuned")
         found.append(SearchedShards(folder, generation, 0, fingerprint(prints)))
@@ -111,16 +118,19 @@ def _generations(folder: Path) -> list[SearchedShards]:
 def _others(config: Config) -> list[SearchedShards]:
     found = []
     for number, other in enumerate(sharing.retrieved_from(config), start=1):
-        prints = {name: other.manifest["fingerprints"][stage] for name, stage in _SEARCHED.items()}
+        for stage in _searched(config).values():
+            other.require(stage)
+        prints = {name: other.manifest["fingerprints"][stage] for name, stage in _searched(config).items()}
         found.append(SearchedShards(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
     return found
 
 
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
+    dense = ("retrieval",) if config.neighbors.retrieval == "dense" else ()  # as in datastores without a sparse index
     return Recipe(
         stage="neighbors",
         version=5,
-        settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
+        settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized", *dense))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
         # The folder is not an input: a datastore that was moved is the same.
@@ -200,10 +210,11 @@ def neighbor_task(
     keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
-    order = None
-    if settings.rerank == "tokens":
-        retrieval = RetrievalSet(tuple(Datastore.open(path).train for path in retrieved))
-        order = SharedTokens(token_weights(folder / "embedder"), retrieval)
+    retrieval = RetrievalSet(tuple(Datastore.open(path).train for path in retrieved))
+    order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
+    terms = None
+    if settings.retrieval != "dense":
+        terms = neighbors.Terms(TermSearch.open(retrieval), Tokenizer.open(folder / "tokenizer"))
     with create(out, recipe) as (work, counts):
         counts["search"] = method
         for split in map(datastore.split, SPLITS):
@@ -215,6 +226,7 @@ def neighbor_task(
                 opened,
                 settings,
                 order=order,
+                terms=terms,
                 before=before / split.name if before else None,
                 advance=advance,
             )

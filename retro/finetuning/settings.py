@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from indexing.retrieval.results import Retrieval
+from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 
 ExampleFormat = Literal["instructions", "questions"]

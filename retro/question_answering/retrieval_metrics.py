@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexing.progress import Advance
-from indexing.retrieval.results import Retrieval
 from indexing.retrieval.retriever import Retriever
+from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from retro.question_answering.question_sets import Question

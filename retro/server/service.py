@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import Depends, Request
 
-from indexing.retrieval.results import Hit, Retrieval
+from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
+from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.candidates import PartsMissing
-from indexing.retrieval.results import Hit, Retrieval
+from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
+from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
 from indexing.store.deletions import delete_ranges
 from indexing.store.errors import InputError, NotFound

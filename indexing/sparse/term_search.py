@@ -1,0 +1,86 @@
+"""Sparse and hybrid retrieval in a retrieval set: for searches, and for the neighbors of chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from indexing.sparse.candidates import Kept, find_by_terms, fuse
+from indexing.sparse.index import SparseIndex
+from indexing.sparse.terms import query_terms
+from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import RetrievalSet
+from indexing.vectors.exact_search import distances_to
+from indexing.vectors.floats import to_float32
+
+_SAMPLED_CHUNKS = 4096  # for the mean embedding
+_BLOCK_QUERIES = 1024  # fused at a time
+
+
+@dataclass(frozen=True)
+class TermSearch:
+    """The sparse index of a retrieval set, opened for search.
+
+    Attributes:
+        index: over all chunks of the retrieval set.
+        retrieval: the chunks that ids name.
+        mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same.
+    """
+
+    index: SparseIndex
+    retrieval: RetrievalSet
+    mean: np.ndarray
+
+    @classmethod
+    def open(cls, retrieval: RetrievalSet) -> "TermSearch":
+        """Open the sparse index of a retrieval set.
+
+        Raises:
+            InputError: a datastore has none.
+        """
+        for split in retrieval.splits:
+            Datastore.open(split.folder).require("sparse")
+        total = retrieval.num_chunks
+        positions = np.sort(np.random.default_rng(0).choice(total, min(total, _SAMPLED_CHUNKS), replace=False))
+        mean = to_float32(retrieval.embeddings(retrieval.ids_at(positions))).mean(axis=0)
+        return cls(SparseIndex.open(retrieval.splits), retrieval, mean)
+
+    def search(
+        self, texts: Sequence[str], vectors: np.ndarray, wanted: int, kept: Kept, among: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Find the chunks with the highest BM25.
+
+        Args:
+            texts: n queries.
+            vectors: their embeddings [n, d] float32, for the distances.
+            wanted: candidates for each query.
+            kept: a condition; see `find_by_terms`.
+            among: chunk ids to search; see `SparseIndex.search`.
+
+        Returns:
+            ids [n, wanted] int64, best first (-1 = none), BM25 [n, wanted] float32 (-inf) and squared distances [n, wanted] float32
+            (+inf).
+        """
+        ids, scores = find_by_terms([query_terms(text) for text in texts], self.index, wanted, kept, among)
+        return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances_to(vectors, ids, self.retrieval)
+
+    def hybrid(
+        self,
+        texts: Sequence[str],
+        vectors: np.ndarray,
+        dense: tuple[np.ndarray, np.ndarray],
+        wanted: int,
+        kept: Kept,
+        among: Sequence[int] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest first."""
+        sparse = self.search(texts, vectors, wanted, kept, among)
+        largest = np.array([self.index.largest(query_terms(text)) for text in texts], dtype=np.float32)
+        usual = vectors @ self.mean
+        found = []
+        for start in range(0, max(1, len(texts)), _BLOCK_QUERIES):
+            block = slice(start, start + _BLOCK_QUERIES)
+            by_terms = (sparse[0][block], sparse[1][block], sparse[2][block])
+            found.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], usual[block]))
+        ids, scores, distances = (np.concatenate(each)[:, :wanted] for each in zip(*found, strict=True))
+        return ids, scores, distances
