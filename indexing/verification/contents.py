@@ -20,7 +20,7 @@ from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 
 _BLOCK_ROWS = 65_536
-_CHECKED_IDS = 1000  # of a shard of the sparse index
+_CHECKED_IDS = 32  # of a shard of the sparse index
 
 Check = Callable[[Datastore, int], Iterator[str]]
 
