@@ -6,7 +6,7 @@ DATA contains a folder for each set with passages (`id`, `text`, `title`) and qu
 JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
 held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
 BM25 over whole passages, once with words and pairs of characters as terms, once with the terms and titles of this
-project. `--fusions` prints hit@1 of several ways to join dense and sparse candidates instead. The defaults take minutes;
+project; `--no-baselines` leaves it out. `--fusions` prints hit@1 of several ways to join dense and sparse candidates. The defaults take minutes;
 docs/results/passage-retrieval.md has the options of its results.
 """
 
@@ -119,6 +119,7 @@ def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[d
             ("BM25 of whole passages", words_and_pairs, False),
             ("BM25 with our terms and titles", terms, True),
         )
+        if options.baselines
     ]
     settings = RetrievalSettings()
     for embedder in limit.each(options.embedders, "embedder"):
@@ -147,9 +148,7 @@ def measure_fusions(options: argparse.Namespace, name: str, limit: Budget) -> li
             sparse = retriever.rank(texts, CANDIDATES, retrieval="sparse")
             dense = retriever.rank(texts, CANDIDATES, retrieval="dense")
             largest = np.array([index.largest(query_terms(text)) for text in texts])
-            best = fusions(sparse, dense, largest) | {
-                "agreement": retriever.rank(texts, 1, retrieval="hybrid").ids[:, 0]
-            }
+            best = fusions(sparse, dense, largest) | {"ours": retriever.rank(texts, 1, retrieval="hybrid").ids[:, 0]}
             for label, ids in best.items():
                 documents = retriever.retrieval.documents_of(ids)
                 hits[label] += sum(each in wanted for each, wanted in zip(documents, right[start:], strict=False))
@@ -193,6 +192,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--sets", nargs="+", default=["cmrc2018"], choices=[*SETS, *HELD_OUT])
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
+    parser.add_argument("--no-baselines", dest="baselines", action="store_false")
     parser.add_argument("--fusions", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
     add_minutes(parser)

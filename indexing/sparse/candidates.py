@@ -2,7 +2,7 @@
 
 terms of a query ─► sparse index ─► best chunks ─► drop those that the condition excludes ─► too few left? search deeper
 candidates by terms ┐
-candidates by vectors ┴─► one list: BM25 as a fraction of its maximum + agreement · cosine
+candidates by vectors ┴─► one list: BM25 as a fraction of its maximum + weight · cosine
 """
 
 from collections.abc import Callable, Sequence
@@ -57,19 +57,17 @@ def fuse(
     sparse: tuple[np.ndarray, np.ndarray, np.ndarray],
     dense: tuple[np.ndarray, np.ndarray],
     largest: np.ndarray,
-    usual: np.ndarray,
+    weights: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Join the candidates of both searches, best first: BM25 as a fraction of its maximum, plus the weighted cosine.
 
-    A coarse embedder, or one for another language, finds chunks that have nothing to do with the query. So the weight of the cosine
-    is the agreement of both searches: how near the best chunks by terms are, from 0 (as any chunk) to 1 (as the nearest ones). A
-    chunk that only the dense search found counts as one without the terms.
+    A chunk that only the dense search found counts as one without the terms.
 
     Args:
         sparse: ids [n, a] int64 (-1 = none), BM25 [n, a] and squared distances [n, a] float32, best first.
         dense: ids [n, b] int64 (-1 = none) and squared distances [n, b] float32, nearest first.
         largest: [n] float32, the maximum of each query's BM25.
-        usual: [n] float32, mean cosine of each query and any chunk.
+        weights: [n] float32, weight of each query's cosines.
 
     Returns:
         ids [n, a + b] int64 without repetition (-1 = none), scores [n, a + b] float32 (-inf) and distances [n, a + b] float32 (+inf).
@@ -80,11 +78,27 @@ def fuse(
     bm25 = np.where(sparse[0] >= 0, sparse[1], 0) / np.maximum(largest, 1e-6)[:, None]
     bm25 = np.pad(bm25, ((0, 0), (0, dense[0].shape[1])))
     cosines = np.where(ids >= 0, 1 - distances / 2, 0)
-    weights = _agreement(_mean_cosine(*sparse[::2]), _mean_cosine(*dense), usual)
     scores = np.where(ids >= 0, bm25 + weights[:, None] * cosines, -np.inf).astype(np.float32)
     order = np.lexsort((ids, -scores), axis=-1)
     ids, scores, distances = (np.take_along_axis(each, order, 1) for each in (ids, scores, distances))
     return ids, scores, distances
+
+
+def agreement(
+    sparse: tuple[np.ndarray, np.ndarray], dense: tuple[np.ndarray, np.ndarray], usual: np.ndarray
+) -> np.ndarray:
+    """How near the best chunks by terms are to each query, from 0 (as any chunk) to 1 (as the nearest ones).
+
+    Args:
+        sparse: candidates by terms, ids [n, c] int64 (-1 = none) and squared distances [n, c] float32, best first.
+        dense: candidates by embeddings, the same.
+        usual: [n] float32, mean cosine of each query and any chunk.
+
+    Returns:
+        [n] float32; 1 for a query whose terms no chunk contains.
+    """
+    nearest = _mean_cosine(*dense)
+    return np.clip((_mean_cosine(*sparse) - usual) / np.maximum(nearest - usual, 1e-6), 0, 1).astype(np.float32)
 
 
 def _mean_cosine(ids: np.ndarray, distances: np.ndarray) -> np.ndarray:
@@ -93,7 +107,3 @@ def _mean_cosine(ids: np.ndarray, distances: np.ndarray) -> np.ndarray:
     cosines = np.where(present, 1 - distances[:, :_AGREEING] / 2, 0)
     found = present.sum(axis=1)
     return np.where(found, cosines.sum(axis=1) / np.maximum(found, 1), 1)
-
-
-def _agreement(by_terms: np.ndarray, nearest: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    return np.clip((by_terms - usual) / np.maximum(nearest - usual, 1e-6), 0, 1)

@@ -5,14 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from indexing.sparse.candidates import Kept, find_by_terms, fuse
+from indexing.sparse.candidates import Kept, agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
 from indexing.store.datastore import Datastore
+from indexing.store.files import read_json
+from indexing.store.remote import present
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.exact_search import distances_to
 from indexing.vectors.floats import to_float32
 
+# Weight of the cosines of the lexical embedder. They repeat the terms less exactly, so they only decide between equals.
+_LEXICAL_WEIGHT = 0.1
 _SAMPLED_CHUNKS = 4096  # for the mean embedding
 _BLOCK_QUERIES = 1024  # fused at a time
 
@@ -24,12 +28,12 @@ class TermSearch:
     Attributes:
         index: over all chunks of the retrieval set.
         retrieval: the chunks that ids name.
-        mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same.
+        mean: mean embedding [d] float32 of a uniform sample of the chunks, which is always the same; None for the lexical embedder.
     """
 
     index: SparseIndex
     retrieval: RetrievalSet
-    mean: np.ndarray
+    mean: np.ndarray | None
 
     @classmethod
     def open(cls, retrieval: RetrievalSet) -> "TermSearch":
@@ -40,10 +44,13 @@ class TermSearch:
         """
         for split in retrieval.splits:
             Datastore.open(split.folder).require("sparse")
+        index, kind = SparseIndex.open(retrieval.splits), retrieval.own.folder / "embedder" / "embedder.json"
+        if read_json(present(kind))["kind"] == "lexical":
+            return cls(index, retrieval, None)
         total = retrieval.num_chunks
         positions = np.sort(np.random.default_rng(0).choice(total, min(total, _SAMPLED_CHUNKS), replace=False))
         mean = to_float32(retrieval.embeddings(retrieval.ids_at(positions))).mean(axis=0)
-        return cls(SparseIndex.open(retrieval.splits), retrieval, mean)
+        return cls(index, retrieval, mean)
 
     def search(
         self, texts: Sequence[str], vectors: np.ndarray, wanted: int, kept: Kept, among: Sequence[int] | None = None
@@ -73,14 +80,20 @@ class TermSearch:
         kept: Kept,
         among: Sequence[int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest first."""
+        """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest first.
+
+        The weight of a transformer's cosines is the agreement of both searches for the query: an embedder for another language finds
+        chunks that have nothing to do with it.
+        """
         sparse = self.search(texts, vectors, wanted, kept, among)
         largest = np.array([self.index.largest(query_terms(text)) for text in texts], dtype=np.float32)
-        usual = vectors @ self.mean
+        weights = np.full(len(texts), _LEXICAL_WEIGHT, dtype=np.float32)
+        if self.mean is not None:
+            weights = agreement((sparse[0], sparse[2]), dense, vectors @ self.mean)
         found = []
         for start in range(0, max(1, len(texts)), _BLOCK_QUERIES):
             block = slice(start, start + _BLOCK_QUERIES)
             by_terms = (sparse[0][block], sparse[1][block], sparse[2][block])
-            found.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], usual[block]))
+            found.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], weights[block]))
         ids, scores, distances = (np.concatenate(each)[:, :wanted] for each in zip(*found, strict=True))
         return ids, scores, distances

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from indexing.sparse.candidates import find_by_terms, fuse
+from indexing.sparse.candidates import agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import terms
 from indexing.store.datastore import Datastore
@@ -33,32 +33,46 @@ def test_a_condition_that_excludes_everything_finds_nothing(index: SparseIndex) 
     assert not scores.any()
 
 
-def fused(sparse_cosines: list[float], dense_cosines: list[float], usual: float) -> tuple[list[int], list[float]]:
+def fused(weight: float) -> tuple[list[int], list[float]]:
     """Chunks 1 and 2 found by terms, with BM25 8 and 7 of at most 10; chunks 2 and 3 found by embeddings."""
-    sparse = (np.array([[1, 2, -1]]), np.array([[8.0, 7.0, -INF]]), 2 - 2 * np.array([[*sparse_cosines, -INF]]))
-    dense = (np.array([[2, 3]]), 2 - 2 * np.array([dense_cosines]))
-    ids, scores, distances = fuse(sparse, dense, np.array([10.0]), np.array([usual]))
+    sparse = (np.array([[1, 2, -1]]), np.array([[8.0, 7.0, -INF]]), 2 - 2 * np.array([[0.3, 0.9, -INF]]))
+    dense = (np.array([[2, 3]]), 2 - 2 * np.array([[0.9, 0.8]]))
+    ids, scores, distances = fuse(sparse, dense, np.array([10.0]), np.array([weight]))
     assert (np.isinf(distances) == (ids < 0)).all()
     assert (ids[0, 3:] == -1).all()
     return ids[0, :3].tolist(), scores[0, :3].tolist()
 
 
-def test_bm25_and_cosines_are_added_if_both_searches_agree() -> None:
-    """The chunks found by terms are as near as the nearest ones."""
-    ids, scores = fused([0.3, 0.9], [0.9, 0.3], usual=0.0)
-    assert ids == [2, 1, 3]
-    assert scores == pytest.approx([0.7 + 0.9, 0.8 + 0.3, 0.3])
-
-
-def test_bm25_alone_orders_if_the_embedder_finds_chunks_of_another_subject() -> None:
-    """The chunks found by terms are as far as any chunk."""
-    ids, scores = fused([0.0, 0.2], [0.9, 0.8], usual=0.1)
-    assert ids == [1, 2, 3]
-    assert scores == pytest.approx([0.8, 0.7, 0.0])
+@pytest.mark.parametrize(
+    ("weight", "expected", "scores"),
+    [
+        (0.0, [1, 2, 3], [0.8, 0.7, 0.0]),
+        (1.0, [2, 1, 3], [0.7 + 0.9, 0.8 + 0.3, 0.8]),
+        (5.0, [2, 3, 1], [0.7 + 4.5, 4.0, 0.8 + 1.5]),
+    ],
+)
+def test_bm25_and_weighted_cosines_are_added(weight: float, expected: list[int], scores: list[float]) -> None:
+    ids, found = fused(weight)
+    assert ids == expected
+    assert found == pytest.approx(scores)
 
 
 def test_a_query_without_known_terms_is_ordered_by_cosines() -> None:
     none = (np.full((1, 2), -1), np.full((1, 2), -INF), np.full((1, 2), INF))
-    ids, scores, _ = fuse(none, (np.array([[7, 4]]), np.array([[0.5, 1.0]])), np.zeros(1), np.zeros(1))
+    ids, scores, _ = fuse(none, (np.array([[7, 4]]), np.array([[0.5, 1.0]])), np.zeros(1), np.ones(1))
     assert ids.tolist() == [[7, 4, -1, -1]]
     np.testing.assert_allclose(scores[0, :2], [0.75, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("by_terms", "expected"), [([0.9, 0.7], 1.0), ([0.5, 0.3], 0.5), ([0.1, -0.1], 0.0), ([-0.5, -0.9], 0.0)]
+)
+def test_agreement_is_the_nearness_of_chunks_found_by_terms(by_terms: list[float], expected: float) -> None:
+    ids, nearest = np.array([[5, 6]]), 2 - 2 * np.array([[0.9, 0.7]])
+    found = agreement((ids, 2 - 2 * np.array([by_terms])), (ids, nearest), np.zeros(1))
+    np.testing.assert_allclose(found, [expected], atol=1e-6)
+
+
+def test_agreement_is_full_without_chunks_found_by_terms() -> None:
+    none, nearest = (np.full((1, 2), -1), np.full((1, 2), INF)), (np.array([[5, 6]]), np.ones((1, 2)))
+    np.testing.assert_array_equal(agreement(none, nearest, np.zeros(1)), [1.0])
