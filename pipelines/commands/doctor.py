@@ -15,7 +15,7 @@ from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
 REQUIRED = {
-    "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss",
+    "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "autofaiss": "autofaiss", "tantivy": "tantivy",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "safetensors": "safetensors",
     "datasketch": "datasketch",
 }  # fmt: skip
