@@ -103,15 +103,15 @@ def words_and_pairs(text: str) -> list[str]:
     return found
 
 
-def read_set(data: Path, name: str) -> tuple[Path, list[Question]]:
-    """Return the file of passages and the questions of a set."""
+def read_set(data: Path, name: str, every: int) -> tuple[Path, list[Question]]:
+    """Return the file of passages and every n-th question of a set."""
     passages, questions = (data / FOLDERS.get(name, name) / f"{file}.jsonl.zst" for file in (SETS | HELD_OUT)[name])
-    return passages, read_questions(questions)
+    return passages, read_questions(questions)[::every]
 
 
 def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
     """Return the rows of one set: the baselines, and every embedder with every way of retrieval."""
-    passages, questions = read_set(options.data, name)
+    passages, questions = read_set(options.data, name, options.every)
     say(f"{name}: {len(questions):,} questions, BM25 of whole passages", file=sys.stderr)
     rows: list[dict[str, Any]] = [
         {"set": name, "baseline": label, "hit": {1: whole_passages(passages, questions, cut, titles=titles)}}
@@ -136,7 +136,7 @@ def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[d
 
 def measure_fusions(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
     """Return hit@1 of several fusions of the same candidates."""
-    passages, questions = read_set(options.data, name)
+    passages, questions = read_set(options.data, name, options.every)
     rows = []
     for embedder in limit.each(options.embedders, "embedder"):
         retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--sets", nargs="+", default=["cmrc2018"], choices=[*SETS, *HELD_OUT])
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
+    parser.add_argument("--every", type=int, default=1, help="ask every n-th question")
     parser.add_argument("--no-baselines", dest="baselines", action="store_false")
     parser.add_argument("--fusions", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
