@@ -83,7 +83,7 @@ def test_another_machine_resumes_the_build(
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"))
     build_local(config, only="chunk")
     made = at(f"{bucket}/wiki")
-    for stage in ("embed", "train-index", "add", "neighbors"):
+    for stage in ("embed", "train-index", "add", "sparse", "neighbors"):
         another_machine()
         build_local(config, only=stage)
     now = at(f"{bucket}/wiki")
@@ -125,7 +125,7 @@ def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_
     import ray
 
     one = Resources(workers=1)  # importing everything in a process is the slow part here
-    stages = {"chunk": one, "embed": one, "add": one, "neighbors": one}
+    stages = {"chunk": one, "embed": one, "add": one, "sparse": one, "neighbors": one}
     executor = ExecutorSettings(kind="ray", ray_address=cluster.address, **stages)  # type: ignore[arg-type]
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
     known = {key: value for key, value in os.environ.items() if key.startswith(("AWS_", "RETRO_"))}

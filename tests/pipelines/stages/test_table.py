@@ -46,7 +46,7 @@ def test_bytes_do_not_depend_on_the_number_of_threads(tmp_path, tiny_corpus, tin
 
 def test_building_stage_by_stage_equals_building_at_once(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
-    for stage in ("chunk", "embed", "train-index", "add", "neighbors"):
+    for stage in ("chunk", "embed", "train-index", "add", "sparse", "neighbors"):
         build_local(config, only=stage)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
