@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
+from retro.inference.generation import Batch, Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from tests.retro.server.conftest import CHAT_TEMPLATE, Make
@@ -182,11 +183,16 @@ def test_the_checkpoints_template_is_used_and_a_model_without_one_cannot_chat(
 
 
 def test_an_error_of_a_stream_is_an_event(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_, **__):
-        yield []
-        raise RuntimeError("no memory")
+    tokens, step = list[tuple[Continuation, GeneratedToken]](), Batch.step
 
-    monkeypatch.setattr(LanguageModel, "generate", broken)
+    def broken(batch: Batch) -> list[tuple[Continuation, GeneratedToken]]:
+        """The first token arrives."""
+        if tokens:
+            raise RuntimeError("no memory")
+        tokens.extend(new := step(batch))
+        return new
+
+    monkeypatch.setattr(Batch, "step", broken)
     with TestClient(app_with()) as client:
         response = client.post("/v1/chat/completions", json=GREEDY | {"stream": True})
     *_, error, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
