@@ -7,7 +7,6 @@ appended shard weighs as much as in a large one. The constants are the usual one
 """
 
 import json
-import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.sparse.segments import CHUNK, SUFFIXES, TERMS, with_tokenizer
+from indexing.sparse.segments import CHUNK, SUFFIXES, TERMS, temporary_folder, with_tokenizer
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -56,15 +55,15 @@ class SparseIndex:
         """
         import tantivy
 
-        with tempfile.TemporaryDirectory(prefix="retro-sparse-") as folder:  # tantivy maps all files when it opens them
+        with temporary_folder() as folder:  # tantivy maps all files when it opens them
             meta: dict[str, Any] = {"segments": [], "opstamp": 0}
             first_ids: list[int] = []
             for number, split in enumerate(splits):
                 for shard in range(len(split.chunk_rows)) if shards is None else shards:
                     first = int(neighbor_ids(number, split.tokens.starts[[shard]])[0])
-                    first_ids += _link(Path(folder), meta, split.folder / FOLDER / shard_name(shard), first)
-            (Path(folder) / "meta.json").write_text(json.dumps(meta))
-            index = with_tokenizer(tantivy.Index.open(folder))
+                    first_ids += _link(folder, meta, split.folder / FOLDER / shard_name(shard), first)
+            (folder / "meta.json").write_text(json.dumps(meta))
+            index = with_tokenizer(tantivy.Index.open(str(folder)))
             index.config_reader(reload_policy="manual")
             searcher = index.searcher()
         return cls(searcher.num_docs, np.array(first_ids, dtype=np.int64), index.schema, searcher)

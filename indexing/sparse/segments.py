@@ -8,8 +8,11 @@ repeats the subject of its paragraph (the fields of BM25F: Robertson and Zaragoz
 the terms are counted, so a search needs one list for each term. Equal chunks give equal bytes.
 """
 
+import contextlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 _SEGMENT_TOKENS = 2**22
 _HEAP_BYTES = 2**31  # above anything that a segment needs: a full heap would divide it
 _BLOCK_CHUNKS = 4096
+_REMOVALS, _WAIT = 100, 0.05  # of a folder in which a file is made at the same time; seconds between them
 _OWN, _ADJACENT, _TITLE = 2, 1, 4  # times that a term is counted
 TERMS = "terms"  # the field of the inverted lists
 CHUNK = "chunk"  # the field of chunk ids, for searches among a few chunks
@@ -82,8 +86,8 @@ def _write_segment(
     """Write one segment, and return tantivy's description of it."""
     import tantivy
 
-    with tempfile.TemporaryDirectory(prefix="segment-", dir=work) as folder:
-        index = with_tokenizer(tantivy.Index(schema(), path=folder, reuse=False))
+    with temporary_folder(work) as folder:
+        index = with_tokenizer(tantivy.Index(schema(), path=str(folder), reuse=False))
         writer = index.writer(heap_size=_HEAP_BYTES, num_threads=1)
         for block in _blocks(split, rows, tokenizer):
             for chunk_id, counted in block:
@@ -94,11 +98,25 @@ def _write_segment(
             advance(len(block))
         writer.commit()
         writer.wait_merging_threads()
-        meta: dict[str, Any] = read_json(Path(folder) / "meta.json")
+        meta: dict[str, Any] = read_json(folder / "meta.json")
         (segment,) = meta["segments"]
         for suffix in SUFFIXES:
-            os.rename(Path(folder) / f"{segment['segment_id'].replace('-', '')}.{suffix}", work / f"{number}.{suffix}")
+            os.rename(folder / f"{segment['segment_id'].replace('-', '')}.{suffix}", work / f"{number}.{suffix}")
     return meta
+
+
+@contextlib.contextmanager
+def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
+    """A folder for an index of tantivy, removed at the end. For a moment, threads of tantivy still make lock files in it."""
+    folder = Path(tempfile.mkdtemp(prefix="retro-sparse-", dir=inside))
+    try:
+        yield folder
+    finally:
+        for last_time in (*[False] * _REMOVALS, True):
+            shutil.rmtree(folder, ignore_errors=not last_time)
+            if not folder.exists():
+                break
+            time.sleep(_WAIT)
 
 
 def _blocks(split: Split, rows: tuple[int, int], tokenizer: Tokenizer) -> Iterator[list[tuple[int, str]]]:

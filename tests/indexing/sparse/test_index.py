@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -138,3 +139,23 @@ def test_files_may_be_moved_after_opening(tiny_datastore: Datastore) -> None:
 def test_a_missing_shard_is_named(tiny_datastore: Datastore, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sparse/00000 is missing: .*--stage sparse"):
         SparseIndex.open([replace(tiny_datastore.train, folder=tmp_path)])
+
+
+def test_a_folder_is_removed_although_a_thread_still_makes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, left = shutil.rmtree, [2]
+
+    def disturbed(folder: Path, ignore_errors: bool) -> None:
+        """What `shutil.rmtree` does if a file appears after it has listed the folder."""
+        if left[0]:
+            left[0] -= 1
+            assert ignore_errors
+        else:
+            remove(folder)
+
+    monkeypatch.setattr(segments.shutil, "rmtree", disturbed)
+    with segments.temporary_folder(tmp_path) as folder:
+        (folder / ".tantivy-meta.lock").touch()
+    assert left == [0]
+    assert list(tmp_path.iterdir()) == []
