@@ -10,6 +10,7 @@ the terms are counted, so a search needs one list for each term. Equal chunks gi
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -86,7 +87,7 @@ def _write_segment(
     """Write one segment, and return tantivy's description of it."""
     import tantivy
 
-    with temporary_folder(work) as folder:
+    with temporary_folder(work) as folder, _disk_errors(folder):
         index = with_tokenizer(tantivy.Index(schema(), path=str(folder), reuse=False))
         writer = index.writer(heap_size=_HEAP_BYTES, num_threads=1)
         for block in _blocks(split, rows, tokenizer):
@@ -103,6 +104,18 @@ def _write_segment(
         for suffix in SUFFIXES:
             os.rename(folder / f"{segment['segment_id'].replace('-', '')}.{suffix}", work / f"{number}.{suffix}")
     return meta
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise OSError where tantivy raises ValueError because of the disk."""
+    try:
+        yield
+    except ValueError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 @contextlib.contextmanager

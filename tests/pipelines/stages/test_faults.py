@@ -198,7 +198,7 @@ def test_build_resumes_after_the_disk_was_full_at_every_stage(
         assert nothing_half_written(config.datastore)
         subprocess.run(["mount", "-o", f"remount,size={size}k", small_disk], check=True)
         message = first_failure(config)
-    assert stages >= {"chunks", "embeddings", "index", "neighbors"}
+    assert stages >= {"chunks", "embeddings", "index", "sparse", "neighbors"}
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
