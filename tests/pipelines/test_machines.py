@@ -23,12 +23,10 @@ from tests.conftest import PATIENCE, build_local, contents, tiny_config, wait_un
 from tests.machines import HERE, Machine, machines, terminate, why_not
 from tests.pipelines.launch.test_ray_serve import QUERY, ask_until, found
 
-_REASON = why_not()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # warnings of Ray itself
-    pytest.mark.skipif(bool(_REASON), reason=_REASON),
 ]
 RAY = str(Path(sysconfig.get_path("scripts")) / "ray")
 # A machine that does not answer for 3 seconds is taken for lost.
@@ -86,6 +84,8 @@ def finished(url: str, artifacts: str) -> int:
 @pytest.fixture(scope="module")
 def network() -> Iterator[list[Machine]]:
     """Three machines that have not been started."""
+    if reason := why_not():
+        pytest.skip(reason)
     with machines(3) as made:
         yield made
 
