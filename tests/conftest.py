@@ -326,12 +326,17 @@ def another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 @pytest.fixture
 def bucket(s3_server: str, another_machine: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a new, empty S3 bucket."""
+    return new_bucket(s3_server, monkeypatch)
+
+
+def new_bucket(server: str, patch: pytest.MonkeyPatch) -> str:
+    """Make an S3 bucket, and name its server and credentials in environment variables; return its URL."""
     import fsspec
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    patch.setenv("AWS_ENDPOINT_URL", server)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv(name, "test")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     name = f"bucket-{uuid.uuid4().hex}"
     fsspec.filesystem("s3").mkdir(name)
     return f"s3://{name}"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.settings.toml_file import to_toml
 from retro.training.trainer import train
-from tests.conftest import PATIENCE, build_local, contents, tiny_config, wait_until, write_corpus
+from tests.conftest import PATIENCE, build_local, contents, new_bucket, tiny_config, wait_until, write_corpus
 from tests.machines import HERE, Machine, machines, terminate, why_not
 from tests.pipelines.launch.test_ray_serve import QUERY, ask_until, found
 
@@ -94,13 +93,7 @@ def network() -> Iterator[list[Machine]]:
 def bucket(network: list[Machine], s3_server: str) -> Iterator[str]:
     """The URL of an empty bucket on the only thing that the machines share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", s3_server.replace("127.0.0.1", HERE))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        name = f"bucket-{uuid.uuid4().hex}"
-        fsspec.filesystem("s3").mkdir(name)
-        yield f"s3://{name}"
+        yield new_bucket(s3_server.replace("127.0.0.1", HERE), patch)
 
 
 @pytest.fixture(scope="module")
