@@ -169,7 +169,7 @@ def machines(count: int) -> Iterator[list[Machine]]:
 
 
 def terminate(command: subprocess.Popen[str]) -> None:
-    """Send SIGTERM to a command that `Machine.popen` started, of which the process here is only the parent."""
+    """Send SIGTERM to a command of `Machine.popen`. `nsenter`, its parent, would not pass the signal on."""
     for child in _children(command):
         os.kill(int(child), signal.SIGTERM)
 

@@ -66,6 +66,7 @@ def compiled(job: Job, *, preset: str, batch_size: int) -> list[Finding]:
     passes = WholeModel(model, processes, placement, compiled=True)
     step = OptimizerStep(passes, make_optimizer([model], SETTINGS), processes, placement, SETTINGS)
     batch, losses = random_batch(settings, batch_size, num_tokens, job), []
+    torch._dynamo.reset()  # forgets the graphs of other models in this process
     torch._dynamo.utils.counters.clear()
     first = job.seconds(lambda: losses.append(step(0, [batch]).metrics["loss"]))
     took = [job.seconds(lambda: losses.append(step(1, [batch]).metrics["loss"])) for _ in range(STEPS + 1)][1:]
@@ -75,7 +76,7 @@ def compiled(job: Job, *, preset: str, batch_size: int) -> list[Finding]:
         *_speed(took, batch_size * num_tokens),
         Finding("model FLOPs utilization", f"{flops / statistics.median(took) / peak_flops(placement):.1%}"),
         Finding("first step, with compilation", f"{first:.1f} s"),
-        Finding("graphs, of model and loss", str(graphs), 0 < graphs <= 2),
+        Finding("graphs, of model and loss", str(graphs), graphs == 2),
         Finding("loss, first and last", f"{losses[0]:.4f}, {losses[-1]:.4f}", 0 < losses[-1] < losses[0]),
     ]
     if placement.device.type == "cuda":
@@ -107,14 +108,11 @@ def eager_equals_compiled(job: Job) -> list[Finding]:
     return found
 
 
-def retro_pytorch(job: Job) -> list[Finding]:
-    """An eager step of retro-pytorch with the sizes of 172m, for comparison."""
-    require("retro_pytorch", "pip install --no-deps retro-pytorch==0.3.9")
+def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
+    """Return retro-pytorch's RETRO with these sizes, for sequences of `num_tokens` tokens."""
     from retro_pytorch import RETRO
 
-    settings, batch_size, num_tokens = sized("172m", 8, job)
-    placement = job.placement
-    model = RETRO(
+    model: torch.nn.Module = RETRO(
         num_tokens=settings.vocab_size,
         max_seq_len=num_tokens,
         enc_dim=settings.encoder.d_model,
@@ -124,7 +122,16 @@ def retro_pytorch(job: Job) -> list[Finding]:
         dec_depth=settings.num_layers,
         dec_cross_attn_layers=settings.retrieval.cca_layers,
         chunk_size=settings.chunk_length,
-    ).to(placement.device)
+    )
+    return model
+
+
+def retro_pytorch(job: Job) -> list[Finding]:
+    """An eager step of retro-pytorch with the sizes of 172m, for comparison."""
+    require("retro_pytorch", "pip install --no-deps retro-pytorch==0.3.9")
+    settings, batch_size, num_tokens = sized("172m", 8, job)
+    placement = job.placement
+    model = their_model(settings, num_tokens).to(placement.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = random_batch(settings, batch_size, num_tokens, job)
     tokens = torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1)

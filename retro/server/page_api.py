@@ -22,7 +22,7 @@ from retro.server.service import ServiceDependency
 
 router = APIRouter(route_class=JsonRoute, tags=["server"])
 
-_MOST_DOCUMENTS = 4096  # of which examples are chosen
+_MOST_DOCUMENTS = 4096  # examples come from the first held-out documents
 _QUANTILES = 0.1, 0.5  # of the documents' distances, between which they are chosen: the nearest ones are mostly copies
 _FARTHEST = 4.0  # squared distance of unit vectors
 _SCANNED_DOCUMENTS = 2**17
