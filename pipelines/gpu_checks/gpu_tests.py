@@ -13,7 +13,7 @@ def run(job: Job) -> list[Finding]:
     """Run them all; a tiny job only collects them."""
     if not (ROOT / "tests" / "conftest.py").exists():
         raise Skipped("needs a checkout of the repository with `pip install -e '.[test]'`")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
     ended = subprocess.run(
         [*command, *(["--collect-only"] if job.tiny else [])], cwd=ROOT, capture_output=True, text=True, check=False
     )
