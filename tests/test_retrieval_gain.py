@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.common import Budget
-from benchmarks.quality import retrieval_scores
+from benchmarks.quality import retrieval_gain, retrieval_scores
 from benchmarks.quality.retrieval_scores import Scores, load, load_all, save, score_runs
 from benchmarks.quality.retrieval_summary import bits_table, changes_table, leakage_table, summarize
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import CHUNK_ID_BITS
 from pipelines.cli import main
 from pipelines.settings.toml_file import to_toml
 from retro.evaluation.bits_per_byte import ChunkScores, SetResult
@@ -70,6 +72,27 @@ def test_scores_give_the_figures_of_a_direct_comparison_and_are_reused(
     assert "copy OFF" in (experiment / "summary.html").read_text()
     monkeypatch.setattr(retrieval_scores, "score", pytest.fail)
     score_runs(experiment, Budget(math.inf), 0)  # everything is scored
+
+
+def test_a_larger_datastore_adds_the_text_that_was_not_trained_on(
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--output", str(tmp_path), "--chunk-length", "8", "--vocab-size", "320", "--embedders", "lexical"]
+    small = ["--larger", "--corpus-mb", "0.005", "--minutes", "0"]
+    monkeypatch.setattr("sys.argv", ["retrieval_gain", "build", str(tiny_corpus), *arguments, *small])
+    retrieval_gain.main()
+    lexical, rest, larger = (Datastore.open(tmp_path / name) for name in ("lexical", "rest", "larger"))
+    assert document_ids(lexical) == document_ids(larger)
+    assert sorted(document_ids(lexical) + document_ids(rest)) == sorted(
+        json.loads(line)["id"] for line in tiny_corpus.read_text().split("\n") if line
+    )
+    assert (larger.valid.neighbor_ids.read(0, larger.valid.num_chunks) >> CHUNK_ID_BITS == 1).any()
+
+
+def document_ids(datastore: Datastore) -> list[str]:
+    """Ids of the documents of all splits."""
+    tables = [table for split in ("train", "valid") for _, table in datastore.split(split).documents.scan(["id"])]
+    return [each for table in tables for each in table.column("id").to_pylist()]
 
 
 # Two documents of two chunks of eight tokens; the first chunk of each shares two tokens with a neighbor, the other all.

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Budget, say, seconds
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.readers import CorpusSettings, Document
+from indexing.corpus.scan import list_files, scan_file
 from indexing.store.files import write_bytes
 from pipelines.config import Config
 from pipelines.planning.calibration import draw_sample
@@ -51,9 +52,30 @@ def write_part(paths: Sequence[str], megabytes: float, file: Path) -> str:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         sample = draw_sample(CorpusSettings(paths=tuple(paths)), int(megabytes * 1e6))
-        rows = ({"id": each.id, "text": each.text} for each in (*sample.documents, *sample.valid))
-        write_bytes(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        write_bytes(file, "".join(map(_json_line, (*sample.documents, *sample.valid))).encode())
     return str(file)
+
+
+def write_rest(paths: Sequence[str], part: Path, file: Path) -> str:
+    """Write the documents of a corpus that `write_part` did not draw to a JSON Lines file unless it exists; return the path."""
+    if not file.exists():
+        with part.open(encoding="utf-8") as lines:
+            drawn = {json.loads(line)["id"] for line in lines}
+        rows: list[str] = []
+
+        def add(document: Document) -> None:
+            if document.id not in drawn:
+                rows.append(_json_line(document))
+
+        settings = CorpusSettings(paths=tuple(paths))
+        for each in list_files(settings):
+            scan_file(each, settings, add)
+        write_bytes(file, "".join(rows).encode())
+    return str(file)
+
+
+def _json_line(document: Document) -> str:
+    return json.dumps({"id": document.id, "text": document.text}, ensure_ascii=False) + "\n"
 
 
 def steps_that_fit(

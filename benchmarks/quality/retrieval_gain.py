@@ -19,6 +19,10 @@ neighbors too, `both` a RETRO with cross-attention that copies from both, and `b
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that a
 level has the same chunks for all models. Each part resumes if it was stopped.
 
+A model can retrieve from more text than it was trained on. `build --larger` draws --corpus-mb from CORPUS for training, and
+also builds OUTPUT/rest from all other documents, and OUTPUT/larger: the same chunks as OUTPUT/lexical, with neighbors from
+both. `score --larger` and `summary --larger` use it.
+
 By default the size of the corpus and the number of steps are chosen so that each part ends within --minutes, and few
 held-out tokens are scored (--minutes 0: all). This is enough to try the script. Results need thousands of steps: see
 docs/results/retrieval-gain.md.
@@ -35,7 +39,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, add_minutes, budget, measured_on, say, seconds
-from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
+from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, write_rest, written
 from benchmarks.quality.retrieval_scores import score_runs
 from benchmarks.quality.retrieval_summary import summarize
 from indexing.corpus.chunks import ChunkSettings
@@ -88,6 +92,22 @@ def build(out: Path, options: argparse.Namespace, limit: Budget) -> None:
         paths = (write_part(paths, megabytes, file),)
     for name in options.embedders:
         retro("index", written(out / f"{name}.toml", datastore_config(out / name, name, paths, options)))
+    if options.larger:
+        build_larger(out, options)
+
+
+def build_larger(out: Path, options: argparse.Namespace) -> None:
+    """Build OUT/rest, all documents that OUT/corpus.jsonl left out, and OUT/larger, whose neighbors come from both."""
+    rest = write_rest(options.corpus, out / "corpus.jsonl", out / "rest.jsonl")
+    for name, path in {"rest": rest, "larger": str(out / "corpus.jsonl")}.items():
+        config = datastore_config(out / name, "lexical", (path,), options)
+        config = replace(
+            config,
+            tokenizer=TokenizerSettings("sentencepiece", str(out / "lexical/tokenizer/sentencepiece.model")),
+            embedder=EmbedderSettings(path=str(out / "lexical")),
+            neighbors=replace(config.neighbors, extra_datastores=(out / "rest",) if name == "larger" else ()),
+        )
+        retro("index", written(out / f"{name}.toml", config))
 
 
 def datastore_config(folder: Path, name: str, paths: tuple[str, ...], options: argparse.Namespace) -> Config:
@@ -219,8 +239,13 @@ def main() -> None:
     parser.add_argument(
         "--corpus-mb", type=float, help="megabytes of text; 0: all; default: as much as fits into --minutes"
     )
+    parser.add_argument("--larger", action="store_true", help="retrieve from more text; of `build`, `score`, `summary`")
     add_minutes(parser)
     options = parser.parse_args()
+    if options.larger and options.part == "build" and not options.corpus_mb:
+        parser.error(
+            "--larger needs --corpus-mb, the megabytes of CORPUS to train on. All other text is retrieved from."
+        )
     limit = budget(options)
     say(measured_on())
     if options.part == "build":
@@ -229,10 +254,10 @@ def main() -> None:
         train(options.output, options, limit)
     elif options.part == "score":
         torch.set_num_threads(options.threads or torch.get_num_threads())
-        score_runs(options.output, limit, 0 if math.isinf(limit.seconds) else SHORT_EVALUATION)
+        score_runs(options.output, limit, 0 if math.isinf(limit.seconds) else SHORT_EVALUATION, options.larger)
     else:
         try:
-            summarize(options.output, [*MODELS, *COPY_HEADS, *ABLATIONS])
+            summarize(options.output, [*MODELS, *COPY_HEADS, *ABLATIONS], options.larger)
         except InputError as error:
             parser.error(str(error))
 

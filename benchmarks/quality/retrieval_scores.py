@@ -1,6 +1,7 @@
 """Held-out scores of the runs of `retrieval_gain`, each run once, by chunk.
 
 OUT/seed-N/run-NAME → bits of every held-out chunk, OFF and ON, and its leakage → OUT/seed-N/score-NAME.npz
+                                              with the neighbors in OUT/larger → OUT/seed-N/score-larger-NAME.npz
 
 Comparisons between models, seeds and levels of leakage need no other figures, so they are made from these files
 (`benchmarks/quality/retrieval_summary.py`).
@@ -52,22 +53,26 @@ class Scores:
         return float((self.leakage <= shared_tokens / self.chunk_length).mean())
 
 
-def score_runs(out: Path, limit: Budget, max_tokens: int) -> None:
+def score_runs(out: Path, limit: Budget, max_tokens: int, larger: bool = False) -> None:
     """Score all finished runs of all seeds, except those with a score of the same checkpoint.
 
     Args:
         out: folder with the datastores and `seed-N`.
         limit: time limit.
         max_tokens: approximate number of tokens to score; 0 = all held-out documents.
+        larger: read neighbors, and define leakage, by OUT/larger instead of the datastore of training.
     """
     runs = finished_runs(out)
     marks = {run: f"{checkpoint.fingerprint} {max_tokens}" for run, checkpoint in runs.items()}
-    open_ones = [run for run in runs if _mark(score_file(run)) != marks[run]]
+    open_ones = [run for run in runs if _mark(score_file(run, larger)) != marks[run]]
+    leakage_from = Datastore.open(out / ("larger" if larger else "lexical"))
     say(f"{len(runs)} finished runs, {len(open_ones)} to score")
     for run in limit.each(open_ones, "model"):
         say(str(run.relative_to(out)))
-        scores = score(runs[run], Datastore.open(out / "lexical"), max_tokens)
-        save(score_file(run), scores, marks[run])
+        scores = score(
+            runs[run], leakage_from, max_tokens, leakage_from.folder if larger else Path(runs[run].folders[0])
+        )
+        save(score_file(run, larger), scores, marks[run])
 
 
 def finished_runs(out: Path) -> dict[Path, Checkpoint]:
@@ -77,22 +82,28 @@ def finished_runs(out: Path) -> dict[Path, Checkpoint]:
     return {run: open_checkpoint(last) for run in runs if (last := step_folder(run, steps[run])) in finished(run)}
 
 
-def score_file(run: Path) -> Path:
+def score_file(run: Path, larger: bool = False) -> Path:
     """The file with the scores of a run."""
-    return run.with_name(f"{run.name.replace('run-', 'score-', 1)}.npz")
+    return run.with_name(f"{run.name.replace('run-', file_prefix(larger), 1)}.npz")
 
 
-def score(checkpoint: Checkpoint, leakage_from: Datastore, max_tokens: int) -> Scores:
-    """Score the held-out documents of a checkpoint's datastore, with retrieval OFF and, if it retrieves, ON for each k.
+def file_prefix(larger: bool) -> str:
+    """How the names of files with scores begin."""
+    return "score-larger-" if larger else "score-"
+
+
+def score(checkpoint: Checkpoint, leakage_from: Datastore, max_tokens: int, folder: Path) -> Scores:
+    """Score the held-out documents of a datastore, with retrieval OFF and, if the model retrieves, ON for each k.
 
     Args:
         checkpoint: the run's last one.
         leakage_from: datastore of the same chunks whose neighbors define leakage.
         max_tokens: approximate number of tokens to score; 0 = all.
+        folder: of the datastore.
     """
     k = NEIGHBORS if checkpoint.model.retrieves else ()
     settings = PerplexitySettings(k=k, max_tokens=max_tokens)
-    sets = open_sets((), [Path(checkpoint.folders[0])], checkpoint.model, max(k, default=0))
+    sets = open_sets((), [folder], checkpoint.model, max(k, default=0))
     (measured,) = measure_checkpoints([checkpoint], sets, settings, "auto", leakage_from)
     leakage = leakage_by_chunk(sets[0], measured, leakage_from)
     assert leakage is not None
@@ -138,23 +149,24 @@ def load(file: Path) -> Scores:
         return Scores(results, data["leakage"], int(data["chunk_length"]))
 
 
-def load_all(out: Path, order: Sequence[str]) -> dict[str, dict[int, Scores]]:
+def load_all(out: Path, order: Sequence[str], larger: bool = False) -> dict[str, dict[int, Scores]]:
     """Read all scores: model → seed → scores.
 
     Args:
         out: folder with `seed-N`.
         order: names of the models in order.
+        larger: read the scores with the neighbors of OUT/larger.
 
     Raises:
         InputError: there are none, or two runs were scored on different chunks.
     """
     found: dict[str, dict[int, Scores]] = {}
     for name in order:
-        for file in sorted(out.glob(f"seed-*/score-{name}.npz")):
+        for file in sorted(out.glob(f"seed-*/{file_prefix(larger)}{name}.npz")):
             found.setdefault(name, {})[int(file.parent.name.removeprefix("seed-"))] = load(file)
     everything = [scores for seeds in found.values() for scores in seeds.values()]
     if not everything:
-        raise InputError(f"{out} has no seed-*/score-*.npz. The part `score` writes them.")
+        raise InputError(f"{out} has no seed-*/{file_prefix(larger)}*.npz. The part `score` writes them.")
     if len({scores.results[0].bytes for scores in everything}) > 1:
         raise InputError(
             f"{out}: the runs were not scored on the same chunks. Run the part `score` again with one --minutes."

@@ -28,14 +28,15 @@ Curves = Mapping[str, Mapping[float, float]]
 """`copy ON` → tokens → bits per byte."""
 
 
-def summarize(out: Path, order: Sequence[str]) -> None:
-    """Print all tables as Markdown, and write OUT/summary.html.
+def summarize(out: Path, order: Sequence[str], larger: bool = False) -> None:
+    """Print all tables as Markdown, and write OUT/summary.html or, of scores with OUT/larger, OUT/summary-larger.html.
 
     Args:
         out: folder with `seed-N`.
         order: names of the models in order.
+        larger: summarize the scores with the neighbors of OUT/larger.
     """
-    scores = load_all(out, order)
+    scores = load_all(out, order, larger)
     curves = learning_curves(out, order)
     held_out = next(iter(next(iter(scores.values())).values())).results[0]
     text = f"{held_out.tokens:,} tokens of {np.count_nonzero(held_out.bytes_by_document)} held-out documents. {_MEANS}"
@@ -52,8 +53,9 @@ def summarize(out: Path, order: Sequence[str]) -> None:
     for section in sections:
         assert section.table is not None
         say(f"## {section.title}\n\n{section.text}\n\n{markdown(section.table)}\n")
-    write_report(out / "summary.html", title="Gain of retrieval", subtitle=str(out), sections=sections)
-    say(f"report: {out / 'summary.html'}")
+    page = out / ("summary-larger.html" if larger else "summary.html")
+    write_report(page, title="Gain of retrieval", subtitle=str(out), sections=sections)
+    say(f"report: {page}")
 
 
 _MEANS = "With several seeds: the mean, and in brackets the lowest and the highest."
