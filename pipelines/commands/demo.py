@@ -149,9 +149,9 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     }
     plain, copying, off, on = results["plain"] + results["baseline"] + results["retro"]
     verdict = [
-        f"Reading neighbors, RETRO needs {_fewer(compare(on, copying), first=True)} than a baseline that copies from its own "
-        f"context, and {_fewer(compare(on, plain))} than a plain baseline.",
-        f"RETRO needs {_fewer(compare(on, off))} with neighbors than without them, with the same weights.",
+        _difference("a baseline that copies from its own context", compare(on, copying)),
+        _difference("a plain baseline", compare(on, plain)),
+        _difference("without them, with the same weights", compare(on, off)),
         f"{on.tokens:,} held-out tokens. Each model is one training run: with another seed the figures differ.",
     ]
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
@@ -159,11 +159,14 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     return Compared(plain, copying, off, on, verdict, _passages(models["retro"], off, on, held_out, placement, config))
 
 
-def _fewer(change: tuple[float, float, float], *, first: bool = False) -> str:
-    """A change of bits per byte in words, with its interval."""
+def _difference(other: str, change: tuple[float, float, float]) -> str:
+    """Say how many bits per byte RETRO needs, compared with `other`. An interval that includes 0 may be chance."""
     percent, low, high = change
-    words = f"{abs(percent):.1f}% {'fewer' if percent < 0 else 'more'} bits per byte"
-    return f"{words} ({'95% interval over documents: ' if first else ''}{low:+.1f}% to {high:+.1f}%)"
+    interval = f"95% interval over documents: {low:+.1f}% to {high:+.1f}%"
+    if low <= 0 <= high:
+        return f"Reading neighbors, RETRO needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
+    fewer = "fewer" if percent < 0 else "more"
+    return f"Reading neighbors, RETRO needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
 
 
 def _tokens_until(

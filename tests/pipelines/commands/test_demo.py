@@ -17,7 +17,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import main
 from pipelines.commands import demo_training
-from pipelines.commands.demo import DemoOptions, demo
+from pipelines.commands.demo import DemoOptions, _difference, demo
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
@@ -115,6 +115,18 @@ def test_a_stopped_training_resumes_with_the_stored_round(small: Config, monkeyp
     before = list(machine.runs)
     assert trained_on(machine, small, machine.now + 100, monkeypatch) == steps  # a finished demo trains no more
     assert machine.runs == [*before, *((name, steps) for name in runs_of(small))]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ((-11.2, -26.2, -5.1), "needs 11.2% fewer bits per byte than a plain baseline (95%"),
+        ((3.0, 1.0, 5.0), "needs 3.0% more bits per byte than a plain baseline (95%"),
+        ((-0.1, -0.6, 0.2), "needs about as many bits per byte as a plain baseline (-0.1%; 95%"),
+    ],
+)
+def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[float, float, float], said: str) -> None:
+    assert said in _difference("a plain baseline", change)
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
