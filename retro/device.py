@@ -26,6 +26,11 @@ TensorBatch = dict[str, Any]
 """A batch: the model's arguments by name, and `labels`. Each is a tensor, or None if the batch lacks it."""
 
 
+_WORTH_COMPILING = 4e14
+"""FLOPs of a run on a CPU from which compilation pays. It takes one to two minutes and then saves 10% to 25% of each step
+(docs/results/training-speed.md). So many FLOPs take two cores 15 minutes to an hour."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """A device and a precision, resolved.
@@ -47,23 +52,21 @@ class Placement:
         """Number of processes that prepare batches: `wanted`, or for -1 two on CUDA and none on a CPU, where batches are cheap."""
         return wanted if wanted >= 0 else 2 if self.device.type == "cuda" else 0
 
-    def compiles(self, choice: str) -> bool:
-        """Decide `yes`, `no` or `auto`, which compiles on CUDA: it always pays there, and takes about a minute first on a CPU.
+    def compiles(self, choice: str, flops: float = 0.0) -> bool:
+        """Decide `yes`, `no` or `auto`. `auto` compiles on CUDA, and on a CPU with a C++ compiler in long runs.
+
+        Args:
+            choice: `train.compile`.
+            flops: of all steps of the run in this process.
 
         Raises:
             InputError: `yes` on a CPU without a C++ compiler.
         """
-        if choice == "yes" and self.device.type == "cpu":
-            from torch._inductor.cpp_builder import get_cpp_compiler
-            from torch._inductor.exc import InvalidCxxCompiler
-
-            try:
-                get_cpp_compiler()
-            except InvalidCxxCompiler as error:
-                raise InputError(
-                    "train.compile = 'yes': no C++ compiler was found; install one (g++), or set 'no'."
-                ) from error
-        return choice == "yes" or (choice == "auto" and self.device.type == "cuda")
+        if self.device.type == "cuda":
+            return choice != "no"
+        if choice == "yes" and not _has_cxx_compiler():
+            raise InputError("train.compile = 'yes': no C++ compiler was found; install one (g++), or set 'no'.")
+        return choice == "yes" or (choice == "auto" and flops >= _WORTH_COMPILING and _has_cxx_compiler())
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -193,3 +196,14 @@ def restore_random_state(device: torch.device, states: list[torch.Tensor]) -> No
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+def _has_cxx_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from retro.device import Placement
-from retro.estimates.flops import peak_flops, training_flops
+from retro.estimates.flops import peak_flops
 from retro.training.run_settings import RunSettings
 
 
@@ -67,8 +67,7 @@ class Utilization:
     @classmethod
     def of(cls, settings: RunSettings, placement: Placement, num_devices: int) -> "Utilization":
         """Read the peak from `train.peak_tflops`, or take the maker's figure or measure it."""
-        length = settings.data.sequence_length
-        flops = training_flops(settings.model, length, settings.data.k, settings.tuning) / length
+        flops = settings.flops_per_step / (settings.samples_per_step * settings.data.sequence_length)
         peak = settings.train.peak_tflops * 1e12 or peak_flops(placement)
         return cls(flops, peak * num_devices)
 

@@ -8,6 +8,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from retro.data.settings import DataSettings
+from retro.estimates.flops import training_flops
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import ALONE, ParallelSettings
@@ -39,6 +40,11 @@ class RunSettings:
     def samples_per_step(self) -> int:
         """Sequences of an optimizer step."""
         return self.train.batch_size * self.train.gradient_accumulation_steps
+
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of an optimizer step, with `vocab_size` and `chunk_length` of the model filled in."""
+        return self.samples_per_step * training_flops(self.model, self.data.sequence_length, self.data.k, self.tuning)
 
     @property
     def retrieval_dropout(self) -> float:

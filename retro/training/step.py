@@ -175,12 +175,15 @@ def judge(loss: float, gradient_norm: float, scale: float | None) -> Update:
 
 
 def distributed_model(
-    model: Retro, processes: Processes, placement: Placement, settings: TrainSettings
+    model: Retro, processes: Processes, placement: Placement, settings: TrainSettings, flops: float
 ) -> DistributedModel:
-    """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout."""
+    """Divide a model among the processes. With several, each data-parallel process has its own random numbers for dropout.
+
+    `flops` are those of all steps in this process: see `Placement.compiles`.
+    """
     if processes.count > 1:
         torch.manual_seed(mix(mix(settings.seed) + processes.data_rank) >> 1)
-    compiled = placement.compiles(settings.compile)
+    compiled = placement.compiles(settings.compile, flops)
     if processes.along("pipeline") is not None:
         return Pipeline(model, processes, placement, settings.batch_size, compiled=compiled)
     return WholeModel(model, processes, placement, compiled=compiled)

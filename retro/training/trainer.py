@@ -131,7 +131,8 @@ class Trainer:
         last = on_first(self.group, self._last_checkpoint)
         model = self._initial_model(initial)
         factors = learning_rate_factors(model)
-        self.model = distributed_model(model, self.processes, self.placement, settings.train)
+        flops = settings.train.steps * settings.flops_per_step / self.processes.count
+        self.model = distributed_model(model, self.processes, self.placement, settings.train, flops)
         self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
         on_first(self.group, self._write_settings)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from indexing.device import Precision
+from indexing.store.errors import InputError
 from retro.device import Placement, choose_placement
 
 
@@ -34,10 +35,28 @@ CUDA, CPU = (Placement(torch.device(name), torch.bfloat16) for name in ("cuda", 
 
 
 @pytest.mark.parametrize(
-    ("placement", "choice", "expected"), [(CUDA, "auto", True), (CUDA, "no", False), (CPU, "auto", False)]
+    ("placement", "choice", "flops", "expected"),
+    [
+        (CUDA, "auto", 0, True),
+        (CUDA, "no", 1e18, False),
+        (CPU, "auto", 1e12, False),
+        (CPU, "auto", 1e15, True),
+        (CPU, "no", 1e15, False),
+        (CPU, "yes", 0, True),
+    ],
 )
-def test_auto_compiles_on_cuda_only(placement: Placement, choice: str, expected: bool) -> None:
-    assert placement.compiles(choice) == expected
+def test_auto_compiles_on_cuda_and_in_long_runs(
+    placement: Placement, choice: str, flops: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retro.device._has_cxx_compiler", lambda: True)
+    assert placement.compiles(choice, flops) == expected
+
+
+def test_auto_needs_no_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retro.device._has_cxx_compiler", lambda: False)
+    assert not CPU.compiles("auto", 1e15)
+    with pytest.raises(InputError, match="no C\\+\\+ compiler was found"):
+        CPU.compiles("yes")
 
 
 def test_batches_for_cuda_are_pinned_and_prepared_by_processes() -> None:
