@@ -110,6 +110,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Serve search and a model over HTTP, with a web page",
             "commands.serve", "serve", "ServeOptions", ("DATASTORE",),
         ),
+        "mcp": Verb(
+            "Let assistants search a datastore, over the Model Context Protocol (MCP)",
+            "commands.mcp", "mcp", "McpOptions", ("DATASTORE",),
+        ),
     },
     "Evaluation": {
         "eval perplexity": Verb(

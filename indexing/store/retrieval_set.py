@@ -136,6 +136,13 @@ class RetrievalSet:
             out[rows] = (ids[rows] >> CHUNK_ID_BITS << CHUNK_ID_BITS) | split.documents_of(chunk_ids)[0]
         return out
 
+    def positions_in_documents(self, ids: np.ndarray) -> np.ndarray:
+        """Positions of chunks in their documents, from 0: ids [n] int64, none of them -1 → [n] int64."""
+        out = np.empty(len(ids), dtype=np.int64)
+        for split, rows, chunk_ids in self._by_split(ids):
+            out[rows] = chunk_ids - split.documents_of(chunk_ids)[1]
+        return out
+
     def scan_documents(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Like `DocumentTable.scan`, over all datastores. Documents are numbered like chunks."""
         for number, split in enumerate(self.splits):
