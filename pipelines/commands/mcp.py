@@ -5,6 +5,7 @@ assistant (Claude, Cursor, VS Code …) ─► starts this process ─► JSON-R
 https://modelcontextprotocol.io/specification
 """
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,10 @@ def mcp(datastore: str, options: McpOptions) -> int:
     """`retro mcp DATASTORE`: answer until the client closes standard input."""
     from indexing.retrieval.retriever import Retriever
 
-    make_server(Retriever.open(datastore, *options.extra_datastores)).run("stdio")
+    server = make_server(Retriever.open(datastore, *options.extra_datastores))
+    # Python's handler would wait for the thread that reads standard input.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    server.run("stdio")
     return 0
 
 

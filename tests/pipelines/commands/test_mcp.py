@@ -1,6 +1,7 @@
 """`retro mcp`: its tools find and read documents, and mistakes are errors that an assistant can read."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,15 @@ def test_a_folder_that_is_no_datastore_is_refused_on_standard_error(tmp_path: Pa
     )
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("error: ")
+
+
+def test_ctrl_c_ends_the_command_although_it_waits_for_standard_input(tiny_datastore: Datastore) -> None:
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    command = [*COMMAND, str(tiny_datastore.folder)]
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write('{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n')
+        process.stdin.flush()
+        assert '"id":1' in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == -signal.SIGINT
+        assert "Traceback" not in process.stderr.read()
