@@ -178,8 +178,8 @@ def test_every_option_of_a_benchmark_exists(path: Path) -> None:
             assert f'"{option}"' in known, f"{module}: no option {option}"
 
 
-OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "working_dir", "run"}
-"""Options in the text that belong to torchrun, Slurm and Ray."""
+OTHER_PROGRAMS = {"help", "max_restarts", "shutdown_timeout", "gpus_per_node", "working_dir", "run", "gpus"}
+"""Options in the text that belong to torchrun, Slurm, Ray and Docker."""
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)

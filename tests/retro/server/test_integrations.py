@@ -19,7 +19,8 @@ from retro.server.settings import ServeSettings
 from tests.conftest import PATIENCE
 from tests.retro.server.conftest import TEXT
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serve.md"
+PAGES = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "serving"
+CLIENTS, DEPLOY = PAGES / "clients.md", PAGES / "deploy.md"
 
 
 class Record:
@@ -59,10 +60,10 @@ def documented(package: str, monkeypatch: pytest.MonkeyPatch) -> Any:
             module = ModuleType(name)
             module.__dict__.update(members)
             monkeypatch.setitem(sys.modules, name, module)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```$", CLIENTS.read_text(), flags=re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if package in block]
     defined: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec", dont_inherit=True), defined)
+    exec(compile(code, str(CLIENTS), "exec", dont_inherit=True), defined)
     return defined["RetroRetriever"]
 
 
@@ -86,7 +87,7 @@ def test_llama_index(url: str, hits: list[dict[str, Any]], monkeypatch: pytest.M
 
 
 def test_the_unit_of_systemd_gives_the_server_time_to_stop_and_names_its_options() -> None:
-    found = re.search(r"^```ini\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.search(r"^```ini\n(.*?)^```$", DEPLOY.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert found is not None
     unit = configparser.ConfigParser()
     unit.optionxform = str  # type: ignore[method-assign, assignment]
