@@ -8,7 +8,6 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from retro.data.settings import DataSettings
-from retro.estimates.flops import training_flops
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import ALONE, ParallelSettings
@@ -44,6 +43,8 @@ class RunSettings:
     @property
     def flops_per_step(self) -> int:
         """FLOPs of an optimizer step, with `vocab_size` and `chunk_length` of the model filled in."""
+        from retro.estimates.flops import training_flops  # it imports torch, which takes seconds
+
         return self.samples_per_step * training_flops(self.model, self.data.sequence_length, self.data.k, self.tuning)
 
     @property
