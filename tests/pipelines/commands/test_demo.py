@@ -223,7 +223,7 @@ def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path:
     assert main(arguments) == 0
     out = capsys.readouterr().out
     result = out[out.index("\n3. ") :]
-    assert re.match(r"\n3\. Reading neighbors, RETRO needs [\d.]+% (fewer|more) bits per byte \(95% interval", result)
+    assert re.match(r"\n3\. Reading neighbors, RETRO needs .* bits per byte .*95% interval over documents", result)
     assert "{+" in result[result.index("\n4. ") :]
     assert (tmp_path / "demo" / "report.html").exists()
     written = json.loads((tmp_path / "demo" / "results.json").read_text())
