@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.device import has_bfloat16, resolve
 from indexing.progress import Advance
+from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
 from indexing.store.remote import present
@@ -186,8 +187,8 @@ def token_weights(folder: Path) -> np.ndarray:
     Special tokens have 0. The weights of the embedder are its square roots, see `fit_lexical`.
     """
     folder = present(folder)
-    num_tokens = len(np.load(folder / "is_special.npy"))
-    return np.load(folder / "weights.npy", mmap_mode="r")[:num_tokens] ** 2
+    num_tokens = len(open_array(folder / "is_special.npy"))
+    return open_array(folder / "weights.npy")[:num_tokens] ** 2
 
 
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
@@ -317,12 +318,19 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def open_embedder(
     folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
 ) -> Embedder:
-    """Open a datastore's `embedder/` folder; `settings` may choose another device or batch size."""
+    """Open a datastore's `embedder/` folder; `settings` may choose another device or batch size.
+
+    Raises:
+        InputError: a file is damaged.
+    """
     folder = present(folder)
     stored = EmbedderSettings(**read_json(folder / "embedder.json"))
     if stored.kind == "lexical":
         return LexicalEmbedder(
-            np.load(folder / "weights.npy"), np.load(folder / "is_special.npy"), stored.dimension, stored.seed
+            np.array(open_array(folder / "weights.npy")),
+            np.array(open_array(folder / "is_special.npy")),
+            stored.dimension,
+            stored.seed,
         )
     return TransformerEmbedder(settings or stored, decode)
 

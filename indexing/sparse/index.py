@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from indexing.sparse.segments import CHUNK, SUFFIXES, TERMS, temporary_folder, with_tokenizer
+from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -127,6 +128,7 @@ def _link(folder: Path, meta: dict[str, Any], made: Path, first: int) -> list[in
         raise InputError(
             f"{made} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         ) from error
+    read_manifest(made)  # checks the sizes: a truncated file gets an unclear error of tantivy, without its name
     meta |= {key: described[key] for key in ("index_settings", "schema") if key in described}
     first_ids = []
     for number, size in enumerate(described["chunks"]):

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from indexing.store.errors import InputError
+
 MANIFEST = "manifest.json"
 
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
@@ -144,8 +146,15 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file written by `write_json`."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON file written by `write_json`.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}. Run the command that made it again.") from error
 
 
 def sync_folder(folder: Path) -> None:

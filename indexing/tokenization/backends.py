@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
 
 META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot distinguish the two
 
@@ -144,8 +143,8 @@ class HuggingFace:
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; raises InputError if the file holds something else."""
     try:
-        value = read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} holds {type(value).__name__}, it must be a JSON object.")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, save_array, write_bytes, write_json
 from indexing.store.remote import present
@@ -134,7 +135,7 @@ def read_meta(folder: Path) -> TokenizerMeta:
 
 def read_token_bytes(folder: Path) -> np.ndarray:
     """[vocab_size] uint16: UTF-8 bytes that each token adds to the text, 0 for special tokens."""
-    return np.load(present(folder / TOKEN_BYTES), allow_pickle=False)
+    return np.array(open_array(folder / TOKEN_BYTES))
 
 
 def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:

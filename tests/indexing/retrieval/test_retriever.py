@@ -309,3 +309,32 @@ def test_texts_are_padded_in_groups_of_similar_length(retriever: Retriever, monk
     np.testing.assert_allclose(retriever.embed(texts), expected, rtol=1e-6)
     assert sum(padded) < 3000  # padding to the longest of 21 texts would give more than 300 for each
     assert len(padded) < 10
+
+
+def test_a_truncated_file_is_refused_by_name_unless_search_does_not_read_it(
+    tiny_datastore: Datastore, retriever: Retriever, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_datastore.folder, folder)
+    query, refused = [text_of(retriever, 5)], set()
+    wanted = retriever.search(query, 3, retrieval="hybrid")
+    parts = ("chunks", "embedder", "embeddings", "index", "sparse", "tokenizer")
+    for file in [path for part in parts for path in sorted((folder / part).rglob("*")) if path.is_file()]:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        try:
+            found, error = Retriever.open(folder).search(query, 3, retrieval="hybrid"), ""
+        except InputError as refusal:
+            found, error = None, str(refusal)
+            refused.add(file.name)
+        assert found == wanted or file.name in error
+        file.write_bytes(whole)
+    assert refused >= {
+        "embedder.json",
+        "weights.npy",
+        "tuned.json",
+        "meta.json",
+        "token_bytes.npy",
+        "0.idx",
+        "vectors.faiss",
+    }
