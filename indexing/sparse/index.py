@@ -52,21 +52,30 @@ class SparseIndex:
             shards: open only these shards of each; None opens all.
 
         Raises:
-            InputError: a shard is missing.
+            InputError: a shard is missing or damaged.
         """
         import tantivy
 
         with temporary_folder() as folder:  # tantivy maps all files when it opens them
             meta: dict[str, Any] = {"segments": [], "opstamp": 0}
             first_ids: list[int] = []
+            opened: list[Path] = []
             for number, split in enumerate(splits):
                 for shard in range(len(split.chunk_rows)) if shards is None else shards:
                     first = int(neighbor_ids(number, split.tokens.starts[[shard]])[0])
-                    first_ids += _link(folder, meta, split.folder / FOLDER / shard_name(shard), first)
+                    opened.append(split.folder / FOLDER / shard_name(shard))
+                    first_ids += _link(folder, meta, opened[-1], first)
             (folder / "meta.json").write_text(json.dumps(meta))
-            index = with_tokenizer(tantivy.Index.open(str(folder)))
-            index.config_reader(reload_policy="manual")
-            searcher = index.searcher()
+            try:
+                index = with_tokenizer(tantivy.Index.open(str(folder)))
+                index.config_reader(reload_policy="manual")
+                searcher = index.searcher()
+            except ValueError as error:
+                for each in opened:
+                    read_manifest(each)  # raises InputError with the name of a truncated file
+                raise InputError(
+                    f"{opened[0].parent} cannot be read: {error}. `retro verify` names the file."
+                ) from error
         return cls(searcher.num_docs, np.array(first_ids, dtype=np.int64), index.schema, searcher)
 
     def search(
@@ -128,7 +137,6 @@ def _link(folder: Path, meta: dict[str, Any], made: Path, first: int) -> list[in
         raise InputError(
             f"{made} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         ) from error
-    read_manifest(made)  # checks the sizes: a truncated file gets an unclear error of tantivy, without its name
     meta |= {key: described[key] for key in ("index_settings", "schema") if key in described}
     first_ids = []
     for number, size in enumerate(described["chunks"]):
