@@ -193,6 +193,9 @@ def executor(cluster) -> Iterator[RayExecutor]:
 def test_shard_that_kills_its_workers_fails_by_name_and_other_shards_finish(executor, tmp_path, caplog) -> None:
     def work(number: int, *, advance: Callable[[int], None]) -> None:
         if number == 1:
+            end = time.monotonic() + 60
+            while not (tmp_path / "2").exists() and time.monotonic() < end:  # the other worker is not lost meanwhile
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         (tmp_path / str(number)).touch()
         advance(1)
