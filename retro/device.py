@@ -26,9 +26,9 @@ TensorBatch = dict[str, Any]
 """A batch: the model's arguments by name, and `labels`. Each is a tensor, or None if the batch lacks it."""
 
 
-_WORTH_COMPILING = 4e14
-"""FLOPs of a run on a CPU from which compilation pays. It takes one to two minutes and then saves 10% to 25% of each step
-(docs/results/training-speed.md). So many FLOPs take two cores 15 minutes to an hour."""
+_WORTH_COMPILING = 1e15
+"""FLOPs of a run on a CPU from which compilation pays. It takes one to four minutes and then saves 10% to 25% of each step
+(docs/results/training-speed.md). So many FLOPs take two cores half an hour to two hours."""
 
 
 @dataclass(frozen=True)

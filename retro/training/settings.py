@@ -58,7 +58,7 @@ class TrainSettings:
     """`auto`, `cpu`, `cuda`, `cuda:1` …"""
     compile: Literal["auto", "yes", "no"] = "auto"
     """Compile the model with `torch.compile`: `yes`, `no`, or `auto`. `auto` compiles on CUDA, and on a CPU with a C++ compiler in
-    runs that take long (4e14 FLOPs and more). On a CPU compilation takes one to two minutes, then steps are 10% to 25% faster."""
+    runs that take long (1e15 FLOPs and more). On a CPU compilation takes one to four minutes, then steps are 10% to 25% faster."""
     num_workers: int = -1
     """Processes that prepare batches ahead of time; 0 = in the training process; -1 = 2 on CUDA, else 0."""
     peak_tflops: float = 0.0

@@ -40,8 +40,8 @@ CUDA, CPU = (Placement(torch.device(name), torch.bfloat16) for name in ("cuda", 
         (CUDA, "auto", 0, True),
         (CUDA, "no", 1e18, False),
         (CPU, "auto", 1e12, False),
-        (CPU, "auto", 1e15, True),
-        (CPU, "no", 1e15, False),
+        (CPU, "auto", 2e15, True),
+        (CPU, "no", 2e15, False),
         (CPU, "yes", 0, True),
     ],
 )
@@ -54,7 +54,7 @@ def test_auto_compiles_on_cuda_and_in_long_runs(
 
 def test_auto_needs_no_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retro.device._has_cxx_compiler", lambda: False)
-    assert not CPU.compiles("auto", 1e15)
+    assert not CPU.compiles("auto", 2e15)
     with pytest.raises(InputError, match="no C\\+\\+ compiler was found"):
         CPU.compiles("yes")
 
