@@ -56,6 +56,10 @@ class ServeOptions(ServeSettings):
         super().__post_init__()
         if not 0 <= self.port < 2**16:
             raise InputError(f"port = {self.port}: must be 0 to 65535.")
+        if self.chat_template and not self.checkpoint:
+            raise InputError(
+                f"chat_template = {self.chat_template!r}: it needs a model. Add --checkpoint, or remove it."
+            )
 
 
 def serve(datastore: str, options: ServeOptions) -> int:

@@ -1,5 +1,6 @@
 """Limits and options of the server. Every limit has an error that names it (`errors.py`)."""
 
+import re
 from dataclasses import dataclass, fields
 
 from indexing.store.errors import InputError
@@ -66,6 +67,15 @@ class ServeSettings:
             value = getattr(self, field.name)
             if field.type in (int, float) and not 0 < value < float("inf"):
                 raise InputError(f"{field.name} = {value:g}: must be above 0.")
+        # Browsers send both in exactly this form. Anything else would never match.
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null|\*", origin):
+                raise InputError(
+                    f"cors_origins = {origin!r}: must be SCHEME://HOST or SCHEME://HOST:PORT without a path, or *."
+                )
+        for host in self.allowed_hosts:
+            if "/" in host or re.fullmatch(r"[^:]+:\d+", host):
+                raise InputError(f"allowed_hosts = {host!r}: must be a name without scheme, port and path, or *.")
 
     @property
     def limits(self) -> dict[str, int | float]:

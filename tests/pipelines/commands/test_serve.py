@@ -253,6 +253,11 @@ def test_invalid_options_are_refused_by_name(tiny_datastore: Datastore, tmp_path
     assert "--max-k" in error_of(folder, "--max-kk", "5")
     assert "neither a checkpoint" in error_of(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
     assert "no-such-host.invalid" in error_of(folder, "--host", "no-such-host.invalid")
+    assert "chat_template = 'chat.jinja'" in error_of(folder, "--chat-template", "chat.jinja")
+    for origin in ("localhost:3000", "http://localhost:3000/"):
+        assert f"cors_origins = {origin!r}" in error_of(folder, "--cors-origins", origin)
+    for host in ("http://search.internal", "search.internal:8080"):
+        assert f"allowed_hosts = {host!r}" in error_of(folder, "--allowed-hosts", host)
 
 
 def test_checkpoint_with_another_vocabulary_size_is_refused(
