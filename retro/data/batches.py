@@ -32,8 +32,8 @@ class Batch:
         tokens: [B, T] int64.
         labels: [B, T] int64, the next token; -100 if it belongs to another document or is not scored.
         documents: [B, U] int64, equal for chunks of one document; None if every row is a single document.
-        neighbors: [B, U, K, R] int64; None = retrieval OFF.
-        neighbor_lengths: [B, U, K] int64, tokens of each neighbor without padding; 0 = no neighbor.
+        neighbors: [B', U, K, R] int64, of the first B' sequences; None = retrieval OFF. B' = B, except after `readers_first`.
+        neighbor_lengths: [B', U, K] int64, tokens of each neighbor without padding; 0 = no neighbor.
         lengths: [B, U] int64, tokens of each chunk without padding.
     """
 
@@ -138,6 +138,23 @@ def without_absent_neighbors(batch: Batch) -> Batch:
     if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
         return batch
     return replace(batch, neighbors=None, neighbor_lengths=None)
+
+
+def readers_first(batch: Batch, num_absent: int) -> Batch:
+    """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
+
+    So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
+    which is compiled once.
+    """
+    if batch.neighbors is None or batch.neighbor_lengths is None or num_absent == 0:
+        return batch
+    reads = batch.neighbor_lengths.any(axis=(1, 2))  # [B]
+    if (~reads).sum() < num_absent:
+        return batch
+    order = np.argsort(~reads, kind="stable")
+    rows = {name: None if array is None else array[order] for name, array in vars(batch).items()}
+    stop = len(order) - num_absent
+    return Batch(**(rows | {name: rows[name][:stop] for name in ("neighbors", "neighbor_lengths")}))
 
 
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:

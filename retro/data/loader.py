@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from retro.data.batches import Batch, without_absent_neighbors
+from retro.data.batches import Batch, readers_first, without_absent_neighbors
 from retro.device import Placement, TensorBatch
 
 
@@ -37,12 +37,15 @@ class _Batches(Dataset):
 
     def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
         self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
+        # Sequences that the encoder leaves out where so many have no neighbors: about as many as are expected.
+        self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
     def __getitem__(self, number: int) -> TensorBatch:
         first = number * self.size
         batch = self.data.batch(range(first + self.rows.start, first + self.rows.stop), self.retrieval_dropout)
-        # Processes that share a batch run the same layers.
-        return as_tensors(without_absent_neighbors(batch) if len(self.rows) == self.size else batch)
+        if len(self.rows) == self.size:  # processes that share a batch run the same layers
+            batch = without_absent_neighbors(batch)
+        return as_tensors(readers_first(batch, self.num_absent))
 
 
 def as_tensors(batch: Batch) -> TensorBatch:

@@ -79,23 +79,23 @@ def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int)
 def neighbor_matches(
     tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor | None, documents: Tensor | None, chunk_length: int
 ) -> Matches:
-    """Matches in the neighbors of complete chunks: N = B·U, Q = m, S = K·R.
+    """Matches in the neighbors of complete chunks: N = B'·U, Q = m, S = K·R.
 
     Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
     a match are in chunk u too, since a match has at most m tokens here.
 
     Args:
         tokens: int64 [B, T].
-        neighbors: int64 [B, U, K, R], U = T // m.
-        neighbor_lengths: int64 [B, U, K] or None, as in `Retro.hidden`.
+        neighbors: int64 [B', U, K, R], U = T // m, as in `Retro.hidden`.
+        neighbor_lengths: int64 [B', U, K] or None, as in `Retro.hidden`.
         documents: as in `Retro.hidden`.
         chunk_length: m.
     """
-    m, num_chunks = chunk_length, neighbors.shape[1]
+    m, num_chunks, tokens = chunk_length, neighbors.shape[1], tokens[: len(neighbors)]
     longest = _longest_in_chunk(m)
     padded = F.pad(tokens, (0, (num_chunks + 1) * m - 1 - tokens.shape[1]), value=-1)
-    windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B, U, m + longest - 1]
-    lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B, U, K, m, R]
+    windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B', U, m + longest - 1]
+    lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B', U, K, m, R]
     real = neighbor_mask(neighbors, neighbor_lengths, documents)
     lengths = lengths.masked_fill(~F.pad(real[..., 1:], (0, 1))[:, :, :, None], -1)  # the last token votes for none
     return Matches(
@@ -136,21 +136,24 @@ def _longest_in_chunk(chunk_length: int) -> int:
 
 
 class Windows(NamedTuple):
-    """The queries of `neighbor_matches`: [B, T, ...] to windows [B·U, m, ...] and back."""
+    """The queries of `neighbor_matches`: [B, T, ...] to windows [B'·U, m, ...] and back."""
 
     chunk_length: int
+    num_readers: int
     num_chunks: int
+    num_rows: int
 
     def split(self, x: Tensor) -> Tensor:
-        """Values of tokens [B, T, ...] to those of queries [B·U, m, ...]; zeros after the last token."""
-        m = self.chunk_length
+        """Values of tokens [B, T, ...] to those of queries [B'·U, m, ...]; zeros after the last token."""
+        m, x = self.chunk_length, x[: self.num_readers]
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, (self.num_chunks + 1) * m - 1 - x.shape[1]))
         return x[:, m - 1 :].unflatten(1, (self.num_chunks, m)).flatten(0, 1)
 
     def join(self, x: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
-        """Values of queries [B·U, m, ...] to those of tokens [B, T, ...]; `fill` for the m - 1 tokens before the first query."""
+        """Values of queries [B'·U, m, ...] to those of tokens [B, T, ...]; `fill` for tokens without a query."""
         x = x.unflatten(0, (-1, self.num_chunks)).flatten(1, 2)
-        return F.pad(x, (0, 0) * (x.ndim - 2) + (self.chunk_length - 1, 0), value=fill)[:, :num_tokens]
+        before, after = self.chunk_length - 1, self.num_rows - self.num_readers
+        return F.pad(x, (0, 0) * (x.ndim - 2) + (before, 0, 0, after), value=fill)[:, :num_tokens]
 
 
 def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:

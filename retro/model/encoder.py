@@ -57,18 +57,18 @@ class Encoder(nn.Module):
         """Encode every neighbor of every chunk at once.
 
         Args:
-            tokens: of the neighbors, int64 [B, U, K, R].
-            mask: True for real tokens, bool [B, U, K, R]; None = all are real.
-            h: decoder activations [B, T, D]; the first U·M are those of the querying chunks.
+            tokens: of the neighbors, int64 [B', U, K, R].
+            mask: True for real tokens, bool [B', U, K, R]; None = all are real.
+            h: decoder activations [B, T, D]; those of the first B' rows and U·M tokens are the querying chunks'.
             table: the decoder's embeddings, for `shared_embeddings`.
 
         Returns:
-            [B, U, K, R, E]; values where the mask is False are undefined.
+            [B', U, K, R, E]; values where the mask is False are undefined.
 
         Raises:
             InputError: neighbors are longer than the table of learned positions.
         """
-        _, num_chunks, k, r = tokens.shape
+        num_rows, num_chunks, k, r = tokens.shape
         tokens = rearrange(tokens, "b u k r -> (b u k) r")
         if (
             self.shared
@@ -89,7 +89,7 @@ class Encoder(nn.Module):
         if self.cross:
             m = self.chunk_length
             outer = positions_of(*self.scheme, range(r), range(m), tokens.device, (k, 1))
-            chunks = rearrange(self.query_norm(h[:, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
+            chunks = rearrange(self.query_norm(h[:num_rows, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
             e = attention(e, inner, mask=mask)
             if str(layer) in self.cross:

@@ -38,7 +38,7 @@ def document_positions(documents: Tensor, chunk_length: int, num_tokens: int) ->
 
 
 def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
-    """True for tokens of the neighbors [B, U, K, R] that may be read: bool [B, U, K, R].
+    """True for tokens of the neighbors [B', U, K, R] that may be read: bool [B', U, K, R].
 
     These are real tokens, unless the next chunk begins another document, which most of the window then belongs to. The first
     token of that window, the last of chunk u, reads no neighbors, but its document has no next token to predict.
@@ -47,6 +47,7 @@ def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor |
     if lengths is not None:
         mask = torch.arange(neighbors.shape[3], device=neighbors.device) < lengths[..., None]
     if documents is not None:
+        documents = documents[: len(neighbors)]
         continues = documents[:, 1:] == documents[:, :-1]
         # The last complete chunk of a sequence may have no next one.
         continues = F.pad(continues, (0, neighbors.shape[1] - continues.shape[1]), value=True)

@@ -15,7 +15,8 @@ Notable:
     - Meshes, shards, optimizers and caches are applied from outside (`parallel/`, `inference/decoder.py`).
 
 Letters of the shape comments:
-    B batch    T tokens       D decoder width    V vocabulary    U complete chunks (T // m)    M = m, tokens of a chunk
+    B batch    B' first rows of a batch, those with neighbors    T tokens    D decoder width    V vocabulary
+    U complete chunks (T // m)    M = m, tokens of a chunk
     K neighbors of a chunk    R tokens of a neighbor (r)         E encoder width
     N batch of an attention      Q queries    S keys    H heads    C features of a head    X distances
 """
@@ -65,20 +66,20 @@ class ChunkedCrossAttention(nn.Module):
         Args:
             x: decoder activations, [B, T, D].
             places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
-            encoded: encoded neighbors of the complete chunks, [B, U, K, R, E].
-            mask: bool, which of their tokens are real, [B, U, K, R]; None = all.
+            encoded: encoded neighbors of the complete chunks, [B', U, K, R, E].
+            mask: bool, which of their tokens are real, [B', U, K, R]; None = all.
         """
-        m, num_chunks = self.chunk_length, encoded.shape[1]
+        m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
         # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
         first = m - max(1, self.attention.smeared_tokens)
-        q = self.attention.smear_queries(self.attention.project_queries(x[:, first:]))[:, m - 1 - first :]
+        q = self.attention.smear_queries(self.attention.project_queries(x[:num_rows, first:]))[:, m - 1 - first :]
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         mask = None if mask is None else mask.flatten(0, 1)
         read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
-        return F.pad(read[:, :num_readers], (0, 0, m - 1, 0))
+        return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
 
     def keys_values(self, encoded: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
@@ -311,9 +312,10 @@ class Retro(nn.Module):
             documents: int64 [B, ceil(T / m)], the document of each chunk, the incomplete one included. Tokens do not see
                 other documents or their neighbors. Padding follows the last token of a document, where causality hides it.
                 None = each row is one document (faster).
-            neighbors: int64 [B, U, K, R], the neighbors of complete chunks, any K and R; every id must be less than V. None =
+            neighbors: int64 [B', U, K, R], the neighbors of complete chunks, any K and R; every id must be less than V. They
+                belong to the first B' rows; the others have none, and encoder and cross-attention do not compute them. None =
                 retrieval OFF. A model with empty `cca_layers` ignores them.
-            neighbor_lengths: int64 [B, U, K], number of real tokens among the R, from the first; 0 = no neighbor. K zeros =
+            neighbor_lengths: int64 [B', U, K], number of real tokens among the R, from the first; 0 = no neighbor. K zeros =
                 retrieval OFF for this chunk. None = all R.
             lengths: int64 [B, ceil(T / m)], number of real tokens of each chunk, from the first. The others are padding,
                 which is sent to no expert. Nothing else depends on them. None = all.
@@ -404,7 +406,7 @@ class Retro(nn.Module):
 
         Args:
             h: residual stream [B, T, D].
-            encoded: encoded neighbors [B, U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
+            encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
             documents: as in `hidden`.
             neighbors: as in `hidden`.
             neighbor_lengths: as in `hidden`.

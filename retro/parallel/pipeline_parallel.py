@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -301,6 +302,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _for_all_stages(batch: TensorBatch) -> TensorBatch:
-    """The inputs of a batch that every stage needs."""
+    """The inputs of a batch that every stage needs, with as many rows each, since a schedule divides them by row."""
     wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
-    return {name: batch[name] for name in wanted if batch.get(name) is not None}
+    found = {name: value for name in wanted if (value := batch.get(name)) is not None}
+    if "neighbors" in found and (absent := len(batch["tokens"]) - len(found["neighbors"])):
+        shape = found["neighbors"].shape
+        lengths = found.get("neighbor_lengths")
+        if lengths is None:
+            lengths = torch.full(shape[:3], shape[3], device=found["neighbors"].device)
+        found["neighbor_lengths"] = F.pad(lengths, (0, 0, 0, 0, 0, absent))  # 0 = no neighbor
+        found["neighbors"] = F.pad(found["neighbors"], (0, 0, 0, 0, 0, 0, 0, absent))
+    return found
