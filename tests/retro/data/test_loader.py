@@ -7,7 +7,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
-from retro.data.loader import load
+from retro.data.loader import as_tensors, load
 from retro.data.settings import DataSettings
 from retro.device import Placement, TensorBatch
 
@@ -63,3 +63,31 @@ def test_a_batch_without_any_neighbor_leaves_retrieval_out_unless_processes_shar
     assert part["neighbors"] is not None
     (some,) = batches(tiny_datastore.folder, range(1), dropout=0.0)
     assert some["neighbors"] is not None
+
+
+@pytest.mark.parametrize("rows", [WHOLE, range(2), range(1)])
+def test_batches_of_two_sizes_have_no_neighbors_for_the_rows_that_lack_them(
+    tiny_datastore: Datastore, rows: range
+) -> None:
+    """A row of a batch has the tokens, labels and neighbors that it has in the batch in the order of the samples."""
+    data, seen = TrainingData([tiny_datastore.folder], SETTINGS, retrieval=True), set()
+    for number, found in enumerate(batches(tiny_datastore.folder, range(12), rows=rows, dropout=0.4)):
+        first = number * len(WHOLE)
+        plain = as_tensors(data.batch(range(first + rows.start, first + rows.stop), 0.4))
+        if found["neighbors"] is None:  # of no row
+            assert not plain["neighbor_lengths"].any()
+            continue
+        size = len(found["neighbors"])
+        seen.add(size)
+        assert plain["neighbor_lengths"].any((1, 2)).sum() <= size
+        for row, tokens in enumerate(found["tokens"]):
+            (at,) = (plain["tokens"] == tokens).all(1).nonzero()[0]
+            for name in ("labels", "documents", "lengths"):
+                if plain[name] is not None:
+                    assert torch.equal(found[name][row], plain[name][at])
+            if row < size:
+                assert torch.equal(found["neighbors"][row], plain["neighbors"][at])
+                assert torch.equal(found["neighbor_lengths"][row], plain["neighbor_lengths"][at])
+            else:
+                assert not plain["neighbor_lengths"][at].any()
+    assert seen == ({len(rows), len(rows) - 1} if len(rows) > 1 else {1})

@@ -193,6 +193,25 @@ def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
             assert parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1], [2, 2, 2, 2], [3, 4, 4, 4]]])
+@every_scheme
+def test_rows_without_neighbors_can_be_left_out(scheme, documents):
+    """The last row has no neighbors: loss and gradients are those of neighbors of length 0."""
+    model = build(scheme)
+    tokens, neighbors, lengths = (torch.cat((a, b[:1])) for a, b in zip(batch(0), batch(1), strict=True))
+    documents = None if documents is None else torch.tensor(documents)
+    lengths[2] = 0
+    labels, found = tokens.roll(-1, 1), []
+    for num_rows in (3, 2):
+        model.zero_grad()
+        value = loss_of(model, labels, tokens, documents, neighbors[:num_rows], lengths[:num_rows])
+        value.backward()
+        logits_of_rows = logits(model, tokens, documents, neighbors[:num_rows], lengths[:num_rows])
+        found.append([value.detach(), logits_of_rows, *(parameter.grad for parameter in model.parameters())])
+    for whole, left_out in zip(*found, strict=True):
+        torch.testing.assert_close(left_out, whole, rtol=1e-5, atol=1e-5)
+
+
 @every_scheme
 def test_the_order_of_neighbors_does_not_matter(scheme):
     tokens, neighbors, lengths = batch()
