@@ -152,9 +152,15 @@ def readers_first(batch: Batch, num_absent: int) -> Batch:
     if (~reads).sum() < num_absent:
         return batch
     order = np.argsort(~reads, kind="stable")
-    rows = {name: None if array is None else array[order] for name, array in vars(batch).items()}
-    stop = len(order) - num_absent
-    return Batch(**(rows | {name: rows[name][:stop] for name in ("neighbors", "neighbor_lengths")}))
+    readers = order[: len(order) - num_absent]
+    return Batch(
+        tokens=batch.tokens[order],
+        labels=batch.labels[order],
+        documents=None if batch.documents is None else batch.documents[order],
+        neighbors=batch.neighbors[readers],
+        neighbor_lengths=batch.neighbor_lengths[readers],
+        lengths=batch.lengths[order],
+    )
 
 
 def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> np.ndarray:

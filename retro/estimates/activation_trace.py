@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retro.model.encoder import Encoder
+from retro.model.kernels import fits_bounds
 from retro.model.loss import loss
 from retro.model.mixture_of_experts import ExpertLinear
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
 from retro.parallel.settings import Checkpointing
 
 _PRODUCTS = ("mm", "bmm", "addmm", "_scaled_dot_product")
@@ -44,7 +45,7 @@ class Pass:
         k: neighbors of a chunk; 0 = retrieval OFF.
         narrow: whether matrix products run under autocast in 16 bits.
         gpu: whether to count kernels of a GPU; else of a CPU.
-        documents: whether sequences hold several documents. Each attention then keeps a mask.
+        documents: whether sequences hold several documents. Each attention then keeps a mask, unless a GPU needs none.
     """
 
     num_sequences: int
@@ -135,6 +136,8 @@ def trace(settings: ModelSettings, run: Pass) -> Trace:
         settings: of the model, with vocab_size and chunk_length filled in.
         run: batch and device.
     """
+    if _by_bounds(settings, run):
+        settings = updated(settings, {"attention.sliding_window": 0})
     with torch.device("meta"):
         model = Retro(settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -146,8 +149,9 @@ def trace_model(model: Retro, run: Pass) -> Trace:
     """As `trace`, of an existing model. With real tensors, this verifies the trace of fake ones."""
     m, retrieved = model.settings.chunk_length, run.k if model.settings.retrieves else 0
     shape, num_chunks = (run.num_sequences, run.sequence_length), run.sequence_length // m
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    documents = torch.zeros(run.num_sequences, -(-run.sequence_length // m), dtype=torch.int64)
+    tokens, documents = torch.zeros(shape, dtype=torch.int64), None
+    if run.documents and not _by_bounds(model.settings, run):
+        documents = torch.zeros(run.num_sequences, -(-run.sequence_length // m), dtype=torch.int64)
     neighbors = lengths = None
     if retrieved:
         neighbors = torch.zeros(run.num_sequences, num_chunks, retrieved, 2 * m, dtype=torch.int64)
@@ -160,11 +164,16 @@ def trace_model(model: Retro, run: Pass) -> Trace:
         _FusedNorms() if run.gpu else contextlib.nullcontext(),
         torch.autocast("cpu", dtype, enabled=run.narrow),
     ):
-        inputs = tokens, documents if run.documents else None, neighbors, lengths
+        inputs = tokens, documents, neighbors, lengths
         hidden = model.hidden(*inputs)
         copying = model.copying(hidden, tokens, *inputs)
         loss(hidden, model.output_weight, tokens, copying)
     return Trace(recorder.storages, recorder.copies if run.narrow else {})
+
+
+def _by_bounds(settings: ModelSettings, run: Pass) -> bool:
+    """True if attention on a GPU keeps no mask of documents or of a window, so it keeps what it keeps without them."""
+    return run.gpu and run.narrow and fits_bounds(settings.attention, torch.bfloat16)
 
 
 class _Recorder:

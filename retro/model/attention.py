@@ -11,65 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retro.model.kernels import Bounds, dot_product_attention
 from retro.model.positions import AlibiPositions, Positions, RopePositions, TransformerXLPositions, rotate
-
-
-def dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None
-) -> Tensor:
-    """softmax(scale q·k + bias) v, by the fastest kernel for device and dtype: [N, H, Q, C].
-
-    Keys in float32 are multiplied in float32, whatever the dtype of the queries.
-
-    Args:
-        q: queries [N, H, Q, C].
-        k: keys [N, G, S, C].
-        v: values [N, G, S, C].
-        bias: broadcastable to [N, H, Q, S]; a bool bias is True where the query may look.
-        causal: hide later keys (Q = S). A bias must hide them too; without one the triangular mask is added.
-        scale: None = 1/sqrt(C).
-    """
-    if k.dtype != q.dtype:
-        with torch.autocast(q.device.type, enabled=False):
-            bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
-            return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
-    if q.shape[2] == 1 and k.shape[1] < q.shape[1]:
-        # Decoding: heads that share keys become queries, so no key is repeated.
-        num_groups = k.shape[1]
-        if bias is not None and bias.shape[1] > 1:
-            bias = bias.reshape(len(bias), num_groups, -1, bias.shape[-1])
-        queries = q.reshape(len(q), num_groups, -1, q.shape[-1])  # [N, G, H / G, C]
-        return dot_product_attention(queries, k, v, bias, False, scale).reshape(q.shape)
-    on_cpu = q.device.type == "cpu"
-    # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long.
-    unfused = on_cpu and q.dtype == torch.bfloat16 and q.requires_grad
-    if k.shape[1] < q.shape[1] and (unfused or (bias is not None and not on_cpu)):
-        # The GPU kernel that takes a bias needs keys for every head.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if unfused:
-        return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=causal and bias is None, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
-    )
-
-
-def _unfused_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    num_tokens = q.shape[2]
-    if bias is None:
-        bias = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
-    out, block = [], -(-num_tokens // 4)  # a quarter of the queries at a time: three eighths of the scores are skipped
-    for start in range(0, num_tokens, block):
-        stop = min(start + block, num_tokens)
-        visible = bias[..., start:stop, :stop]
-        out.append(_unfused(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible, scale))
-    return torch.cat(out, dim=2)
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    scores = q * (scale or q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # [N, H, Q, S]
-    if bias is not None:
-        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    return scores.softmax(-1) @ v
 
 
 class PerHead(nn.Module):
@@ -150,7 +93,7 @@ class Attention(nn.Module):
         x: Tensor,
         positions: Positions,
         source: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Bounds | None = None,
         causal: bool = False,
         starts: Tensor | None = None,
         virtual: tuple[Tensor, Tensor] | None = None,
@@ -163,7 +106,7 @@ class Attention(nn.Module):
             positions: from `positions_of`, for Q queries and S keys, virtual tokens included.
             source: input of keys and values; None = x (self-attention).
             mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs at least one visible
-                key: a softmax over no keys is NaN.
+                key: a softmax over no keys is NaN. In self-attention also `kernels.Bounds`.
             causal: hide later keys. A mask must hide them too; without a mask, faster kernels are used.
             starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the
                 first token. Also applies to queries in self-attention.
@@ -229,7 +172,7 @@ class Attention(nn.Module):
         positions: Positions,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | Bounds | None = None,
         causal: bool = False,
         distance_keys: Tensor | None = None,
     ) -> Tensor:
@@ -290,8 +233,9 @@ class Attention(nn.Module):
         return scores.gather(-1, lookup.expand(*scores.shape[:2], -1, -1))
 
 
-def masked_bias(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def masked_bias(scores: Tensor, mask: Tensor | Bounds | None, causal: bool) -> Tensor:
     """The bias added to attention scores, [1 or N, H, Q, S], with -inf where the mask (or causality) hides a key."""
+    assert not isinstance(mask, Bounds), "kernels that take bounds add no bias to scores"
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)

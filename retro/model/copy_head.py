@@ -200,7 +200,8 @@ class CopyHead(nn.Module):
                 real = neighbor_mask(neighbors, neighbor_lengths, documents).flatten(0, 1)
                 chunks = tokens[: len(neighbors), : neighbors.shape[1] * m].unflatten(1, (-1, m)).flatten(0, 1)
                 keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table)
-            found.append(Found(self.neighbors, matches, Windows(m, *neighbors.shape[:2], len(tokens)), keys))
+            windows = Windows(m, len(neighbors), neighbors.shape[1], len(tokens))
+            found.append(Found(self.neighbors, matches, windows, keys))
         return found
 
     def mixture_of(self, hidden: Tensor, labels: Tensor, found: list[Found]) -> Copying:

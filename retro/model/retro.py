@@ -34,8 +34,9 @@ from retro.model.attention import Attention, initial_taps
 from retro.model.copy_head import CopyHead, CopySource, Found
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
+from retro.model.kernels import self_attention_mask
 from retro.model.loss import Copying, token_losses
-from retro.model.masks import document_mask, document_positions, document_starts, neighbor_mask, some_key, visible
+from retro.model.masks import document_positions, document_starts, neighbor_mask, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
 from retro.model.positions import Positions, positions_of
 from retro.model.residual_block import NORMS, Residual, rms_norm
@@ -416,19 +417,13 @@ class Retro(nn.Module):
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
             summed over the layers with experts (None without experts).
         """
-        num_tokens, m, window = h.shape[1], self.settings.chunk_length, self.settings.attention.sliding_window
+        num_tokens, m = h.shape[1], self.settings.chunk_length
         virtual, num_virtual = self.virtual()
         here = positions_of(
             *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
         )
-        mask = starts = None
-        if documents is not None:
-            mask, starts = document_mask(documents, m, num_tokens), document_starts(documents, m, num_tokens)
-        if 0 < window < num_tokens or num_virtual:
-            at = torch.arange(num_tokens, device=h.device)
-            seen = visible(at, at, window)  # [T, T]
-            mask = seen if mask is None else mask & seen
-            mask = F.pad(mask, (num_virtual, 0), value=True)  # every token sees virtual tokens
+        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
+        starts = None if documents is None else document_starts(documents, m, num_tokens)
         cca_layers: tuple[int, ...] = ()
         if neighbors is not None and neighbors.numel() > 0:
             cca_layers, (k, r) = self.settings.retrieval.cca_layers, neighbors.shape[2:]

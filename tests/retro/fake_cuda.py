@@ -137,6 +137,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         }
         for name, value in replaced.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        stack.enter_context(mock.patch("torch.backends.cuda.is_flash_attention_available", return_value=True))
         stack.enter_context(mock.patch("torch.cuda.Event"))
         stack.enter_context(mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(with_device)))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", _tolist))

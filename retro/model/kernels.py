@@ -1,0 +1,194 @@
+"""Products of attention, and the choice of their kernel by device, dtype and mask.
+
+    mask                      GPU, 16 bits             GPU, 32 bits        CPU
+    none, or causal           flash                    memory-efficient    flash; own products to train in bfloat16
+    documents, window         flash, by `Bounds`       memory-efficient    as above
+    padding, score bias       memory-efficient         memory-efficient    as above
+
+`scaled_dot_product_attention` chooses among the kernels that `device.choose_attention_kernels` leaves enabled. Letters of the shape
+comments as in `attention.py`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retro.model.masks import document_mask, document_starts, visible
+from retro.model.settings import AttentionSettings
+
+# --- which tokens of packed documents a query may read ---------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """Documents that are packed into rows, in place of a mask [B, 1, T, T]: no score between two documents is computed.
+
+    Attributes:
+        ends: where the documents of all rows begin, one row after another, and the end: int32 [B·U + 1], from 0 to B·T. The size
+            does not depend on the number of documents, so the host reads nothing; documents left over are empty, at the end.
+        window: tokens that a token sees, including itself; 0 = all preceding tokens of its document.
+    """
+
+    ends: Tensor
+    window: int
+
+
+def self_attention_mask(
+    h: Tensor, documents: Tensor | None, chunk_length: int, settings: AttentionSettings, num_virtual: int = 0
+) -> Tensor | Bounds | None:
+    """What the queries of self-attention may read: `Bounds` where a kernel takes them, else a mask; None = all preceding tokens.
+
+    Args:
+        h: residual stream [B, T, D].
+        documents: as in `Retro.hidden`.
+        chunk_length: m.
+        settings: with the sliding window.
+        num_virtual: P, virtual tokens, which every token sees.
+
+    Returns:
+        A mask is bool [B, 1, T, P + T], or [T, P + T] without documents.
+    """
+    num_tokens = h.shape[1]
+    window = settings.sliding_window if settings.sliding_window < num_tokens else 0
+    if documents is None and not window and not num_virtual:
+        return None
+    if not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
+        if documents is None:
+            documents = torch.zeros(len(h), -(-num_tokens // chunk_length), dtype=torch.int64, device=h.device)
+        return document_bounds(documents, chunk_length, num_tokens, window)
+    mask = None if documents is None else document_mask(documents, chunk_length, num_tokens)
+    if window or num_virtual:
+        at = torch.arange(num_tokens, device=h.device)
+        seen = visible(at, at, window)  # [T, T]
+        mask = F.pad(seen if mask is None else mask & seen, (num_virtual, 0), value=True)
+    return mask
+
+
+def fits_bounds(settings: AttentionSettings, dtype: torch.dtype) -> bool:
+    """True if flash attention can compute self-attention in this dtype: it multiplies in 16 bits, and adds no bias to scores."""
+    head_dim = settings.head_dim % 8 == 0 and settings.head_dim <= 256
+    return head_dim and settings.positions in ("rope", "learned") and dtype in (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.assume_constant_result
+def _has_flash_for_bounds(device: str) -> bool:
+    """True on NVIDIA GPUs since Ampere, with PyTorch 2.12 or later: earlier releases cannot share keys among heads there."""
+    if device != "cuda" or torch.version.hip is not None or torch.__version__ < "2.12":
+        return False
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products of x run: autocast's, or that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def document_bounds(documents: Tensor, chunk_length: int, num_tokens: int, window: int = 0) -> Bounds:
+    """Bounds of packed documents: [B, ceil(T/m)], as in `Retro.hidden`, to `Bounds`."""
+    rows, chunks = (torch.arange(size, device=documents.device) for size in documents.shape)
+    firsts = rows[:, None] * num_tokens + chunks * chunk_length  # [B, U]
+    starts = document_starts(documents, chunk_length, num_tokens)[:, ::chunk_length]  # documents begin with chunks
+    total = len(documents) * num_tokens
+    ends = torch.where(starts, firsts, total).flatten().sort().values
+    return Bounds(F.pad(ends, (0, 1), value=total).int(), window)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Bounds | None, causal: bool, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q·k + bias) v, by the fastest kernel for device and dtype: [N, H, Q, C].
+
+    Keys in float32 are multiplied in float32, whatever the dtype of the queries.
+
+    Args:
+        q: queries [N, H, Q, C].
+        k: keys [N, G, S, C].
+        v: values [N, G, S, C].
+        bias: broadcastable to [N, H, Q, S]; a bool bias is True where the query may look. Or `Bounds` (Q = S), which hide later
+            keys.
+        causal: hide later keys (Q = S). A bias must hide them too; without one the triangular mask is added.
+        scale: None = 1/sqrt(C).
+    """
+    if isinstance(bias, Bounds):
+        return _within_bounds(q, k, v, bias, scale)
+    if k.dtype != q.dtype:
+        with torch.autocast(q.device.type, enabled=False):
+            bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
+            return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad:
+        # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long.
+        return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
+    shares, causal = k.shape[1] < q.shape[1], causal and bias is None
+    if shares and (q.shape[2] == 1 or (bias is not None and q.device.type != "cpu")):
+        # GPUs have no fused kernel that takes both a bias and shared keys.
+        if bias is None or bias.shape[-2] == 1 or (bias.ndim == 4 and bias.shape[1] > 1):
+            return _heads_as_queries(q, k, v, bias, scale)
+        # A mask of its own for each query would have to be repeated, which takes more memory than keys and values do.
+        k, v, shares = *(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)), False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=shares)
+
+
+def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+    """Causal attention within documents, [N, H, T, C]: flash attention over sequences of variable length."""
+    from torch.nn.attention.varlen import varlen_attn  # exported models also run with releases that lack it
+
+    num_rows, _, num_tokens, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [N·T, H, C], [N·T, G, C] twice
+    y = varlen_attn(
+        q,
+        k,
+        v,
+        bounds.ends,
+        bounds.ends,
+        num_tokens,
+        num_tokens,
+        scale=scale,
+        window_size=(bounds.window - 1 if bounds.window else -1, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(y, Tensor)
+    return y.unflatten(0, (num_rows, num_tokens)).transpose(1, 2)
+
+
+def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """Attention with shared keys [N, G, S, C], none of which is repeated: the H / G heads that share keys become queries.
+
+    A bias [N, H, Q, S] becomes [N, G, (H / G)·Q, S]; one for all queries and heads, [N, 1, 1, S], stays.
+    """
+    num_groups, num_queries = k.shape[1], q.shape[2]
+    if bias is not None and bias.ndim == 4 and bias.shape[1] > 1:
+        bias = bias.expand(-1, -1, num_queries, -1).unflatten(1, (num_groups, -1)).flatten(2, 3)
+    queries = q.unflatten(1, (num_groups, -1)).flatten(2, 3)  # [N, G, (H / G)·Q, C]
+    y = F.scaled_dot_product_attention(queries, k, v, attn_mask=bias, scale=scale)
+    return y.unflatten(2, (-1, num_queries)).flatten(1, 2)
+
+
+def _unfused_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    num_tokens = q.shape[2]
+    if bias is None:
+        bias = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
+    out, block = [], -(-num_tokens // 4)  # a quarter of the queries at a time: three eighths of the scores are skipped
+    for start in range(0, num_tokens, block):
+        stop = min(start + block, num_tokens)
+        visible = bias[..., start:stop, :stop]
+        out.append(_unfused(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible, scale))
+    return torch.cat(out, dim=2)
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    shape, num_groups = q.shape, k.shape[1]
+    q = q * (scale or shape[-1] ** -0.5)
+    if num_groups < shape[1]:  # shared keys: heads become queries
+        q = q.unflatten(1, (num_groups, -1)).flatten(2, 3)  # [N, G, (H / G)·Q, C]
+    scores = (q @ k.transpose(-1, -2)).view(*shape[:3], -1)  # [N, H, Q, S]
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    weights = scores.softmax(-1).view(*q.shape[:3], -1)
+    return (weights @ v).view(shape)
