@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # defines torch.ops.torch_attn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,13 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from pipelines.gpu_checks.part import Finding, Job, distance
 from retro.model.attention import Attention
-from retro.model.masks import document_mask, some_key
+from retro.model.kernels import Bounds, self_attention_mask
+from retro.model.masks import some_key
 from retro.model.positions import positions_of
+from retro.model.settings import AttentionSettings, PositionScheme
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest accepted relative distance by dtype: rounding adds up over projections, scores and sums."""
 
-SCHEMES = ("rope", "alibi", "transformer-xl")
+SCHEMES: tuple[PositionScheme, ...] = ("rope", "alibi", "transformer-xl")
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,20 @@ class Case:
         num_rows: N.
         num_queries: Q.
         num_keys: S; 0 = self-attention.
-        mask: `none`, `documents` (packed sequences) or `padding` (short neighbors; the mask has stride 0 along queries).
+        mask: `none`, `documents` (packed sequences: a mask or bounds, as in training), or `padding` (short neighbors; the mask
+            has stride 0 along queries).
         kv_heads: G.
+        window: of self-attention; 0 = none.
     """
 
     name: str
-    scheme: str
+    scheme: PositionScheme
     num_rows: int
     num_queries: int
     num_keys: int = 0
     mask: str = "none"
     kv_heads: int = 0
+    window: int = 0
 
 
 def cases(tiny: bool) -> Iterator[Case]:
@@ -62,11 +68,14 @@ def cases(tiny: bool) -> Iterator[Case]:
         yield Case(f"cross-attention, 192 keys, {scheme}", scheme, 8 * rows, m, 192, mask="padding")
     yield Case("self, grouped queries", "rope", rows, tokens, kv_heads=2)
     yield Case("self, grouped queries, packed documents", "rope", rows, tokens, mask="documents", kv_heads=2)
+    yield Case("self, grouped queries, packed documents, ALiBi", "alibi", rows, tokens, mask="documents", kv_heads=2)
+    yield Case("self, window, packed documents", "rope", rows, tokens, mask="documents", window=tokens // 8)
+    yield Case("cross-attention, grouped queries", "rope", 8 * rows, m, 4 * m, mask="padding", kv_heads=2)
     yield Case("decoding, grouped queries", "rope", 8 * rows, 1, tokens, mask="padding", kv_heads=2)
 
 
 class _Kernels(TorchFunctionMode):
-    """Notes the kernel of every `scaled_dot_product_attention`."""
+    """Notes the kernel of every `scaled_dot_product_attention`, and attention within bounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +84,8 @@ class _Kernels(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
             self.names.add(SDPBackend(torch._fused_sdp_choice(*args, **(kwargs or {}))).name)
+        elif function is torch.ops.torch_attn._varlen_attn:
+            self.names.add("FLASH_ATTENTION by bounds")
         return function(*args, **(kwargs or {}))
 
 
@@ -126,19 +137,20 @@ def _gradients(attention: Attention, case: Case, inputs: list[Tensor], upstream:
         x.device,
     )
     causal = not case.num_keys and case.mask != "padding"
-    y = attention(x, positions, source, _mask(case, num_keys, x.device), causal)
+    y = attention(x, positions, source, _mask(case, x, num_keys, attention.head_dim), causal)
     y.backward(upstream.to(y.dtype))
     named = {"output": y.detach(), **{f"input {number}": leaf.grad for number, leaf in enumerate(leaves)}}
     named |= {name: parameter.grad for name, parameter in attention.named_parameters()}
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _mask(case: Case, num_keys: int, device: torch.device) -> Tensor | None:
+def _mask(case: Case, x: Tensor, num_keys: int, head_dim: int) -> Tensor | Bounds | None:
     if case.mask == "documents":
         chunk = max(1, case.num_queries // 16)
-        documents = torch.arange(-(-case.num_queries // chunk), device=device).expand(case.num_rows, -1) // 3
-        return document_mask(documents, chunk, case.num_queries)
+        documents = torch.arange(-(-case.num_queries // chunk), device=x.device).expand(case.num_rows, -1) // 3
+        settings = AttentionSettings(positions=case.scheme, head_dim=head_dim, sliding_window=case.window)
+        return self_attention_mask(x, documents, chunk, settings)
     if case.mask == "padding":
-        lengths = torch.arange(case.num_rows, device=device) * num_keys // case.num_rows  # the first row has no key
-        return some_key(torch.arange(num_keys, device=device) < lengths[:, None])[:, None, None]
+        lengths = torch.arange(case.num_rows, device=x.device) * num_keys // case.num_rows  # the first row has no key
+        return some_key(torch.arange(num_keys, device=x.device) < lengths[:, None])[:, None, None]
     return None

@@ -40,7 +40,7 @@ class PartRow:
 
 PARTS: dict[str, PartRow] = {
     "attention": PartRow("Kernel of each attention; outputs and gradients against the math kernel", "attention.run", 30),
-    "packed": PartRow("Packed documents by mask, by length and by FlexAttention: time and memory", "packed_documents.run", 30),
+    "packed": PartRow("Packed documents by mask and by bounds: time, memory, equality", "packed_documents.run", 30),
     "compile": PartRow("Loss and gradient norm of half the layers of 172m, compiled and eager", "training.eager_equals_compiled", 50),
     "train-172m": PartRow(
         "Compiled training at 172m: tokens/s, MFU, graphs, peak memory",

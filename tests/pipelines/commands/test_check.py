@@ -1,7 +1,6 @@
 """`retro check gpu`: every part runs on a CPU at a tiny size, so that only the device is unproven; limits, report and exit status."""
 
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -19,7 +18,9 @@ from pipelines.gpu_checks import attention, packed_documents, table
 from pipelines.gpu_checks.part import Finding, Job, Skipped, distance
 from pipelines.gpu_checks.table import PARTS, Outcome, run_apart, run_part
 from retro.model import attention as model_attention
+from retro.model.kernels import Bounds
 from retro.model.loss import _compiled_logit_gradients
+from tests.retro.varlen_loops import varlen_on_cpu as varlen_on_cpu  # a fixture
 
 TINY = Job("cpu", tiny=True)
 
@@ -192,23 +193,15 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(attention.compare(case, TINY)[1].values()) > 0.1
 
 
-@pytest.mark.parametrize("num_tokens", [32, 27])
-def test_documents_by_length_are_those_of_the_mask(num_tokens: int) -> None:
-    """Flash attention over these bounds, in plain operations, equals attention with the mask."""
-    documents, m = torch.tensor([[0, 0, 1, 2], [2, 2, 2, 2], [3, 4, 5, 6]]), 8
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 3, 2, num_tokens, 4).unbind()  # [B, H, T, C] each
-    ends = packed_documents.document_ends(documents, m, num_tokens)
-    assert ends.dtype == torch.int32
-    assert len(ends) == documents.numel() + 1
-    parts = []
-    rows = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1) for x in (q, k, v)]  # [H, B·T, C]
-    for first, stop in itertools.pairwise(ends.tolist()):
-        own = (x[:, first:stop] for x in rows)
-        parts.append(torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True))
-    expected = packed_documents.by_mask(documents, m, num_tokens)(q, k, v)
-    found = torch.cat(parts, dim=1).transpose(0, 1).unflatten(0, (3, num_tokens)).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
+def test_packed_documents_by_bounds_are_compared_with_those_by_mask(varlen_on_cpu: list[Bounds]) -> None:
+    job = Job("cpu", tiny=True, precision="float32")
+    found = packed_documents.run(job)
+    assert [(each.name, each.passed) for each in found] == [("mask", True), ("bounds", True)]
+    assert len(varlen_on_cpu) == 1
+    by_bounds = [each for each in attention.cases(tiny=True) if each.mask == "documents" and each.scheme == "rope"]
+    for case in by_bounds:
+        assert attention.compare(case, job)[0] == {"FLASH_ATTENTION by bounds"}
+    assert len(by_bounds) == 3
 
 
 def test_the_distance_of_values_that_are_not_finite_is_infinite() -> None:
