@@ -27,7 +27,13 @@ from retro.parallel.settings import check_copy_head, divided
 from retro.parallel.tensor_parallel import divide_layers
 
 
-def distribute(model: Retro, processes: Processes, root: nn.Module | None = None, compiled: bool = False) -> None:
+def distribute(
+    model: Retro,
+    processes: Processes,
+    root: nn.Module | None = None,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Distribute a model, or a pipeline stage of one, over processes, in place.
 
     Args:
@@ -35,6 +41,7 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
         processes: with their settings.
         root: the module that is called and contains the model; None = the model, by its `hidden`.
         compiled: whether to compile the blocks if there are several processes.
+        dtype: of matrix products.
 
     Raises:
         InputError: the model cannot be divided this way.
@@ -62,4 +69,4 @@ def distribute(model: Retro, processes: Processes, root: nn.Module | None = None
         for block in blocks(model):
             block.compile(dynamic=False)
     if processes.count > 1:
-        share_data(model, root or model, processes)
+        share_data(model, root or model, processes, dtype)

@@ -79,7 +79,7 @@ class WholeModel:
                 step. Several processes compile block by block, since they communicate in between.
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
-        distribute(model, processes, compiled=compiled)
+        distribute(model, processes, compiled=compiled, dtype=placement.dtype)
         # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
         # There are few shapes: one per number of neighbors, with and without document boundaries. Each compiles once.

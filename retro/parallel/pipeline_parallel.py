@@ -149,7 +149,7 @@ class Pipeline:
         self.stages = []
         for number in self.numbers:
             stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
-            distribute(stage.model, processes, root=stage, compiled=compiled)
+            distribute(stage.model, processes, root=stage, compiled=compiled, dtype=placement.dtype)
             self.stages.append(stage)
         self._holders = self._embedding_holders()
         self._schedules: dict[Any, Any] = {}
