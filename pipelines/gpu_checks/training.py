@@ -188,7 +188,7 @@ def _losses(
     torch.manual_seed(0)
     model = Retro(settings).train()
     if parallel.zero:
-        share_data(model, model, processes)
+        share_data(model, model, processes, placement.dtype)
     else:
         model = model.to(placement.device)
     optimizer, losses = make_optimizer([model], SETTINGS), []

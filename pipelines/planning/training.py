@@ -174,7 +174,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )
         seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing]
-        sent = sent_bytes(model, parallel, train.gradient_accumulation_steps)
+        sent = sent_bytes(model, parallel, train.gradient_accumulation_steps, narrow=run.narrow)
         days = seconds * tokens / per_step / 86_400
         modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(

@@ -17,6 +17,7 @@ from retro.estimates.activation_trace import Pass, trace
 from retro.model.loss import block_rows
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
+from retro.parallel.data_parallel import matrices
 from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
 
 
@@ -88,16 +89,19 @@ def _memory_of_stage(
     seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
         lambda name: _is_held(settings, name, parallel, stage)
     )
-    # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline.
-    copies, kept = sum(seen.copies.values()), seen.kept(checkpointing, tensor)
+    # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline. If there are
+    # several processes, they have gathered the copies.
+    copies = sum(seen.copies.values())
+    kept = seen.kept(checkpointing, tensor) - (copies if checkpointing == "none" else 0)
+    copies = 0 if num_data(parallel) > 1 else copies
     shared = copies if checkpointing == "none" else 0
     last = max(_loss_bytes(settings, own, tensor, compiled), copy_head_bytes(settings, own))  # one after the other
     forward = copies - shared + (last if _holds_loss(parallel, stage) else 0)
     again = seen.recomputed(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
     return Memory(
         *states,
-        gathered=_gathered_bytes(units, parallel),
-        activations=round((kept - shared) * at_once) + shared,
+        gathered=_gathered_bytes(units, parallel, narrow=run.narrow),
+        activations=round(kept * at_once) + shared,
         working=max(forward, again),
         offloaded=parallel.cpu_offload,
     )
@@ -113,7 +117,8 @@ def _holds_loss(parallel: ParallelSettings, stage: int) -> bool:
 def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[torch.Size]]:
     """Shapes of the parameters of a process before ZeRO shards them, by the unit in which they are gathered.
 
-    Units are attention and feed-forward of a layer, experts that processes share, a CCA, the encoder, and (empty name) the rest.
+    Units are the matrices of attention and feed-forward of a layer, of experts that processes share, of a CCA and of the encoder,
+    the encoder's own table, and (empty name) the rest.
 
     Raises:
         InputError: the model cannot be divided this way.
@@ -124,13 +129,22 @@ def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: 
         if not _is_held(settings, name, parallel, stage):
             continue
         kind, number = (*name.split("."), "")[:2]
-        unit = {"attention": f"layer {number}", "feed_forward": f"layer {number}", "cross": f"cross {number}"}.get(
-            kind, "encoder" if kind == "encoder" else ""
-        )
+        layer = f"layer {number}"
+        kinds = {"attention": layer, "feed_forward": layer, "cross": f"cross {number}", "encoder": "encoder"}
+        unit = kinds.get(kind, "") if name in _matrix_names(settings) else _TABLE if name == _TABLE else ""
         if parallel.expert > 1 and ".experts." in name:
             unit, shape = f"experts {number}", torch.Size((shape[0] // parallel.expert, *shape[1:]))
         units.setdefault(unit, []).append(shape)
     return units
+
+
+_TABLE = "encoder.embedding.weight"
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix_names(settings: ModelSettings) -> frozenset[str]:
+    with torch.device("meta"):
+        return frozenset(matrices(Retro(settings)))
 
 
 @functools.lru_cache(maxsize=16)
@@ -180,34 +194,50 @@ def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> Mo
     return updated(settings, {"experts.num_experts": own}) if own >= max(2, settings.experts.per_token) else settings
 
 
-def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings) -> int:
+def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings, *, narrow: bool) -> int:
     """Bytes of gathered parameters: all, or with ZeRO-3 the current unit, the next one and the rest; and of a unit's gradient.
 
-    Without ZeRO, FSDP2's `replicate` computes with a copy of all parameters.
+    Without ZeRO, FSDP2's `replicate` computes with a copy of all parameters. Gradients are reduced in float32.
     """
     if num_data(parallel) == 1:
         return 0
-    sizes = {name: 4 * sum(shape.numel() for shape in shapes) for name, shapes in units.items()}
+    counts = {name: sum(shape.numel() for shape in shapes) for name, shapes in units.items()}
+    sizes = {name: _bytes_of_number(name, narrow) * count for name, count in counts.items()}
     largest = sorted((size for name, size in sizes.items() if name), reverse=True)[:2]
     held = sum(largest) + sizes.get("", 0) if parallel.zero == 3 else sum(sizes.values())
-    return held + (max(largest, default=0) if parallel.zero else 0)
+    return held + (max((4 * count for name, count in counts.items() if name), default=0) if parallel.zero else 0)
 
 
-def sent_bytes(settings: ModelSettings, parallel: ParallelSettings, accumulation: int = 1) -> int:
-    """Bytes that a process sends in a step for X bytes of parameters and their gradients: about 2X, with ZeRO-3 3X.
+def _bytes_of_number(unit: str, narrow: bool) -> int:
+    """Bytes of a gathered number: matrices are gathered in 16 bits if they are multiplied in 16 bits."""
+    return 2 if narrow and unit not in ("", _TABLE) else 4
 
-    An all-reduce over N processes in a ring is a reduce-scatter and an all-gather of X (N - 1) / N bytes each. ZeRO-0 and -1
-    reduce once per step, ZeRO-2 and -3 in every pass; ZeRO-3 gathers again in the backward pass. Activations that tensor and
-    pipeline parallelism send do not count.
+
+def sent_bytes(
+    settings: ModelSettings, parallel: ParallelSettings, accumulation: int = 1, *, narrow: bool = False
+) -> int:
+    """Bytes that a process sends in a step to sum gradients and gather parameters.
+
+    Of X bytes, a reduce-scatter and an all-gather over N processes in a ring send X (N - 1) / N bytes each, an all-reduce twice as
+    many. ZeRO-0 and -1 reduce once per step, ZeRO-2 and -3 in every pass. ZeRO-0 gathers gradients, ZeRO-1 and -2 parameters once
+    per step, ZeRO-3 twice in every pass. Activations that tensor and pipeline parallelism send do not count.
+
+    Args:
+        settings: of the model.
+        parallel: parallelism.
+        accumulation: forward and backward passes of a step.
+        narrow: whether matrix products run in 16 bits: so are matrices gathered.
     """
-    times = 3 * accumulation if parallel.zero == 3 else 2 * accumulation if parallel.zero == 2 else 2
+    reductions, gathers = accumulation if parallel.zero > 1 else 1, 2 * accumulation if parallel.zero == 3 else 1
 
     def summed(stage: int) -> float:
-        units = parameter_units(settings, parallel, stage).items()
-        holders = {name: _num_holders(name, parallel) for name, _ in units}
-        return sum(4 * shape.numel() * (1 - 1 / holders[name]) for name, shapes in units for shape in shapes)
+        total = 0.0
+        for name, shapes in parameter_units(settings, parallel, stage).items():
+            each = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
+            total += each * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
+        return total
 
-    return round(times * max(map(summed, range(parallel.pipeline))))
+    return round(max(map(summed, range(parallel.pipeline))))
 
 
 # --------------------------------------------------------------------------------------------------------- pipelines

@@ -23,6 +23,7 @@ from retro.estimates.training_memory import (
 from retro.model.copy_head import CopyHead
 from retro.model.retro import Retro
 from retro.model.settings import updated
+from retro.parallel.data_parallel import matrices
 from retro.parallel.pipeline_parallel import Stage
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings, divided
@@ -112,7 +113,7 @@ def test_expert_parallelism_divides_experts_and_zero_divides_the_rest() -> None:
     # Two processes hold the same experts, four hold the same other parameters.
     assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
     apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
-    assert together.activations < apart.activations  # weight copies; the queues take the same
+    assert together.gathered < apart.gathered
     with pytest.raises(InputError, match=r"num_experts is 8: set it to a multiple of parallel\.expert = 3"):
         memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
 
@@ -136,8 +137,9 @@ def test_every_zero_stage_and_checkpointing_mode_saves_memory() -> None:
 
 def test_activations_scale_with_the_sequences_of_a_process() -> None:
     run = replace(RUN, num_sequences=32)
-    alone, four = memory_of(SETTINGS, run, ParallelSettings()), memory_of(SETTINGS, run, ParallelSettings(4))
-    assert 3 < alone.activations / four.activations < 4  # weight copies and the loss's gradient do not shrink
+    alone, two, four = (memory_of(SETTINGS, run, ParallelSettings(count)) for count in (1, 2, 4))
+    assert 1.8 < two.activations / four.activations < 2  # the gradient of the output layer does not shrink
+    assert alone.activations > 2 * two.activations  # autocast copies weights that several processes gather in 16 bits
     assert alone.gathered == 0
 
 
@@ -160,7 +162,23 @@ def test_communication_is_two_or_three_times_the_parameters() -> None:
     assert sent == [round(times * whole * 3 / 4) for times in (2, 2, 2, 3)]
     assert sent_bytes(SETTINGS, ParallelSettings(4, 1), accumulation=5) == sent[1]
     assert sent_bytes(SETTINGS, ParallelSettings(4, 3), accumulation=5) == 5 * sent[3]
+    assert sent_bytes(SETTINGS, ParallelSettings(4, 2), accumulation=5) == round(
+        6 / 2 * sent[2]
+    )  # gathered once per step
     assert sent_bytes(SETTINGS, ParallelSettings()) == 0
+
+
+def test_gathered_matrices_take_half_the_bytes_in_16_bits() -> None:
+    model = build()
+    inside = tensor_bytes(
+        value for name, value in matrices(model).items() if not name.startswith(("head", "copy_head"))
+    )
+    for zero, times in ((0, 0), (1, 1), (2, 1), (3, 2)):
+        parallel = ParallelSettings(4, zero)  # type: ignore[arg-type]
+        saved = sent_bytes(SETTINGS, parallel) - sent_bytes(SETTINGS, parallel, narrow=True)
+        assert saved == round(times * inside / 2 * 3 / 4)
+    wide, narrow = (memory_of(SETTINGS, replace(RUN, narrow=narrow), ParallelSettings(4)) for narrow in (False, True))
+    assert wide.gathered - narrow.gathered == inside // 2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from retro.device import choose_placement
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.model.settings import updated
+from retro.parallel.data_parallel import matrices
 from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters
 from retro.parallel.pipeline_parallel import Pipeline
@@ -139,9 +140,9 @@ def run_of(
 
 
 def outermost_bytes(model: Retro) -> int:
-    """Bytes of parameters outside layers and encoder: a unit that ZeRO-3 gathers once."""
-    inner = ("attention.", "cross.", "feed_forward.", "encoder.")
-    return sum(value.nbytes for name, value in model.named_parameters() if not name.startswith(inner))
+    """Bytes of parameters that are no matrices of layers and encoder, nor the encoder's table: ZeRO-3 gathers them once."""
+    inner = {*matrices(model), "encoder.embedding.weight"}  # without an output layer or a copy head
+    return sum(value.nbytes for name, value in model.named_parameters() if name not in inner)
 
 
 def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict[str, dict[str, int]]:
