@@ -42,10 +42,14 @@ class RunSettings:
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs of an optimizer step, with `vocab_size` and `chunk_length` of the model filled in."""
+        """FLOPs of an optimizer step, with `vocab_size` and `chunk_length` of the model filled in.
+
+        Sequences without neighbors (`retrieval_dropout`) count without retrieval.
+        """
         from retro.estimates.flops import training_flops  # it imports torch, which takes seconds
 
-        return self.samples_per_step * training_flops(self.model, self.data.sequence_length, self.data.k, self.tuning)
+        on, off = (training_flops(self.model, self.data.sequence_length, k, self.tuning) for k in (self.data.k, 0))
+        return round(self.samples_per_step * ((1 - self.retrieval_dropout) * on + self.retrieval_dropout * off))
 
     @property
     def retrieval_dropout(self) -> float:
