@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from indexing.vectors.product_search import ProductIndex
 from retro.device import Placement, TensorBatch, choose_placement
 from retro.inference.scoring import score
+from retro.model import kernels
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.forward_backward import WholeModel
@@ -75,6 +76,16 @@ def test_a_training_step_reads_the_device_once(name: str) -> None:
     with fake_cuda() as cuda:
         (read,) = reads_of_step(cuda, name, [packed()])
     assert read.startswith("retro/device.py")  # `start_copy`
+
+
+@pytest.mark.parametrize("name", ["rope", "learned", "copying", "grouped queries", "window"])
+def test_a_step_of_packed_documents_makes_no_mask_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kernels, "document_mask")
+    monkeypatch.delattr(kernels, "visible")
+    given = packed()
+    given |= {key: given[key][:3] for key in ("neighbors", "neighbor_lengths")}  # the last row has no neighbors
+    with fake_cuda() as cuda:
+        assert len(reads_of_step(cuda, name, [given])) == 1
 
 
 def test_the_optimizer_is_queued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
