@@ -151,27 +151,39 @@ class Retriever:
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64.
 
-        Neighbors are found and ordered as the datastore's stored ones (`neighbors.retrieval`, `neighbors.rerank`).
+        See `rank_neighbors` for the order.
         """
         return self.neighbors_with_ids(chunks, k)[:2]
 
     def neighbors_with_ids(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `neighbors`, with ids [n, k] int64 (-1 = none) and squared distances [n, k] float32."""
+        found = self.rank_neighbors(chunks, k)
+        tokens, lengths = self.retrieval.with_continuation(found.ids.ravel())
+        return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), found.ids, found.distances
+
+    def rank_neighbors(self, chunks: np.ndarray, k: int) -> Ranked:
+        """The k neighbors of full chunks [n, m], found and ordered as the datastore's stored ones.
+
+        `neighbors.retrieval` and `neighbors.rerank` of the stored neighbors say how. Scores are cosines.
+        """
         vectors = self.embedder.embed(chunks, np.full(len(chunks), chunks.shape[1], dtype=np.int64))
-        settings, candidates = self._stored, max(k, self._stored.get("neighbors.candidates", k))
-        retrieval: Retrieval = settings.get("neighbors.retrieval", "dense")
-        if retrieval != "dense":
-            found = self._by_terms(chunks, vectors, k if self._order is None else candidates, retrieval, candidates)
-            ids, distances = found.ids, found.distances
-        elif self._order is None:
-            ids, distances = self.nearest(vectors, k)
+        candidates = max(k, self._stored.get("neighbors.candidates", k))
+        found: Candidates | Ranked
+        if self.neighbor_retrieval == "dense":
+            found = self._candidates(vectors, CANDIDATES if self._order is None else candidates, k, None)
         else:
-            near = self._candidates(vectors, candidates, k, None)
-            ids, distances = near.ids, near.distances
+            wanted = k if self._order is None else candidates
+            found = self._by_terms(chunks, vectors, wanted, self.neighbor_retrieval, candidates)
+        ids, distances = found.ids[:, :k], found.distances[:, :k]
         if self._order is not None:
-            ids, distances = self._order.best(chunks, ids, distances, k)
-        tokens, lengths = self.retrieval.with_continuation(ids.ravel())
-        return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), ids, distances
+            ids, distances = self._order.best(chunks, found.ids, found.distances, k)
+        return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, found.missing)
+
+    @property
+    def neighbor_retrieval(self) -> Retrieval:
+        """How `neighbors` finds chunks: `neighbors.retrieval` of the stored neighbors."""
+        retrieval: Retrieval = self._stored.get("neighbors.retrieval", "dense")
+        return retrieval
 
     @cached_property
     def _stored(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Search the sparse index: BM25 of all chunks of one or several datastores, by inverted lists.
 
-    segments of every shard and datastore ── linked into one tantivy index ──► terms of a query ──► best chunks with scores
+    terms of a query ─► best passages ─► their chunks ─► BM25 of the chunk + weight · BM25 of its passage ─► best chunks
 
-All segments are searched as one index, so the weight of a term and the mean length are those of all chunks: a term in a small
-appended shard weighs as much as in a large one. The constants are the usual ones, k1 = 1.2 and b = 0.75. Files are memory-mapped.
+The segments of every shard and datastore are linked into one tantivy index of chunks and one of passages, so the weight of a term and
+the mean length are those of all chunks: a term in a small appended shard weighs as much as in a large one. The constants are the usual
+ones, k1 = 1.2 and b = 0.75. Files are memory-mapped.
 """
 
 import json
@@ -16,16 +17,80 @@ from typing import Any
 
 import numpy as np
 
-from indexing.sparse.segments import CHUNK, SUFFIXES, TERMS, temporary_folder, with_tokenizer
+from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, temporary_folder, with_tokenizer
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import present
-from indexing.store.retrieval_set import neighbor_ids
+from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
 
 FOLDER = "sparse"  # of a datastore
 _K1 = 1.2  # tantivy's saturation: how soon more occurrences of a term stop counting
+_PASSAGE_WEIGHT = 2.0
+_PASSAGES = 64  # of a query, at least, so that the first chunks do not depend on how many are wanted
+_LOCAL = (1 << CHUNK_ID_BITS) - 1
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """The inverted lists of chunks or of passages.
+
+    Attributes:
+        kind: which.
+        starts: [segments] int64, how many chunks or passages are in the segments before each.
+        size: number of all chunks or passages.
+        schema, searcher: tantivy's.
+    """
+
+    kind: Kind
+    starts: np.ndarray
+    size: int
+    schema: Any
+    searcher: Any
+
+    def largest(self, query: Counter[str]) -> float:
+        """The BM25 of a text that repeats all terms of the query endlessly."""
+        found = np.array([self.searcher.doc_freq(TERMS, term) for term in query], dtype=np.float64)
+        weights = np.log1p((self.size - found + 0.5) / (found + 0.5))
+        return float((_K1 + 1) * weights @ np.array(list(query.values()), dtype=np.float64))
+
+    def best(
+        self, query: Counter[str], count: int, passages: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Places [r] int64 of the texts with the highest BM25, and their scores [r] float32.
+
+        Args:
+            query: terms and how often they count.
+            count: maximum of results.
+            passages: first chunks of the passages to search; None searches all.
+        """
+        from tantivy import Occur, Query
+
+        wanted = Query.boolean_query(
+            [
+                (
+                    Occur.Should,
+                    Query.boost_query(Query.term_query(self.schema, TERMS, term, STORED[self.kind]), float(number)),
+                )
+                for term, number in query.items()
+            ]
+        )
+        if passages is not None:
+            allowed = Query.boost_query(Query.term_set_query(self.schema, PASSAGE, list(passages)), 0.0)
+            wanted = Query.boolean_query([(Occur.Must, wanted), (Occur.Must, allowed)])
+        return self._run(wanted, count)
+
+    def members(self, passage: int) -> list[int]:
+        """Places of the texts of the passage with this first chunk."""
+        from tantivy import Query
+
+        return sorted(self._run(Query.term_query(self.schema, PASSAGE, passage), self.size)[0].tolist())
+
+    def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+        hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+        found = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
+        return self.starts[found[:, 0]] + found[:, 1], np.array([score for score, _ in hits], dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -34,14 +99,19 @@ class SparseIndex:
 
     Attributes:
         num_chunks: chunks in the index.
-        first_ids: [segments] int64, the id in the retrieval set of the first chunk of each segment.
-        schema, searcher: tantivy's.
+        chunks, passages: their inverted lists.
+        chunk_starts, passage_starts: [shards + 1] int64, how many chunks and passages are in the shards before each.
+        first_ids: [shards] int64, id in the retrieval set of the first chunk of each shard.
+        borders: of each shard, the first chunk of each passage and the stop of the last one [passages + 1] int64, ids of the split.
     """
 
     num_chunks: int
+    chunks: _Lists
+    passages: _Lists
+    chunk_starts: np.ndarray
+    passage_starts: np.ndarray
     first_ids: np.ndarray
-    schema: Any
-    searcher: Any
+    borders: tuple[np.ndarray, ...]
 
     @classmethod
     def open(cls, splits: Sequence[Split], shards: Sequence[int] | None = None) -> "SparseIndex":
@@ -54,34 +124,39 @@ class SparseIndex:
         Raises:
             InputError: a shard is missing or damaged.
         """
-        import tantivy
-
-        with temporary_folder() as folder:  # tantivy maps all files when it opens them
-            meta: dict[str, Any] = {"segments": [], "opstamp": 0}
-            first_ids: list[int] = []
-            opened: list[Path] = []
-            for number, split in enumerate(splits):
-                for shard in range(len(split.chunk_rows)) if shards is None else shards:
-                    first = int(neighbor_ids(number, split.tokens.starts[[shard]])[0])
-                    opened.append(split.folder / FOLDER / shard_name(shard))
-                    first_ids += _link(folder, meta, opened[-1], first)
-            (folder / "meta.json").write_text(json.dumps(meta))
-            try:
-                index = with_tokenizer(tantivy.Index.open(str(folder)))
-                index.config_reader(reload_policy="manual")
-                searcher = index.searcher()
-            except ValueError as error:
-                for each in opened:
-                    read_manifest(each)  # raises InputError with the name of a truncated file
-                raise InputError(
-                    f"{opened[0].parent} cannot be read: {error}. `retro verify` names the file."
-                ) from error
-        return cls(searcher.num_docs, np.array(first_ids, dtype=np.int64), index.schema, searcher)
+        folders, first_ids = [], []
+        for number, split in enumerate(splits):
+            for shard in range(len(split.chunk_rows)) if shards is None else shards:
+                folders.append(split.folder / FOLDER / shard_name(shard))
+                first_ids.append(int(neighbor_ids(number, split.tokens.starts[[shard]])[0]))
+        sizes = [_sizes(folder) for folder in folders]
+        try:
+            chunks, passages = (
+                _lists(folders, [each[kind] for each in sizes], kind) for kind in ("chunks", "passages")
+            )
+            borders = tuple(np.load(present(folder / "passages.npy"), mmap_mode="r") for folder in folders)
+        except InputError:
+            raise
+        except ValueError as error:
+            for each in folders:
+                read_manifest(each)  # raises InputError with the name of a truncated file
+            raise InputError(f"{folders[0].parent} cannot be read: {error}. `retro verify` names the file.") from error
+        return cls(
+            num_chunks=chunks.size,
+            chunks=chunks,
+            passages=passages,
+            chunk_starts=np.cumsum([0, *(sum(each["chunks"]) for each in sizes)]),
+            passage_starts=np.cumsum([0, *(sum(each["passages"]) for each in sizes)]),
+            first_ids=np.array(first_ids, dtype=np.int64),
+            borders=borders,
+        )
 
     def search(
         self, queries: Sequence[Sequence[str]], k: int, among: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the chunks with the highest BM25; of equal scores the smallest id.
+        """Find the chunks with the highest score: the BM25 of the chunk plus twice that of its passage.
+
+        Chunks come from the `max(k, 64)` passages with the highest BM25. Of equal scores the smallest id is first.
 
         Args:
             queries: the terms of n queries; a repeated term counts as often.
@@ -92,58 +167,99 @@ class SparseIndex:
             ids [n, k] int64 of the retrieval set, best first, and scores [n, k] float32; -1 and 0 if fewer chunks contain a term.
         """
         ids, scores = np.full((len(queries), k), -1, dtype=np.int64), np.zeros((len(queries), k), dtype=np.float32)
+        allowed = None if among is None else np.unique(np.asarray(among, dtype=np.int64))
         for row, query in enumerate(queries):
-            found, best = self._search(self._query(query, among), k)
-            ids[row, : len(found)], scores[row, : len(found)] = found, best
+            found, best = self._search(Counter(query), max(k, _PASSAGES), allowed)
+            order = np.lexsort((found, -best))[:k]
+            ids[row, : len(order)], scores[row, : len(order)] = found[order], best[order]
         return ids, scores
 
     def largest(self, query: Sequence[str]) -> float:
-        """The BM25 that a chunk would have if it repeated all terms of the query endlessly; 0 without terms."""
+        """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without terms."""
         counts = Counter(query)
-        found = np.array([self.searcher.doc_freq(TERMS, term) for term in counts], dtype=np.float64)
-        weights = np.log1p((self.num_chunks - found + 0.5) / (found + 0.5))
-        return float((_K1 + 1) * weights @ np.array(list(counts.values()), dtype=np.float64))
+        return self.chunks.largest(counts) + _PASSAGE_WEIGHT * self.passages.largest(counts)
 
-    def chunks_of(self, chunk_id: int) -> list[int]:
-        """The ids in the retrieval set of the chunks that are stored under an id of their split."""
-        from tantivy import Query
+    def holds(self, passage: int) -> bool:
+        """Whether the lists hold a passage (its number in the first shard) and its chunks once, in their places."""
+        first, stop = self.borders[0][passage : passage + 2].tolist()
+        chunks = list(range(first - int(self.borders[0][0]), stop - int(self.borders[0][0])))
+        return self.passages.members(first) == [passage] and self.chunks.members(first) == chunks
 
-        return self._search(Query.term_query(self.schema, CHUNK, chunk_id), len(self.first_ids))[0].tolist()
+    def _search(self, query: Counter[str], count: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [r] int64 of chunks of the best passages, and their scores [r] float32."""
+        among = None if allowed is None else self._passages_of(allowed)
+        places, of_passage = self.passages.best(query, count, among)
+        first, stop = self._ranges(places)
+        order = np.argsort(first)
+        first, stop, of_passage = first[order], stop[order], of_passage[order]
+        local = first & _LOCAL
+        most = int((stop - first).sum()) * max(1, len(np.unique(self.first_ids >> CHUNK_ID_BITS)))
+        places, own = self.chunks.best(query, most, local.tolist()) if len(first) else (places, of_passage)
+        ids = self._ids(places)
+        of = np.searchsorted(first, ids, side="right") - 1
+        inside = (of >= 0) & (ids < stop[of]) if len(first) else np.zeros(0, dtype=bool)  # not of another datastore
+        ids, own, of = ids[inside], own[inside], of[inside]
+        # A passage may have the term only where a border cuts it. Its first chunk stands for it.
+        cut = np.setdiff1d(np.arange(len(first)), of)
+        ids, own, of = np.append(ids, first[cut]), np.append(own, np.zeros(len(cut), np.float32)), np.append(of, cut)
+        if allowed is not None:
+            kept = np.isin(ids & _LOCAL, allowed)
+            ids, own, of = ids[kept], own[kept], of[kept]
+        return ids, own + np.float32(_PASSAGE_WEIGHT) * of_passage[of]
 
-    def _search(self, query: Any, k: int) -> tuple[np.ndarray, list[float]]:
-        hits = self.searcher.search(query, max(1, min(k, self.num_chunks)), count=False).hits
-        places = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
-        return self.first_ids[places[:, 0]] + places[:, 1], [score for score, _ in hits]
+    def _ids(self, places: np.ndarray) -> np.ndarray:
+        """Places of chunks → ids in the retrieval set."""
+        shards = np.searchsorted(self.chunk_starts, places, side="right") - 1
+        return self.first_ids[shards] + places - self.chunk_starts[shards]
 
-    def _query(self, query: Sequence[str], among: Sequence[int] | None) -> Any:
-        from tantivy import Occur, Query
+    def _ranges(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places of passages → the first id and the stop of their chunks in the retrieval set."""
+        out = np.empty((2, len(places)), dtype=np.int64)
+        shards = np.searchsorted(self.passage_starts, places, side="right") - 1
+        for shard in np.unique(shards):
+            rows = np.flatnonzero(shards == shard)
+            local, borders = places[rows] - self.passage_starts[shard], self.borders[shard]
+            out[:, rows] = np.stack([borders[local], borders[local + 1]]) + self.first_ids[shard] - borders[0]
+        return out[0], out[1]
 
-        wanted = [
-            Query.boost_query(Query.term_query(self.schema, TERMS, term, "freq"), float(count))
-            for term, count in Counter(query).items()
-        ]
-        matching = Query.boolean_query([(Occur.Should, each) for each in wanted])
-        if among is None:
-            return matching
-        allowed = Query.boost_query(Query.term_set_query(self.schema, CHUNK, list(among)), 0.0)
-        return Query.boolean_query([(Occur.Must, matching), (Occur.Must, allowed)])
+    def _passages_of(self, allowed: np.ndarray) -> list[int]:
+        """First chunks of the passages that some chunks of a split [n] int64, sorted, are part of, in every split."""
+        found = []
+        for borders in self.borders:
+            inside = allowed[(allowed >= borders[0]) & (allowed < borders[-1])]
+            found.append(np.unique(borders[np.searchsorted(borders, inside, side="right") - 1]))
+        return np.unique(np.concatenate(found)).tolist() if found else []
 
 
-def _link(folder: Path, meta: dict[str, Any], made: Path, first: int) -> list[int]:
-    """Link the segments of a shard into the folder of an index, add them to its description, and return their first ids."""
+def _sizes(folder: Path) -> dict[Kind, list[int]]:
+    """The chunks and passages of each segment of a shard."""
     try:
-        described = read_json(present(made / "segments.json"))
+        sizes: dict[Kind, list[int]] = read_json(present(folder / "segments.json"))
     except FileNotFoundError as error:
         raise InputError(
-            f"{made} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
+            f"{folder} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         ) from error
-    meta |= {key: described[key] for key in ("index_settings", "schema") if key in described}
-    first_ids = []
-    for number, size in enumerate(described["chunks"]):
-        name = uuid.UUID(int=len(meta["segments"]))
-        for suffix in SUFFIXES:
-            (folder / f"{name.hex}.{suffix}").symlink_to(present(made / f"{number}.{suffix}").resolve())
-        meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
-        first_ids.append(first)
-        first += size
-    return first_ids
+    return sizes
+
+
+def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) -> _Lists:
+    """Link the segments of all shards into the folder of one index, and open it."""
+    import tantivy
+
+    with temporary_folder() as folder:  # tantivy maps all files when it opens them
+        meta: dict[str, Any] = {"segments": [], "opstamp": 0}
+        for made, of_segments in zip(folders, sizes, strict=True):
+            if of_segments:
+                meta |= read_json(present(made / f"{kind}.json"))
+            for number, size in enumerate(of_segments):
+                name = uuid.UUID(int=len(meta["segments"]))
+                for suffix in SUFFIXES:
+                    made_file = present(made / f"{kind}-{number}.{suffix}").resolve()
+                    (folder / f"{name.hex}.{suffix}").symlink_to(made_file)
+                meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
+        (folder / "meta.json").write_text(json.dumps(meta))
+        index = with_tokenizer(tantivy.Index.open(str(folder)))
+        index.config_reader(reload_policy="manual")
+        searcher = index.searcher()
+    starts = np.cumsum([0, *(segment["max_doc"] for segment in meta["segments"])])
+    return _Lists(kind, starts[:-1], int(starts[-1]), index.schema, searcher)

@@ -1,22 +1,24 @@
-"""Segments of the sparse index: an inverted index over the terms of consecutive chunks, written by tantivy.
+"""Segments of the sparse index: inverted indexes over the terms of consecutive chunks and passages, written by tantivy.
 
-    chunk: its own terms twice, terms of the adjacent chunks once, terms of the title four times ─► counts ─► 0.idx 0.term …
-                                                                                      the next chunks ─► 1.idx 1.term …
+    document ─► passages of 512 tokens: counts of their terms, four times those of the title ─► passages-0.idx passages-0.term …
+                    └─► chunks: which terms they and the title have                         ─► chunks-0.idx   chunks-0.term …
 
-A term counts twice as much in the title as in the chunk, and half as much in the chunks before and after, because an answer rarely
-repeats the subject of its paragraph (the fields of BM25F: Robertson and Zaragoza 2009, section 3.6). The weights are applied when
-the terms are counted, so a search needs one list for each term. Equal chunks give equal bytes.
+An answer rarely repeats the subject of its paragraph, so a chunk alone is too little text to match a question. Its passage is
+indexed once, instead of the terms of all chunks around it with every chunk. A term counts more often in the title (the fields of
+BM25F: Robertson and Zaragoza 2009, section 3.6). Counts in a chunk are left out: it is short, and they make it no easier to find.
+Equal chunks give equal bytes.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,24 +30,28 @@ from indexing.tokenization.tokenizer import Tokenizer
 
 # Tokens of one segment, which bounds memory: tantivy gathers a segment's lists before it writes them.
 _SEGMENT_TOKENS = 2**22
+_PASSAGE_TOKENS = 512
 _HEAP_BYTES = 2**31  # above anything that a segment needs: a full heap would divide it
 _BLOCK_CHUNKS = 4096
 _REMOVALS, _WAIT = 100, 0.05  # of a folder in which a file is made at the same time; seconds between them
-_OWN, _ADJACENT, _TITLE = 2, 1, 4  # times that a term is counted
+_TITLES = 4  # times that a term of the title is counted in a passage
 TERMS = "terms"  # the field of the inverted lists
-CHUNK = "chunk"  # the field of chunk ids, for searches among a few chunks
+PASSAGE = "passage"  # the field of the first chunk of the passage, for searches among a few passages
 TOKENIZER = "terms"
 SUFFIXES = ("fast", "fieldnorm", "idx", "pos", "store", "term")
 """Files of a segment. tantivy writes `pos` and `store` even if they are empty."""
+Kind = Literal["chunks", "passages"]
+STORED: dict[Kind, str] = {"chunks": "basic", "passages": "freq"}
+"""What the lists store with each text: nothing, or how often it has the term."""
 
 
-def schema() -> Any:
-    """The tantivy schema: lists of the terms with their counts, and the id of each chunk."""
+def schema(kind: Kind) -> Any:
+    """The tantivy schema: lists of the terms, and the first chunk of the passage."""
     import tantivy
 
     builder = tantivy.SchemaBuilder()
-    builder.add_text_field(TERMS, tokenizer_name=TOKENIZER, index_option="freq")
-    builder.add_unsigned_field(CHUNK, indexed=True)
+    builder.add_text_field(TERMS, tokenizer_name=TOKENIZER, index_option=STORED[kind])
+    builder.add_unsigned_field(PASSAGE, indexed=True)
     return builder.build()
 
 
@@ -58,7 +64,10 @@ def with_tokenizer(index: Any) -> Any:
 
 
 def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: Tokenizer, advance: Advance) -> int:
-    """Write the segments of the chunks `rows` of a split, whole documents, and `work/segments.json`.
+    """Write the segments of the chunks `rows` of a split, whole documents.
+
+    Next to the segments are `passages.npy`, the first chunk of each passage and the stop of the last one [passages + 1] int64,
+    `segments.json`, the number of chunks and of passages in each segment, and tantivy's schemas, `chunks.json` and `passages.json`.
 
     Args:
         work: folder to write to.
@@ -70,40 +79,93 @@ def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: T
     Returns:
         number of chunks.
     """
-    size = max(1, _SEGMENT_TOKENS // split.chunk_length)
-    starts = range(rows[0], rows[1], size)
-    meta: dict[str, Any] = {}
-    for number, start in enumerate(starts):
-        meta = _write_segment(work, number, split, (start, min(start + size, rows[1])), tokenizer, advance)
-    sizes = [min(start + size, rows[1]) - start for start in starts]
-    settings = {key: meta[key] for key in ("index_settings", "schema") if meta}
-    write_json(work / "segments.json", {"chunks": sizes} | settings)
-    return sum(sizes)
+    borders = _passages(split, rows)
+    np.save(work / "passages.npy", borders)
+    sizes: dict[Kind, list[int]] = {"chunks": [], "passages": []}
+    for number, part in enumerate(_parts(borders, _SEGMENT_TOKENS // split.chunk_length)):
+        with _segment(work, "chunks", number) as add_chunk, _segment(work, "passages", number) as add_passage:
+            for block in _parts(part, _BLOCK_CHUNKS):
+                _add(block, split, tokenizer, add_chunk, add_passage)
+                advance(int(block[-1] - block[0]))
+        sizes["chunks"].append(int(part[-1] - part[0]))
+        sizes["passages"].append(len(part) - 1)
+    write_json(work / "segments.json", sizes)
+    return sum(sizes["chunks"])
 
 
-def _write_segment(
-    work: Path, number: int, split: Split, rows: tuple[int, int], tokenizer: Tokenizer, advance: Advance
-) -> dict[str, Any]:
-    """Write one segment, and return tantivy's description of it."""
+def _passages(split: Split, rows: tuple[int, int]) -> np.ndarray:
+    """The borders of passages [passages + 1] int64. Documents are cut every 512 tokens."""
+    if rows[0] == rows[1]:
+        return np.array([rows[0]], dtype=np.int64)
+    first, last = split.documents_of(np.array([rows[0], rows[1] - 1]))[0].tolist()
+    size = max(1, _PASSAGE_TOKENS // split.chunk_length)
+    ranges = split.chunk_ranges(np.arange(first, last + 1, dtype=np.int64))
+    counts = -(-(ranges[:, 1] - ranges[:, 0]) // size)  # passages of each document
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.append(np.repeat(ranges[:, 0], counts) + size * within, rows[1])
+
+
+def _parts(borders: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Consecutive parts of about `size` chunks, each with its borders of passages."""
+    first = 0
+    while first + 1 < len(borders):
+        stop = max(first + 1, int(np.searchsorted(borders, borders[first] + size, side="right")) - 1)
+        yield borders[first : stop + 1]
+        first = stop
+
+
+def _add(
+    borders: np.ndarray,
+    split: Split,
+    tokenizer: Tokenizer,
+    add_chunk: Callable[[str, int], None],
+    add_passage: Callable[[str, int], None],
+) -> None:
+    """Add some passages and their chunks: their terms as often as they count, separated by blanks."""
+    start, stop = int(borders[0]), int(borders[-1])
+    tokens, lengths = split.tokens.read(start, stop), split.lengths.read(start, stop)
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    own = tokenizer.decode_batch(rows)
+    local = (borders - start).tolist()
+    ranges = list(itertools.pairwise(local))
+    # A word that the border of two chunks cuts is whole only in the passage.
+    whole = tokenizer.decode_batch([np.concatenate(rows[first:last]) for first, last in ranges])
+    numbers = split.documents_of(borders[:-1])[0].tolist()
+    documents = sorted(set(numbers))
+    titles = {
+        number: " ".join(terms(str(row.get("title") or "")))
+        for number, row in zip(documents, split.metadata(documents), strict=True)
+    }
+    for (first, last), text, number in zip(ranges, whole, numbers, strict=True):
+        title, passage = titles[number], start + first
+        add_passage(" ".join([*terms(text), *[title] * _TITLES]), passage)
+        for each in own[first:last]:
+            add_chunk(" ".join([*terms(each), title]), passage)
+
+
+@contextlib.contextmanager
+def _segment(work: Path, kind: Kind, number: int) -> Iterator[Callable[[str, int], None]]:
+    """Write one segment: call the result with the terms of each chunk or passage, and the first chunk of its passage."""
     import tantivy
 
     with temporary_folder(work) as folder, _disk_errors(folder):
-        index = with_tokenizer(tantivy.Index(schema(), path=str(folder), reuse=False))
+        index = with_tokenizer(tantivy.Index(schema(kind), path=str(folder), reuse=False))
         writer = index.writer(heap_size=_HEAP_BYTES, num_threads=1)
-        for block in _blocks(split, rows, tokenizer):
-            for chunk_id, counted in block:
-                document = tantivy.Document()
-                document.add_text(TERMS, counted)
-                document.add_unsigned(CHUNK, chunk_id)
-                writer.add_document(document)
-            advance(len(block))
+
+        def add(counted: str, passage: int) -> None:
+            document = tantivy.Document()
+            document.add_text(TERMS, counted)
+            document.add_unsigned(PASSAGE, passage)
+            writer.add_document(document)
+
+        yield add
         writer.commit()
         writer.wait_merging_threads()
         meta: dict[str, Any] = read_json(folder / "meta.json")
         (segment,) = meta["segments"]
         for suffix in SUFFIXES:
-            os.rename(folder / f"{segment['segment_id'].replace('-', '')}.{suffix}", work / f"{number}.{suffix}")
-    return meta
+            os.rename(folder / f"{segment['segment_id'].replace('-', '')}.{suffix}", work / f"{kind}-{number}.{suffix}")
+        write_json(work / f"{kind}.json", {key: meta[key] for key in ("index_settings", "schema")})
 
 
 @contextlib.contextmanager
@@ -130,26 +192,3 @@ def temporary_folder(inside: Path | None = None) -> Iterator[Path]:
             if not folder.exists():
                 break
             time.sleep(_WAIT)
-
-
-def _blocks(split: Split, rows: tuple[int, int], tokenizer: Tokenizer) -> Iterator[list[tuple[int, str]]]:
-    """Chunk ids with their terms as often as they count, separated by blanks."""
-    for start in range(*rows, _BLOCK_CHUNKS):
-        stop = min(start + _BLOCK_CHUNKS, rows[1])
-        first, last = max(0, start - 1), min(split.num_chunks, stop + 1)  # with the adjacent chunks
-        tokens, lengths = split.tokens.read(first, last), split.lengths.read(first, last)
-        texts = tokenizer.decode_batch([row[:length] for row, length in zip(tokens, lengths, strict=True)])
-        found = [" ".join(terms(text)) for text in texts]
-        documents = split.documents_of(np.arange(first, last, dtype=np.int64))[0].tolist()
-        numbers = sorted(set(documents))
-        of_title = {
-            number: " ".join(terms(str(row.get("title") or "")))
-            for number, row in zip(numbers, split.metadata(numbers), strict=True)
-        }
-        block = []
-        for place in range(start - first, stop - first):
-            sides = [side for side in (place - 1, place + 1) if 0 <= side < len(found)]
-            adjacent = [found[side] for side in sides if documents[side] == documents[place]]
-            title = of_title[documents[place]]
-            block.append((first + place, " ".join([found[place]] * _OWN + adjacent * _ADJACENT + [title] * _TITLE)))
-        yield block

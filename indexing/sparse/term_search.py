@@ -16,7 +16,7 @@ from indexing.vectors.exact_search import distances_to
 from indexing.vectors.floats import to_float32
 
 # Weight of the cosines of the lexical embedder. They repeat the terms less exactly, so they only decide between equals.
-_LEXICAL_WEIGHT = 0.1
+_LEXICAL_WEIGHT = 0.02
 _SAMPLED_CHUNKS = 4096  # for the mean embedding
 _BLOCK_QUERIES = 1024  # fused at a time
 

@@ -2,6 +2,7 @@
 
 import re
 from functools import lru_cache
+from typing import Any
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
 _RUNS = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
@@ -12,7 +13,7 @@ _FUNCTION_WORDS = re.compile(
 
 
 def terms(text: str) -> list[str]:
-    """The terms of a text: lower-cased words without a plural s; for Chinese, characters and pairs of characters.
+    """The terms of a text: stems of lower-cased words; for Chinese, characters and pairs of characters.
 
     Pairs replace words without a dictionary. Single characters help if a question abbreviates.
     """
@@ -22,7 +23,7 @@ def terms(text: str) -> list[str]:
             found += run
             found += [run[place : place + 2] for place in range(len(run) - 1)]
         else:
-            found.append(_singular(run))
+            found.append(_stem(run))
     return found
 
 
@@ -33,10 +34,14 @@ def query_terms(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _singular(word: str) -> str:
-    """A word without its plural s: the S stemmer of Harman (1991)."""
-    if len(word) < 4 or word[-1] != "s" or word[-2] in "us":
-        return word
-    if word.endswith("ies") and word[-4] not in "ea":
-        return word[:-3] + "y"
-    return word[:-1]
+def _stem(word: str) -> str:
+    """The English stem of a word: the Porter 2 stemmer of Snowball, which leaves numbers and words of other scripts as they are."""
+    (stem,) = _stemmer().analyze(word)
+    return str(stem)
+
+
+@lru_cache(maxsize=1)
+def _stemmer() -> Any:
+    import tantivy
+
+    return tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.raw()).filter(tantivy.Filter.stemmer("english")).build()

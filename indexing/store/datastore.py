@@ -7,7 +7,7 @@
       chunks/00000/{train,valid,test}/   tokens.npy lengths.npy documents.npy documents.parquet
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
-      sparse/00000/                 segments.json 0.idx 0.term …
+      sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation

@@ -20,7 +20,7 @@ from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 
 _BLOCK_ROWS = 65_536
-_CHECKED_IDS = 32  # of a shard of the sparse index
+_CHECKED_PASSAGES = 32  # of a shard of the sparse index
 
 Check = Callable[[Datastore, int], Iterator[str]]
 
@@ -144,16 +144,24 @@ def ids_of(index: Any) -> np.ndarray:
 
 
 def check_sparse(datastore: Datastore, shard: int) -> Iterator[str]:
-    """Check that the segments can be opened, and hold each training chunk of the shard once, in order."""
+    """Check that the segments can be opened, and hold each training chunk of the shard and its passage once, in order."""
     folder = datastore.folder / SPARSE_FOLDER / shard_name(shard)
     rows, first = datastore.train.chunk_rows[shard], int(datastore.train.tokens.starts[shard])
-    if sum(read_json(folder / "segments.json")["chunks"]) != rows:
+    sizes, borders = read_json(folder / "segments.json"), open_array(folder / "passages.npy")
+    passages = sum(sizes["passages"])
+    wrong = list(_wrong_form(folder / "passages.npy", borders, (passages + 1,), np.int64))
+    yield from wrong
+    if wrong:
+        return
+    if sum(sizes["chunks"]) != rows:
         yield f"{folder / 'segments.json'} does not list {rows} chunks"
+    elif borders[0] != first or borders[-1] != first + rows or (np.diff(borders) <= 0).any():
+        yield f"{folder / 'passages.npy'} does not divide the chunks from {first} to {first + rows - 1}"
     elif rows:
         index = SparseIndex.open([datastore.train], shards=[shard])
-        places = np.unique(np.linspace(first, first + rows - 1, num=min(rows, _CHECKED_IDS), dtype=np.int64))
-        if any(index.chunks_of(int(place)) != [place] for place in places):
-            yield f"{folder} does not hold the ids from {first} to {first + rows - 1} in order"
+        places = np.unique(np.linspace(0, passages - 1, num=min(passages, _CHECKED_PASSAGES), dtype=np.int64))
+        if not all(index.holds(int(place)) for place in places):
+            yield f"{folder} does not hold the chunks from {first} to {first + rows - 1} in order"
 
 
 def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ _MANIFEST_BYTES = {
     "chunks": 1860,
     "embeddings": 630,
     "index": 430,
-    "sparse": 900,
+    "sparse": 2800,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately

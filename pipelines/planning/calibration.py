@@ -301,7 +301,7 @@ def _observed(config: Config, search: Method, datastore: Datastore, steps: list[
         seconds={name_in(models, step.name): step.seconds for step in steps},
         crossing=crossing(tuned["curve"], config.index.recall_target) or tuned["nprobe"],
         parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
-        sparse_bytes=sum(file.stat().st_size for file in folder.glob("sparse/*/[0-9]*.*")),
+        sparse_bytes=sum(file.stat().st_size for file in folder.glob("sparse/*/*") if file.suffix != ".json"),
     )
 
 

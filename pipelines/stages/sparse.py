@@ -20,7 +20,7 @@ def run_sparse(config: Config, executor: Executor) -> str:
     todo = []
     for shard, source in enumerate(shards(folder, "chunks")):
         rows = (int(train.tokens.starts[shard]), int(train.tokens.starts[shard + 1]))
-        recipe = Recipe("sparse", 1, {"first_id": rows[0]}, {"chunks": fingerprint_of(source)})
+        recipe = Recipe("sparse", 2, {"first_id": rows[0]}, {"chunks": fingerprint_of(source)})
         out = folder / FOLDER / shard_name(shard)
         if not is_finished(out, recipe):
             todo.append(shard_task(out, recipe, train, rows, size=train.chunk_rows[shard]))

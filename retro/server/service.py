@@ -51,6 +51,8 @@ class SearchKey(NamedTuple):
     retrieval: Retrieval
     text: bool = True
     datastore: str = ""
+    neighbors: bool = False
+    """Queries are whole chunks; find and order their neighbors as the stored ones."""
 
 
 class ScoreKey(NamedTuple):
@@ -335,7 +337,10 @@ def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query], Want
         if search.text:
             results = searched.search(received, search.k, filters=filters, retrieval=search.retrieval)
             return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
-        ranked = searched.rank(received, search.k, filters=filters, retrieval=search.retrieval)
+        if search.neighbors:
+            ranked = searched.rank_neighbors(np.stack(received), search.k)
+        else:
+            ranked = searched.rank(received, search.k, filters=filters, retrieval=search.retrieval)
         ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
         rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [

@@ -258,11 +258,11 @@ def test_index_with_missing_or_wrong_ids_is_found(folder, tiny_datastore) -> Non
         assert words in found[0]
 
 
-def test_inverted_lists_of_other_chunks_are_found(folder) -> None:
-    """The lists of another shard, with its number of chunks changed to match."""
-    made = {
-        file: (folder / "sparse/00002" / file).read_bytes() for file in ("0.idx", "0.term", "0.fieldnorm", "0.fast")
-    }
+@pytest.mark.parametrize("kind", ["chunks", "passages"])
+def test_inverted_lists_of_other_chunks_are_found(folder, kind) -> None:
+    """The lists of another shard."""
+    suffixes = ("idx", "term", "fieldnorm", "fast")
+    made = {f"{kind}-0.{suffix}": (folder / f"sparse/00002/{kind}-0.{suffix}").read_bytes() for suffix in suffixes}
     for file, data in made.items():
         path = folder / "sparse/00001" / file
         path.write_bytes(data)
@@ -272,7 +272,13 @@ def test_inverted_lists_of_other_chunks_are_found(folder) -> None:
             lambda manifest, file=file, told=told: manifest["files"].update({file: told}),
         )
     (found,) = lines(folder)
-    assert found.startswith("sparse/00001 does not hold the ids from")
+    assert found.startswith("sparse/00001 does not hold the chunks from")
+
+
+def test_borders_of_passages_of_other_chunks_are_found(folder) -> None:
+    rewrite(folder, "sparse/00001", "passages.npy", lambda borders: np.add(borders, 1, out=borders))
+    (found,) = lines(folder)
+    assert found.startswith("sparse/00001/passages.npy does not divide the chunks from")
 
 
 @pytest.mark.parametrize("key", ["IVF8,Flat", "IVF8,PQ8x4fs", "PCA8,IVF8,SQ8", "Flat"])

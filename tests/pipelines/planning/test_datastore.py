@@ -94,7 +94,7 @@ def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> d
     )  # fmt: skip
     parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
     dtype = datastore.train.tokens.shard(0).dtype
-    lists = sum(file.stat().st_size for file in datastore.folder.glob("sparse/*/[0-9]*.*"))
+    lists = sum(file.stat().st_size for file in datastore.folder.glob("sparse/*/*") if file.suffix != ".json")
     layout = Layout(
         datastore.chunk_length,
         dtype.itemsize,

@@ -10,8 +10,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
 from indexing.store.errors import NotFound
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
 from tests.retro.server.conftest import TEXT, Make
 
 TEXTS = [TEXT, "gradient of the loss", "检索模型训练"]
@@ -199,6 +202,23 @@ def test_neighbor_tokens_equal_the_retrievers(client: TestClient, retriever: Ret
         assert problem(client, "/neighbors/tokens", **wrong)[:2] == (422, param)
     assert problem(client, "/neighbors/tokens", chunks=[[10**6] * 16])[0] == 422
     assert problem(client, "/neighbors/tokens", chunks=[whole] * 257)[:2] == (422, "chunks")
+
+
+@pytest.mark.parametrize("settings", [{"retrieval": "sparse"}, {"rerank": "tokens"}])
+def test_neighbor_tokens_are_found_as_the_stored_neighbors(
+    tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    chunks, k = tiny_datastore.train.tokens.read(40, 60).astype(np.int64), 2
+    dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, k)[0]
+    stored = {f"neighbors.{key}": value for key, value in settings.items()} | {"neighbors.candidates": 24}
+    monkeypatch.setattr(Retriever, "_stored", stored)
+    retriever = Retriever.open(tiny_datastore.folder)
+    expected = retriever.neighbors(chunks, k)[0]
+    assert (expected != dense).any()
+    app = make_app(retriever, None, ServeSettings(name="tiny", allowed_hosts=("testserver",)), token="")
+    with TestClient(app) as client:
+        answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": k}).json()
+    assert answer["tokens"] == expected.tolist()
 
 
 @pytest.mark.parametrize("path", ["/embed", "/neighbors", "/score", "/tokenize", "/generate"])
