@@ -338,6 +338,6 @@ def test_a_truncated_file_is_refused_by_name_unless_search_does_not_read_it(
         "tuned.json",
         "meta.json",
         "token_bytes.npy",
-        "0.idx",
+        "chunks-0.idx",
         "vectors.faiss",
     }
