@@ -4,7 +4,7 @@
 
 The corpora become one datastore in `--work`, with all documents in the training split. Its chunks are made first and reused. The
 sparse index is built again in each run. Queries are beginnings of chunks, 10 tokens as a question has, spread evenly over the
-datastore. They are searched one by one for 10 chunks, once to read the files and once measured.
+datastore. They are searched one by one for 10 chunks, once to read the files and once measured, until --minutes are over.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import say, write
+from benchmarks.common import Budget, add_minutes, budget, say, write
 from indexing.corpus.readers import CorpusSettings
 from indexing.sparse.index import FOLDER, SparseIndex
 from indexing.sparse.terms import query_terms
@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--work", type=Path, default=Path("benchmark-sparse"))
     parser.add_argument("--output", type=Path, default=Path("benchmark-sparse.json"))
+    add_minutes(parser)
     options = parser.parse_args()
+    limit = budget(options)
     setup_logging()
     config = Config(
         datastore=options.work,
@@ -50,7 +52,7 @@ def main() -> None:
     seconds, peak = time.perf_counter() - start, _peak_bytes()
     train = Datastore.open(options.work).train
     size = sum(file.stat().st_size for file in (options.work / FOLDER).glob("*/*"))
-    times = _query_times(train, Tokenizer.open(options.work / "tokenizer"), options.queries)
+    times = _query_times(train, Tokenizer.open(options.work / "tokenizer"), options.queries, limit)
     figures = {
         "chunks": train.num_chunks,
         "chunks_per_second": train.num_chunks / seconds,
@@ -65,14 +67,16 @@ def main() -> None:
     write(options.output, figures)
 
 
-def _query_times(train: Split, tokenizer: Tokenizer, number: int) -> list[float]:
-    """Return the seconds of each query."""
+def _query_times(train: Split, tokenizer: Tokenizer, number: int, limit: Budget) -> list[float]:
+    """Return the seconds of each query, fewer if the time is over."""
     rows = np.linspace(0, train.num_chunks - 1, number, dtype=np.int64)
     tokens = train.tokens.gather(rows)[:, :_QUERY_TOKENS]
     queries = [query_terms(text) for text in tokenizer.decode_batch(list(tokens))]
     index, times = SparseIndex.open([train]), []
-    for is_measured in (False, True):
-        for query in queries:
+    for is_measured, part in ((False, limit.share(2)), (True, limit)):
+        for number, query in enumerate(queries):
+            if number and part.left <= 0:
+                break
             start = time.perf_counter()
             index.search([query], 10)
             if is_measured:
