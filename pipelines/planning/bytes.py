@@ -92,6 +92,7 @@ class Layout:
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
         sparse_bytes: inverted lists of a chunk of `train`.
+        terms_bytes: terms of a shard, of which each shard has its own list.
     """
 
     chunk_length: int
@@ -102,6 +103,7 @@ class Layout:
     document_bytes: float
     parquet_bytes: float
     sparse_bytes: float
+    terms_bytes: float
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "sparse": layout.sparse_bytes * size.train_chunks,
+        "sparse": layout.sparse_bytes * size.train_chunks + layout.terms_bytes * size.shards,
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:

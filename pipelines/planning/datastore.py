@@ -227,7 +227,11 @@ def plan_for(
         list_nprobe=min(lists, nprobe or extrapolated(train_chunks, lists, by_lists)),
     )
     size = replace(size, search=_search(config, size, calibration.dimension))
-    document_bytes, parquet_bytes = _parquet(seen)
+    parquet = [(each.workload.documents, each.workload.shards * NUM_SPLITS, each.parquet_bytes) for each in seen]
+    document_bytes, parquet_bytes = _parts(parquet)
+    sparse_bytes, terms_bytes = _parts(
+        [(each.workload.train_chunks, each.workload.shards, each.sparse_bytes) for each in seen]
+    )
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
         token_bytes=4 if paper else calibration.token_bytes,
@@ -236,7 +240,8 @@ def plan_for(
         materialized=config.neighbors.materialized,
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
-        sparse_bytes=seen[-1].sparse_bytes / seen[-1].workload.train_chunks,
+        sparse_bytes=sparse_bytes,
+        terms_bytes=terms_bytes,
     )
     last = seen[-1].workload
     less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))
@@ -271,11 +276,11 @@ def _search(config: Config, size: Workload, dimension: int) -> Method:
     return cheapest(searched, hardware_of(config.executor))
 
 
-def _parquet(observations: Sequence[Observation]) -> tuple[float, float]:
-    """Bytes of a row of `documents.parquet`, and of a file without rows."""
-    drivers = [[each.workload.documents, each.workload.shards * NUM_SPLITS] for each in observations]
-    found = coefficients(np.array(drivers), np.array([float(each.parquet_bytes) for each in observations]))
-    return float(found[0]), float(found[1])
+def _parts(measured: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Bytes of a row, and of a file without rows, from (rows, files, bytes) of several sizes."""
+    table = np.array(measured, dtype=float)  # [sizes, 3]
+    of_a_row, of_a_file = coefficients(table[:, :2], table[:, 2])
+    return float(of_a_row), float(of_a_file)
 
 
 def _steps(

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing import device
 from indexing.embedders import EmbedderSettings, token_weights
 from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
@@ -29,7 +30,9 @@ def config_of(folder: Path, *files: Path) -> Config:
 @pytest.fixture(scope="module")
 def ordered(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     folder = tmp_path_factory.mktemp("ordered")
-    return build_local(config_of(folder, write_corpus(folder / "a.jsonl", 90)))
+    with pytest.MonkeyPatch.context() as patch:  # the same candidates on all processors
+        patch.setattr(device, "has_bfloat16", lambda _: False)
+        return build_local(config_of(folder, write_corpus(folder / "a.jsonl", 90)))
 
 
 def order_of(datastore: Datastore) -> SharedTokens:
@@ -85,7 +88,8 @@ def test_stored_neighbors_are_chosen_from_the_nearest_candidates(ordered: Datast
     distances, ids = exact_search(queries, train.embeddings, SETTINGS.candidates, excluded)
     best, _ = order_of(ordered).best(split.tokens.read(0, split.num_chunks), ids, distances, SETTINGS.stored)
     stored = split.neighbor_ids.read(0, split.num_chunks)
-    assert (stored == best).all(axis=1).mean() > 0.9  # candidates at the border are selected in bfloat16
+    texts = [train.tokens.gather(each.ravel()).reshape(len(each), -1) for each in (stored, best)]  # many are the same
+    assert (texts[0] == texts[1]).all(axis=1).mean() > 0.99
     assert not np.array_equal(stored, ids[:, : SETTINGS.stored])
 
 
