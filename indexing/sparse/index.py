@@ -28,6 +28,7 @@ from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
 FOLDER = "sparse"  # of a datastore
 _K1 = 1.2  # tantivy's saturation: how soon more occurrences of a term stop counting
 _PASSAGE_WEIGHT = 2.0
+_FEW_TERMS = 8  # a query with more terms says by itself which chunk it means
 _PASSAGES = 64  # of a query, at least, so that the first chunks do not depend on how many are wanted
 _LOCAL = (1 << CHUNK_ID_BITS) - 1
 
@@ -156,7 +157,7 @@ class SparseIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the chunks with the highest score: the BM25 of the chunk plus twice that of its passage.
 
-        Chunks come from the `max(k, 64)` passages with the highest BM25. Of equal scores the smallest id is first.
+        The passage counts less for queries of more than eight different terms, in proportion. Chunks come from the `max(k, 64)` passages with the highest BM25. Of equal scores the smallest id is first.
 
         Args:
             queries: the terms of n queries; a repeated term counts as often.
@@ -177,7 +178,7 @@ class SparseIndex:
     def largest(self, query: Sequence[str]) -> float:
         """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without terms."""
         counts = Counter(query)
-        return self.chunks.largest(counts) + _PASSAGE_WEIGHT * self.passages.largest(counts)
+        return self.chunks.largest(counts) + _passage_weight(counts) * self.passages.largest(counts)
 
     def holds(self, passage: int) -> bool:
         """Whether the lists hold a passage (its number in the first shard) and its chunks once, in their places."""
@@ -205,7 +206,7 @@ class SparseIndex:
         if allowed is not None:
             kept = np.isin(ids & _LOCAL, allowed)
             ids, own, of = ids[kept], own[kept], of[kept]
-        return ids, own + np.float32(_PASSAGE_WEIGHT) * of_passage[of]
+        return ids, own + np.float32(_passage_weight(query)) * of_passage[of]
 
     def _ids(self, places: np.ndarray) -> np.ndarray:
         """Places of chunks → ids in the retrieval set."""
@@ -229,6 +230,10 @@ class SparseIndex:
             inside = allowed[(allowed >= borders[0]) & (allowed < borders[-1])]
             found.append(np.unique(borders[np.searchsorted(borders, inside, side="right") - 1]))
         return np.unique(np.concatenate(found)).tolist() if found else []
+
+
+def _passage_weight(query: Counter[str]) -> float:
+    return _PASSAGE_WEIGHT * min(1.0, _FEW_TERMS / max(1, len(query)))
 
 
 def _sizes(folder: Path) -> dict[Kind, list[int]]:

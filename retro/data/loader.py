@@ -37,7 +37,7 @@ class _Batches(Dataset):
 
     def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
         self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
-        # Sequences that the encoder leaves out where so many have no neighbors: about as many as are expected.
+        # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of batches.
         self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
     def __getitem__(self, number: int) -> TensorBatch:

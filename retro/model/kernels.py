@@ -158,7 +158,7 @@ def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float
 
 
 def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """Attention with shared keys [N, G, S, C], none of which is repeated: the H / G heads that share keys become queries.
+    """Attention without repeating keys [N, G, S, C] that several heads share: these H / G heads become more queries.
 
     A bias [N, H, Q, S] becomes [N, G, (H / G)·Q, S]; one for all queries and heads, [N, 1, 1, S], stays.
     """
