@@ -1,0 +1,158 @@
+"""Planned bytes are close to those of real datastores, and the planned index is that of `retro index`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from indexing.index.build import IndexSettings
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.planning.bytes import (
+    Layout,
+    Workload,
+    artifact_bytes,
+    index_bytes,
+    key_for,
+    memory_bytes,
+    with_lists_for,
+)
+from pipelines.planning.calibration import crossing
+from pipelines.planning.datastore import (
+    extrapolated,
+    power_of_two,
+)
+from tests.conftest import build_local, tiny_config
+from tests.pipelines.planning.sizes import (
+    LAYOUT,
+    SIZE,
+    assert_bytes_close,
+)
+
+
+def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> dict[str, float]:
+    """Bytes that the formulas give for a finished datastore from its counts and the sizes of its Parquet files."""
+    rows = [
+        (sum(totals["chunks"]), sum(totals["documents"]), sum(totals["tokens"]), sum(totals["bytes"]))
+        for totals in datastore.manifest["splits"].values()
+    ]
+    chunks, documents, tokens, text_bytes = map(sum, zip(*rows, strict=True))
+    index = json.loads((datastore.folder / "index/trained/index.json").read_text())
+    size = Workload(
+        text_bytes, documents, tokens, chunks, datastore.train.num_chunks, len(datastore.train.chunk_rows),
+        index["key"], 1, index["trained_on"], 100,
+    )  # fmt: skip
+    parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
+    dtype = datastore.train.tokens.shard(0).dtype
+    lists = sum(file.stat().st_size for file in datastore.folder.glob("sparse/*/*") if file.suffix != ".json")
+    layout = Layout(
+        datastore.chunk_length,
+        dtype.itemsize,
+        index["dimension"],
+        stored,
+        materialized,
+        parquet / documents,
+        0.0,
+        lists / datastore.train.num_chunks,
+        0.0,
+    )
+    return artifact_bytes(size, layout)
+
+
+def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tiny_datastore: Datastore) -> None:
+    planned = planned_bytes(tiny_datastore, stored=6)
+    assert_bytes_close(tiny_datastore, planned)
+    assert set(planned) == {"chunks", "embeddings", "index", "sparse", "neighbors"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "IVF16,PQ16x4fs",
+        "IVF16,PQ16x4",
+        "IVF8,SQ8",
+        "IVF64_HNSW8,Flat",
+        pytest.param("OPQ8_16,IVF8,PQ8x4", marks=pytest.mark.slow),
+    ],
+)
+def test_planned_bytes_are_close_to_those_of_a_datastore_with_inverted_lists(tmp_path, tiny_corpus, key: str) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key, tune_queries=50))
+    datastore = build_local(config)
+    assert_bytes_close(datastore, planned_bytes(datastore, stored=6))
+
+
+def test_planned_bytes_are_close_to_those_of_materialized_neighbors(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    datastore = build_local(replace(config, neighbors=replace(config.neighbors, materialized=2)))
+    planned = planned_bytes(datastore, stored=6, materialized=2)
+    assert "materialized" in planned
+    assert_bytes_close(datastore, planned)
+
+
+def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
+    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; id and distance of each neighbor."""
+    small, large = (
+        artifact_bytes(SIZE, LAYOUT),
+        artifact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
+    )
+    grown = {name: (large[name] - small[name]) / 1000 for name in small}
+    assert grown == pytest.approx(
+        {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 12}
+    )
+
+
+def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
+    wide = artifact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
+    assert wide["chunks"] - artifact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
+
+
+def test_bytes_of_codes_and_quantizers_are_those_of_faiss() -> None:
+    assert index_bytes("Flat", 32) == (128, 200)
+    assert index_bytes("IVF16,SQ8", 32)[0] == 32
+    code, trained = index_bytes("IVF1024,PQ128x4", 256)
+    assert code == 64
+    assert trained == 4 * 256 * 1024 + 8 * 1024 + 4 * 256 * 16 + 200
+    with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Nonsense'"):
+        index_bytes("IVF16,Nonsense", 32)
+
+
+def test_memory_of_neighbors_workers_is_twice_the_index_up_to_a_limit() -> None:
+    memory = memory_bytes(SIZE, LAYOUT, base=1e9)
+    code, trained = index_bytes(SIZE.key, 32)
+    assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * trained)
+    assert memory["add"] < memory["neighbors"]
+    assert memory_bytes(replace(SIZE, train_chunks=10**12, shards=10**4), LAYOUT, base=1e9)["neighbors"] == 9e9
+    assert memory_bytes(replace(SIZE, search="exact"), LAYOUT, base=1e9)["neighbors"] == 1e9
+
+
+def test_planned_index_is_that_of_retro_index_with_more_memory_if_none_fits() -> None:
+    assert key_for(5000, 256, IndexSettings()) == ("Flat", IndexSettings())
+    assert key_for(100_000, 256, IndexSettings())[0] == "IVF1024,PQ128x4"
+    key, settings = key_for(28e9, 256, IndexSettings())
+    assert key.startswith("IVF131072_HNSW32,PQ128x4")
+    assert settings.memory == "512GB"
+
+
+def test_number_of_lists_of_a_smaller_index_is_four_times_the_root_of_its_chunks() -> None:
+    assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4"
+    assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
+    assert with_lists_for("Flat", 1000) == "Flat"
+
+
+def test_nprobe_is_extrapolated_from_two_sizes() -> None:
+    seen = [(10_000, 30.0), (40_000, 60.0)]  # twice as large for four times the chunks: the square root
+    assert extrapolated(160_000, 1024, seen) == pytest.approx(120)
+    assert extrapolated(40_000, 1024, seen) == pytest.approx(60)
+    assert extrapolated(160_000, 64, seen) == 64
+    assert extrapolated(10**9, 1 << 17, [(10_000, 64.0), (40_000, 32.0)]) == pytest.approx(32)  # never smaller
+    assert extrapolated(160_000, 1 << 17, [(10_000, 1.0), (40_000, 64.0)]) == pytest.approx(128)
+
+
+def test_nprobe_of_the_index_is_a_power_of_two() -> None:
+    assert [power_of_two(nprobe) for nprobe in (1, 2, 2.1, 120, 128)] == [1, 2, 4, 128, 128]
+
+
+def test_crossing_of_a_curve_is_interpolated_between_powers_of_two() -> None:
+    assert crossing([(1, 0.3), (2, 0.5), (4, 0.9)], 0.7) == pytest.approx(2 * 2**0.5)
+    assert crossing([(1, 0.9)], 0.7) == 1
+    assert crossing([(1, 0.3), (2, 0.5)], 0.7) == 0
