@@ -1,7 +1,8 @@
 """Machines that share nothing but a network: each has its own network, processes, /tmp, home and working folder.
 
 A machine is a set of Linux namespaces on one bridge. Its processes see the program's files, and nothing that another machine
-writes. Root is needed.
+writes. The bridge has a namespace of its own, where no firewall drops packets (Docker's does, on every bridge of its
+namespace). Root is needed.
 
     this process  10.77.0.254 ── bridge ┬── machine 1  10.77.0.1
                                         └── machine 2  10.77.0.2 …
@@ -20,7 +21,7 @@ from typing import Any
 
 from tests.conftest import wait_until
 
-_BRIDGE = "retro-br"
+_SWITCH, _BRIDGE, _LINK = "retro-switch", "retro-br", "retro-here"  # a namespace, the bridge in it, our link to it
 NETWORK = "10.77.0"
 HERE = f"{NETWORK}.254"
 """Address of the process that makes the machines."""
@@ -70,8 +71,8 @@ class Machine:
         self.name, self.address = f"retro-{number}", f"{NETWORK}.{number}"
         self.process: subprocess.Popen[bytes] | None = None
         _ip("netns", "add", self.name)
-        _ip("link", "add", self.name, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        _ip("link", "set", self.name, "master", _BRIDGE, "up")
+        _ip("-n", _SWITCH, "link", "add", self.name, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _ip("-n", _SWITCH, "link", "set", self.name, "master", _BRIDGE, "up")
         _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", self.name, "link", "set", "eth0", "up")
 
@@ -154,9 +155,13 @@ class Machine:
 def machines(count: int) -> Iterator[list[Machine]]:
     """Machines on one network, not started. All is removed at the end."""
     _remove()
-    _ip("link", "add", _BRIDGE, "type", "bridge")
-    _ip("address", "add", f"{HERE}/24", "dev", _BRIDGE)
-    _ip("link", "set", _BRIDGE, "up")
+    _ip("netns", "add", _SWITCH)
+    _ip("-n", _SWITCH, "link", "add", _BRIDGE, "type", "bridge")
+    _ip("-n", _SWITCH, "link", "set", _BRIDGE, "up")
+    _ip("link", "add", _LINK, "type", "veth", "peer", "name", "here", "netns", _SWITCH)
+    _ip("-n", _SWITCH, "link", "set", "here", "master", _BRIDGE, "up")
+    _ip("address", "add", f"{HERE}/24", "dev", _LINK)
+    _ip("link", "set", _LINK, "up")
     made: list[Machine] = []
     try:
         for number in range(1, count + 1):
@@ -184,11 +189,9 @@ def _environment() -> dict[str, str]:
 
 def _remove() -> None:
     """Remove the network, also that of a killed test."""
-    for link in re.findall(r"^\d+: (retro-\d+)@", _ip("link").stdout, re.MULTILINE):
-        _ip("link", "delete", link)  # at once; the deletion of a namespace takes a while
-    for name in re.findall(r"^retro-\d+", _ip("netns", "list").stdout, re.MULTILINE):
+    _ip("link", "delete", _LINK, check=False)  # at once; the deletion of a namespace takes a while
+    for name in re.findall(r"^retro-\S+", _ip("netns", "list").stdout, re.MULTILINE):
         _ip("netns", "delete", name)
-    _ip("link", "delete", _BRIDGE, check=False)
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
