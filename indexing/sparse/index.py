@@ -157,7 +157,8 @@ class SparseIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the chunks with the highest score: the BM25 of the chunk plus twice that of its passage.
 
-        The passage counts less for queries of more than eight different terms, in proportion. Chunks come from the `max(k, 64)` passages with the highest BM25. Of equal scores the smallest id is first.
+        The passage counts less in queries of more than eight different terms, in proportion. Chunks come from the `max(k, 64)`
+        passages with the highest BM25. Of equal scores the smallest id is first.
 
         Args:
             queries: the terms of n queries; a repeated term counts as often.
