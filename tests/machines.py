@@ -190,7 +190,7 @@ def _environment() -> dict[str, str]:
 def _remove() -> None:
     """Remove the network, also that of a killed test."""
     _ip("link", "delete", _LINK, check=False)  # at once; the deletion of a namespace takes a while
-    for name in re.findall(r"^retro-\S+", _ip("netns", "list").stdout, re.MULTILINE):
+    for name in re.findall(rf"^(?:retro-\d+|{_SWITCH})", _ip("netns", "list").stdout, re.MULTILINE):
         _ip("netns", "delete", name)
 
 

@@ -74,8 +74,8 @@ def _query_times(train: Split, tokenizer: Tokenizer, number: int, limit: Budget)
     queries = [query_terms(text) for text in tokenizer.decode_batch(list(tokens))]
     index, times = SparseIndex.open([train]), []
     for is_measured, part in ((False, limit.share(2)), (True, limit)):
-        for number, query in enumerate(queries):
-            if number and part.left <= 0:
+        for asked, query in enumerate(queries):
+            if asked and part.left <= 0:
                 break
             start = time.perf_counter()
             index.search([query], 10)

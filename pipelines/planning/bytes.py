@@ -92,7 +92,7 @@ class Layout:
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
         sparse_bytes: inverted lists of a chunk of `train`.
-        terms_bytes: terms of a shard, of which each shard has its own list.
+        terms_bytes: the list of terms in the sparse index of one shard.
     """
 
     chunk_length: int

@@ -227,8 +227,9 @@ def plan_for(
         list_nprobe=min(lists, nprobe or extrapolated(train_chunks, lists, by_lists)),
     )
     size = replace(size, search=_search(config, size, calibration.dimension))
-    parquet = [(each.workload.documents, each.workload.shards * NUM_SPLITS, each.parquet_bytes) for each in seen]
-    document_bytes, parquet_bytes = _parts(parquet)
+    document_bytes, parquet_bytes = _parts(
+        [(each.workload.documents, each.workload.shards * NUM_SPLITS, each.parquet_bytes) for each in seen]
+    )
     sparse_bytes, terms_bytes = _parts(
         [(each.workload.train_chunks, each.workload.shards, each.sparse_bytes) for each in seen]
     )

@@ -88,6 +88,7 @@ def test_stored_neighbors_are_chosen_from_the_nearest_candidates(ordered: Datast
     distances, ids = exact_search(queries, train.embeddings, SETTINGS.candidates, excluded)
     best, _ = order_of(ordered).best(split.tokens.read(0, split.num_chunks), ids, distances, SETTINGS.stored)
     stored = split.neighbor_ids.read(0, split.num_chunks)
+    assert (stored == best).all(axis=1).mean() > 0.9  # equal distances
     texts = [train.tokens.gather(each.ravel()).reshape(len(each), -1) for each in (stored, best)]  # many are the same
     assert (texts[0] == texts[1]).all(axis=1).mean() > 0.99
     assert not np.array_equal(stored, ids[:, : SETTINGS.stored])

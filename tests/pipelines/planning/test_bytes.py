@@ -18,16 +18,9 @@ from pipelines.planning.bytes import (
     with_lists_for,
 )
 from pipelines.planning.calibration import crossing
-from pipelines.planning.datastore import (
-    extrapolated,
-    power_of_two,
-)
+from pipelines.planning.datastore import extrapolated, power_of_two
 from tests.conftest import build_local, tiny_config
-from tests.pipelines.planning.sizes import (
-    LAYOUT,
-    SIZE,
-    assert_bytes_close,
-)
+from tests.pipelines.planning.sizes import LAYOUT, SIZE, assert_bytes_close
 
 
 def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> dict[str, float]:

@@ -13,23 +13,12 @@ from indexing.store.errors import InputError
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.planning import calibration as module
-from pipelines.planning.bytes import (
-    key_for,
-)
+from pipelines.planning.bytes import key_for
 from pipelines.planning.calibration import calibrate, draw_sample
-from pipelines.planning.datastore import (
-    StepPlan,
-    corpus_tokens,
-    machines_within,
-    paper_config,
-    plan_for,
-)
+from pipelines.planning.datastore import StepPlan, corpus_tokens, machines_within, paper_config, plan_for
 from pipelines.planning.tables import as_json, long_time, plan_tables
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
-from tests.pipelines.planning.sizes import (
-    assert_bytes_close,
-    calibrated,
-)
+from tests.pipelines.planning.sizes import assert_bytes_close, calibrated
 
 CONFIG = Config(
     corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),

@@ -7,11 +7,7 @@ import pytest
 
 from pipelines.config import Config
 from pipelines.planning.calibration import name_in
-from pipelines.planning.datastore import (
-    models_of,
-    per_byte,
-    text_of,
-)
+from pipelines.planning.datastore import models_of, per_byte, text_of
 from pipelines.planning.seconds import Observation, coefficients, reading_seconds, step_seconds
 from tests.pipelines.planning.sizes import SIZE, calibrated, larger, seconds_of
 
