@@ -1,0 +1,299 @@
+"""Growth of every stage with the size of the datastore: time, bytes, memory, recall, and the plan made before.
+
+    python -m benchmarks.speed.scale_text CORPORA... --output scale/text --gigabytes 1.3
+    python -m benchmarks.speed.scale build --text scale/text --parts 7 --output scale     # about 500,000 chunks
+    python -m benchmarks.speed.scale build --text scale/text --parts 70 --output scale --stages chunk embed train-index add sparse
+    python -m benchmarks.speed.scale summary --output scale
+
+`build` makes OUTPUT/PARTS/datastore from the first --parts files of --text with the default settings: `retro plan datastore`, then
+`retro index --stage` for every stage, in a process of its own. Then it measures:
+
+- recall@2 of the stored neighbors of 1,000 chunks against exact search,
+- 100 training steps of the preset `tiny`,
+- 1,000 single queries,
+- an appended file of 1% of the text, and the deletion of a document.
+
+--kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
+processes of a stage, without files that are only mapped. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
+`summary` prints a table of all sizes, the exponents of time, and the plan against the measurement.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, say
+from benchmarks.quality.experiments import written
+from indexing.corpus.readers import CorpusSettings
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.files import read_json, write_bytes, write_json
+from indexing.vectors.exact_search import exact_search, recall, rerank
+from indexing.vectors.floats import to_float32
+from pipelines.config import Config
+from pipelines.results import Table
+from retro.data.settings import DataSettings
+from retro.model.presets import PRESETS
+from retro.training.settings import TrainSettings
+
+STAGES = ("chunk", "embed", "train-index", "add", "sparse", "neighbors")
+PLANNED = {
+    "chunk": ("scan", "tokenizer", "chunk"),
+    "embed": ("embed: count n-grams", "embed"),
+    "train-index": ("train-index",),
+    "add": ("add", "tune nprobe"),
+    "sparse": ("sparse",),
+    "neighbors": ("neighbors",),
+}
+"""Steps of the plan in each stage."""
+_QUERIES = 1000
+_APPENDED = 0.01  # share of the text
+
+
+# --- build -----------------------------------------------------------------------------------------------------------
+
+
+def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
+    """Run the steps of one size that are not done yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = sorted(options.text.glob("*.jsonl.zst"))
+    if len(files) <= options.parts:
+        raise SystemExit(
+            f"{options.text} has {len(files)} parts; --parts {options.parts} needs one more, for the text that is appended."
+        )
+    config = scale_config(folder, files[: options.parts])
+    file = written(folder / "config.toml", config)
+    results: dict[str, Any] = read_json(folder / "scale.json") if (folder / "scale.json").exists() else measured_on()
+    steps: dict[str, Callable[[], Any]] = {"plan": partial(plan, file, folder / "plan.json")}
+    for name in options.stages:
+        steps[name] = partial(stage, name, file, folder, killed=name in options.kill)
+    steps["bytes"] = partial(artifact_bytes, config.datastore)
+    if "neighbors" in options.stages:
+        steps |= {
+            "recall": partial(stored_recall, config.datastore),
+            "train": partial(train, file, config.run),
+            "queries": partial(query_times, config.datastore),
+            "append": partial(append, folder, files, config),
+            "delete": partial(delete, config.datastore),
+        }
+    left = [name for name in steps if name not in results]
+    for name in limit.each(left, "step"):
+        say(name)
+        results[name] = steps[name]()
+        say(json.dumps(results[name]))
+        write_json(folder / "scale.json", results)
+
+
+def scale_config(folder: Path, files: list[Path]) -> Config:
+    """The default settings, and a run of 100 steps."""
+    return Config(
+        datastore=folder / "datastore",
+        run=folder / "run",
+        corpus=CorpusSettings(paths=tuple(map(str, files))),
+        model=PRESETS["tiny"],
+        data=DataSettings(sequence_length=512),
+        train=TrainSettings(steps=100, batch_size=4, warmup_steps=10, eval_every=100, eval_tokens=10_000, log_every=50),
+    )
+
+
+def plan(file: str, out: Path) -> dict[str, Any]:
+    """Plan the datastore."""
+    cost = retro("plan", "datastore", file, "--output", str(out))
+    made = read_json(out)["plans"]["planned"]
+    return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
+
+
+def stage(name: str, file: str, folder: Path, *, killed: bool) -> dict[str, Any]:
+    """Run one stage, after a first run that is killed in the middle of the planned time if `killed`."""
+    first = None
+    if killed:
+        half = planned_seconds(read_json(folder / "scale.json"), name) / 2
+        first = retro("index", file, "--stage", name, kill_after=half)
+    return {**retro("index", file, "--stage", name), "killed": first}
+
+
+def planned_seconds(results: dict[str, Any], name: str) -> float:
+    """The seconds of a stage in the plan."""
+    return float(sum(results["plan"]["steps"][step] for step in PLANNED[name]))
+
+
+def retro(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
+    """Run a command of the command line: its seconds, and the peak memory of its processes in bytes.
+
+    Args:
+        arguments: of `retro`.
+        kill_after: seconds until SIGKILL.
+    """
+    started, peak, killed = time.perf_counter(), 0, False
+    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        while process.poll() is None:
+            peak = max(peak, session_bytes(process.pid))
+            if kill_after is not None and time.perf_counter() - started > kill_after and not killed:
+                os.killpg(process.pid, signal.SIGKILL)
+                killed = True
+            time.sleep(0.1)
+    if process.returncode and not killed:
+        raise SystemExit(process.returncode)  # it has said why
+    return {"seconds": time.perf_counter() - started, "peak_bytes": peak}
+
+
+def session_bytes(session: int) -> int:
+    """Anonymous memory of all processes of a session: without mapped files, which the system can drop."""
+    total = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(entry.name)) == session:
+                lines = (entry / "status").read_text().splitlines()
+                total += 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+        except OSError:
+            continue  # the process has ended
+    return total
+
+
+def artifact_bytes(datastore: Path) -> dict[str, int]:
+    """Bytes of every artifact, and the number of chunks."""
+    sizes = {
+        each.name: sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
+        for each in datastore.iterdir()
+        if each.is_dir()
+    }
+    return {"num_chunks": Datastore.open(datastore).train.num_chunks, **sizes}
+
+
+def stored_recall(folder: Path) -> dict[str, float]:
+    """Recall@2 and recall@10 of the stored neighbors of some training chunks."""
+    train = Datastore.open(folder).train
+    rows = np.sort(np.random.default_rng(0).choice(train.num_chunks, _QUERIES, replace=False))
+    queries = to_float32(train.embeddings.gather(rows))
+    exact, _ = exact_search(queries, train.embeddings, 10, train.documents_of(rows)[1:])
+    found, _ = rerank(queries, train.neighbor_ids.gather(rows)[:, :10], train.embeddings)
+    return {f"at_{k}": recall(found[:, :k], exact[:, :k]) for k in (2, 10)}
+
+
+def train(file: str, run: Path) -> dict[str, float]:
+    """100 training steps."""
+    cost = retro("train", file)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        **cost,
+        "tokens_per_second": [line for line in lines if "tokens_per_second" in line][-1]["tokens_per_second"],
+    }
+
+
+def query_times(folder: Path) -> dict[str, float]:
+    """Milliseconds of single searches for the texts of held-out chunks, after as many others that read the files."""
+    retriever, valid = Retriever.open(folder), Datastore.open(folder).valid
+    rows = np.random.default_rng(0).choice(valid.num_chunks, min(2 * _QUERIES, valid.num_chunks), replace=False)
+    texts = retriever.tokenizer.decode_batch(list(valid.tokens.gather(rows)))
+    times = []
+    for text in texts:
+        started = time.perf_counter()
+        retriever.search([text], k=10, retrieval="dense")
+        times.append(1e3 * (time.perf_counter() - started))
+    measured = times[len(times) // 2 :]
+    return {
+        "queries": len(measured),
+        "p50_ms": statistics.median(measured),
+        "p99_ms": float(np.quantile(measured, 0.99)),
+    }
+
+
+def append(folder: Path, files: list[Path], config: Config) -> dict[str, Any]:
+    """Append a file of the next documents."""
+    parts = len(config.corpus.paths)
+    content = zstandard.ZstdDecompressor().decompressobj().decompress(files[parts].read_bytes())
+    added = content[: content.rindex(b"\n", 0, max(1, int(_APPENDED * parts * len(content)))) + 1]
+    path = folder / "appended.jsonl"
+    write_bytes(path, added)
+    before = Datastore.open(config.datastore).train.num_chunks
+    cost = retro("index", str(folder / "config.toml"), "--append", "--corpus.paths", *config.corpus.paths, str(path))
+    return {**cost, "num_chunks": Datastore.open(config.datastore).train.num_chunks - before}
+
+
+def delete(folder: Path) -> dict[str, float]:
+    """Delete the first document."""
+    return retro("delete", str(folder), "--ids", "00000-0")
+
+
+# --- summary ---------------------------------------------------------------------------------------------------------
+
+
+def summary(out: Path) -> None:
+    """Print the tables."""
+    sizes = sorted((read_json(file) for file in out.glob("*/scale.json")), key=lambda each: each["bytes"]["num_chunks"])
+    chunks = [each["bytes"]["num_chunks"] for each in sizes]
+    header = ["", *(f"{count:,} chunks" for count in chunks), "exponent"]
+    rows = [
+        row
+        for name in STAGES
+        for row in (
+            [f"{name}: seconds", *(_seconds(each.get(name)) for each in sizes), exponent(chunks, sizes, name)],
+            [f"{name}: peak memory", *(_gigabytes(each.get(name)) for each in sizes), ""],
+        )
+    ]
+    say(markdown(Table(header, rows)))
+    compared = []
+    for name in STAGES:
+        ratios = []
+        for each in sizes:
+            ratios.append(f"{planned_seconds(each, name) / each[name]['seconds']:.2f}" if name in each else "")
+        compared.append([name, *ratios])
+    for name in sizes[0]["plan"]["bytes"]:
+        compared.append(
+            [f"{name}: bytes", *(f"{each['plan']['bytes'][name] / each['bytes'][name]:.3f}" for each in sizes)]
+        )
+    say(markdown(Table(["planned / measured", *header[1:-1]], compared)))
+    for each in sizes:
+        say(json.dumps({name: each.get(name) for name in ("recall", "train", "queries", "append", "delete")}))
+        say(", ".join(f"{name} {each[name]}" for name in measured_on()))
+
+
+def exponent(chunks: list[int], sizes: list[dict[str, Any]], name: str) -> str:
+    """The exponent of the stage's seconds in the number of chunks, of at least two sizes."""
+    points = [(count, each[name]["seconds"]) for count, each in zip(chunks, sizes, strict=True) if name in each]
+    if len(points) < 2:
+        return ""
+    x, y = np.log(np.array(points, dtype=np.float64)).T
+    return f"{np.polyfit(x, y, 1)[0]:.2f}"
+
+
+def _seconds(cost: dict[str, Any] | None) -> str:
+    return f"{cost['seconds']:,.1f}" if cost else ""
+
+
+def _gigabytes(cost: dict[str, Any] | None) -> str:
+    return f"{cost['peak_bytes'] / 1e9:.2f} GB" if cost else ""
+
+
+def main() -> None:
+    """Run one of the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["build", "summary"])
+    parser.add_argument("--text", type=Path, default=Path("scale/text"))
+    parser.add_argument("--parts", type=int, default=1, help="files of --text, each about 70,000 chunks")
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--kill", nargs="*", default=[], choices=STAGES, help="stages to kill once")
+    parser.add_argument("--output", type=Path, default=Path("scale"))
+    add_minutes(parser)
+    options = parser.parse_args()
+    if options.part == "summary":
+        summary(options.output)
+    else:
+        build(options.output / str(options.parts), options, budget(options))
+
+
+if __name__ == "__main__":
+    main()
