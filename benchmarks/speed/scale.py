@@ -197,7 +197,7 @@ def query_times(folder: Path) -> dict[str, float]:
     """Milliseconds of single searches for the texts of held-out chunks, after as many others that read the files."""
     retriever, valid = Retriever.open(folder), Datastore.open(folder).valid
     rows = np.random.default_rng(0).choice(valid.num_chunks, min(2 * _QUERIES, valid.num_chunks), replace=False)
-    texts = retriever.tokenizer.decode_batch(list(valid.tokens.gather(rows)))
+    texts = [text for text in retriever.tokenizer.decode_batch(list(valid.tokens.gather(rows))) if text.strip()]
     times = []
     for text in texts:
         started = time.perf_counter()
