@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     add_minutes(parser)
     options = parser.parse_args()
+    if not 0 <= options.copies < 1:
+        parser.error(f"--copies {options.copies}: must be at least 0 and below 1.")
     limit = budget(options)
     sample = draw_sample(CorpusSettings(paths=tuple(options.corpora)), int(options.sample_mb * 1e6))
     model = Trigrams.fit([document.text for document in sample.documents])
