@@ -56,10 +56,9 @@ class ServeOptions(ServeSettings):
         super().__post_init__()
         if not 0 <= self.port < 2**16:
             raise InputError(f"port = {self.port}: must be 0 to 65535.")
-        if self.chat_template and not self.checkpoint:
-            raise InputError(
-                f"chat_template = {self.chat_template!r}: it needs a model. Add --checkpoint, or remove it."
-            )
+        for key, value, default in (("chat_template", self.chat_template, ""), ("device", self.device, "auto")):
+            if value != default and not self.checkpoint:
+                raise InputError(f"{key} = {value!r}: it needs a model. Add --checkpoint, or remove it.")
 
 
 def serve(datastore: str, options: ServeOptions) -> int:

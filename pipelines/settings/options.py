@@ -32,8 +32,9 @@ def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> d
         key = option.removeprefix("--").replace("-", "_")
         switch = key if key in leaves else re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
         if not option.startswith("--") or (equals and leaves.get(switch) is bool):
+            several = " For more than one datastore use --extra-datastores." if "extra_datastores" in leaves else ""
             raise InputError(
-                f"unexpected argument {argument!r}. A switch takes no value: --key for true, --no-key for false. {more}"
+                f"unexpected argument {argument!r}. A switch takes no value: --key for true, --no-key for false.{several} {more}"
             )
         if leaves.get(switch) is bool:
             values[switch] = key == switch

@@ -24,6 +24,7 @@ from retro.training.step import OptimizerStep, StepResult
 
 B, U, M, K, R, V = 2, 4, 4, 2, 7, 50  # r need not be 2m
 T = U * M
+DOCUMENTS = torch.tensor([[3, 3, 4, 4], [5, 6, 6, 6]])  # [B, U]
 SETTINGS = ModelSettings(
     vocab_size=V,
     d_model=32,
@@ -175,3 +176,14 @@ class Together:
 @torch.no_grad()
 def logits(model: Retro, *inputs: Tensor | None) -> Tensor:
     return model(*inputs)
+
+
+def first_difference(a: Tensor, b: Tensor) -> int:
+    """First position of [B, T, V] at which two outputs differ in any bit; T if they are equal."""
+    differs = (a != b).any(-1).any(0)
+    return int(differs.int().argmax()) if differs.any() else T
+
+
+def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:
+    """Sums of absolute gradients by token id: nonzero for the ids on which the output depends."""
+    return torch.autograd.grad(output, table, retain_graph=True)[0].abs().sum(-1)

@@ -253,7 +253,12 @@ def test_invalid_options_are_refused_by_name(tiny_datastore: Datastore, tmp_path
     assert "--max-k" in error_of(folder, "--max-kk", "5")
     assert "neither a checkpoint" in error_of(folder, "--port", "0", "--checkpoint", str(tmp_path / "none"))
     assert "no-such-host.invalid" in error_of(folder, "--host", "no-such-host.invalid")
-    assert "chat_template = 'chat.jinja'" in error_of(folder, "--chat-template", "chat.jinja")
+    assert "chat_template = 'chat.jinja': it needs a model" in error_of(folder, "--chat-template", "chat.jinja")
+    assert "device = 'cuda:7': it needs a model" in error_of(folder, "--device", "cuda:7")
+    assert (
+        "'another'. A switch takes no value: --key for true, --no-key for false. For more than one datastore use --extra-datastores."
+        in error_of(folder, "another")
+    )
     for origin in ("localhost:3000", "http://localhost:3000/"):
         assert f"cors_origins = {origin!r}" in error_of(folder, "--cors-origins", origin)
     for host in ("http://search.internal", "search.internal:8080"):
