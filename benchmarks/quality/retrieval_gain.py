@@ -15,7 +15,8 @@ their decoder alone, the paper's baseline. The control `random` is trained and s
 is the trained and frozen `baseline` with an encoder and cross-attention that are trained on a fraction of its tokens.
 
 With a copy head: `context` is the baseline that copies from its own context, `copy` the same baseline that copies from its
-neighbors too, `both` a RETRO with cross-attention that copies from both, and `both-random` its control.
+neighbors too, `both` a RETRO with cross-attention that copies from both, `both-random` its control, and `decoder-context` its
+decoder, which copies from its own context.
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that a
 level has the same chunks for all models. Each part resumes if it was stopped.
 
@@ -56,11 +57,12 @@ from retro.model.settings import ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
-PLAIN = ("baseline", "decoder", "plain", "context")
+PLAIN = ("baseline", "decoder", "plain", "context", "decoder-context")
 """Models without retrieval."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 COPY_HEADS: dict[str, dict[str, Any]] = {
     "context": {"copy_head.context": True},
+    "decoder-context": {"copy_head.context": True},
     "copy": {"copy_head.context": True},
     "both": {"copy_head.context": True, "copy_head.neighbors": True},
     "both-random": {"copy_head.context": True, "copy_head.neighbors": True},
@@ -170,6 +172,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         "copy": updated(baseline_of(sizes), {"copy_head.neighbors": True}),
         "plain": baseline_of(sizes),
         "decoder": updated(sizes, {"retrieval.cca_layers": ()}),
+        "decoder-context": updated(sizes, {"retrieval.cca_layers": ()}),
     }
     model: ModelSettings = plain.get(name, sizes)
     if retrofit:
