@@ -249,12 +249,14 @@ def summary(out: Path) -> None:
     for name in STAGES:
         ratios = []
         for each in sizes:
-            ratios.append(f"{planned_seconds(each, name) / each[name]['seconds']:.2f}" if name in each else "")
+            ratios.append(f"{planned_seconds(each, name) / whole_seconds(each[name]):.2f}" if name in each else "")
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
-        compared.append(
-            [f"{name}: bytes", *(f"{each['plan']['bytes'][name] / each['bytes'][name]:.3f}" for each in sizes)]
-        )
+        ratios = [
+            f"{each['plan']['bytes'][name] / each['bytes'][name]:.3f}" if name in each["bytes"] else ""
+            for each in sizes
+        ]
+        compared.append([f"{name}: bytes", *ratios])
     say(markdown(Table(["planned / measured", *header[1:-1]], compared)))
     for each in sizes:
         say(json.dumps({name: each.get(name) for name in ("recall", "train", "queries", "append", "delete")}))
@@ -263,15 +265,20 @@ def summary(out: Path) -> None:
 
 def exponent(chunks: list[int], sizes: list[dict[str, Any]], name: str) -> str:
     """The exponent of the stage's seconds in the number of chunks, of at least two sizes."""
-    points = [(count, each[name]["seconds"]) for count, each in zip(chunks, sizes, strict=True) if name in each]
+    points = [(count, whole_seconds(each[name])) for count, each in zip(chunks, sizes, strict=True) if name in each]
     if len(points) < 2:
         return ""
     x, y = np.log(np.array(points, dtype=np.float64)).T
     return f"{np.polyfit(x, y, 1)[0]:.2f}"
 
 
+def whole_seconds(cost: dict[str, Any]) -> float:
+    """Seconds of a stage; if it was killed once, of both runs."""
+    return float(cost["seconds"] + (cost["killed"]["seconds"] if cost["killed"] else 0))
+
+
 def _seconds(cost: dict[str, Any] | None) -> str:
-    return f"{cost['seconds']:,.1f}" if cost else ""
+    return f"{whole_seconds(cost):,.1f}{' (killed once)' if cost['killed'] else ''}" if cost else ""
 
 
 def _gigabytes(cost: dict[str, Any] | None) -> str:
