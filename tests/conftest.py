@@ -175,12 +175,8 @@ def build_local(config: Config, **options) -> Datastore:
     return build(config, make_executor(config.executor), **options)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on machines without a GPU. With `pytest -n`, one process runs a file, and one all Ray clusters."""
-    for item in items:
-        is_cluster = item.get_closest_marker("cluster") is not None
-        item.add_marker(pytest.mark.xdist_group("cluster" if is_cluster else str(item.path)))
+    """Skip tests marked `gpu` on machines without a GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
