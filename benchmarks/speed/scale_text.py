@@ -8,8 +8,8 @@ a stopped run continues, and a larger --gigabytes adds parts.
     corpora ─► words w1 w2 w3 … one sequence ─► trigram model: of all places where the last two words stand, one is drawn, and the
     word after it comes next
 
-This is a trigram model without a table of probabilities. Lengths of documents are drawn from those of the corpora. A document is
-with --copies probability a copy of an earlier one of its part, in which every twentieth word is drawn anew.
+This is a trigram model without a table of probabilities. Lengths of documents are drawn from those of the corpora. A share of
+--copies are copies of an earlier document of the part. In a copy every twentieth word is replaced by a random one.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pipelines.planning.calibration import draw_sample
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\s*[^\W\u3040-\u30ff\u3400-\u9fff]+|\s*[^\w\s]|\s+")
 _END = 0  # id of the end of a document
 _LANES, _STEPS = 4096, 1024  # words of a part: independent chains, and words of each
-_CHANGED = 0.05  # share of the words of a near copy that are drawn anew
+_CHANGED = 0.05  # share of the words of a near copy that are replaced
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Trigrams:
         )
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Words [_LANES, _STEPS] int32 of independent chains. A chain that ends goes on with the beginning of a document."""
+        """Words [_LANES, _STEPS] int32 of independent chains. After the end of a document, a chain continues with the start of another."""
         out = np.empty((_STEPS, _LANES), dtype=np.int32)
         at = self.first[rng.integers(len(self.first), size=_LANES)]
         for step in range(_STEPS):
