@@ -29,7 +29,7 @@ from indexing.store.files import read_json, write_json
 from indexing.tokenization.tokenizer import Tokenizer
 
 # Tokens of one segment, which bounds memory: tantivy gathers a segment's lists before it writes them.
-SEGMENT_TOKENS = 2**22
+_SEGMENT_TOKENS = 2**22
 _PASSAGE_TOKENS = 512
 _HEAP_BYTES = 2**31  # above anything that a segment needs: a full heap would divide it
 _BLOCK_CHUNKS = 4096
@@ -82,7 +82,7 @@ def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: T
     borders = _passages(split, rows)
     np.save(work / "passages.npy", borders)
     sizes: dict[Kind, list[int]] = {"chunks": [], "passages": []}
-    for number, part in enumerate(_parts(borders, SEGMENT_TOKENS // split.chunk_length)):
+    for number, part in enumerate(_parts(borders, _SEGMENT_TOKENS // split.chunk_length)):
         with _segment(work, "chunks", number) as add_chunk, _segment(work, "passages", number) as add_passage:
             for block in _parts(part, _BLOCK_CHUNKS):
                 _add(block, split, tokenizer, add_chunk, add_passage)

@@ -8,7 +8,6 @@ from typing import Any
 from indexing.index.build import IndexSettings, choose_key
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search_cost import Method
-from indexing.sparse.segments import SEGMENT_TOKENS
 from indexing.store.errors import InputError
 
 NUM_SPLITS = 3
@@ -92,8 +91,8 @@ class Layout:
         materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
-        sparse_bytes: of a chunk of `train` in a segment of the sparse index with one chunk.
-        sparse_slope: change of these bytes for a segment with e times as many chunks: they share its list of terms.
+        sparse_bytes: inverted lists of a chunk of `train`.
+        terms_bytes: the list of terms in the sparse index of one shard.
     """
 
     chunk_length: int
@@ -104,7 +103,7 @@ class Layout:
     document_bytes: float
     parquet_bytes: float
     sparse_bytes: float
-    sparse_slope: float
+    terms_bytes: float
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
@@ -176,19 +175,13 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "sparse": size.train_chunks
-        * (layout.sparse_bytes + layout.sparse_slope * math.log(segment_chunks(size, layout.chunk_length))),
+        "sparse": layout.sparse_bytes * size.train_chunks + layout.terms_bytes * size.shards,
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:
         neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
         arrays["materialized"] = layout.materialized * neighbor * size.chunks + 2 * files * _NPY_HEADER
     return {name: value + size.shards * _MANIFEST_BYTES[name] for name, value in arrays.items()}
-
-
-def segment_chunks(size: Workload, chunk_length: int) -> float:
-    """Chunks of a segment of the sparse index, at least one."""
-    return max(1.0, min(size.train_chunks / size.shards, SEGMENT_TOKENS / chunk_length))
 
 
 def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float]:

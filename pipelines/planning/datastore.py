@@ -17,16 +17,7 @@ from indexing.index.build import sample_size
 from indexing.neighbors.search_cost import Method, SearchSize, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.planning.bytes import (
-    NUM_SPLITS,
-    Layout,
-    Workload,
-    artifact_bytes,
-    index_bytes,
-    key_for,
-    memory_bytes,
-    segment_chunks,
-)
+from pipelines.planning.bytes import NUM_SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes
 from pipelines.planning.seconds import (
     UNKNOWN,
     Observation,
@@ -239,7 +230,9 @@ def plan_for(
     document_bytes, parquet_bytes = _parts(
         [(each.workload.documents, each.workload.shards * NUM_SPLITS, each.parquet_bytes) for each in seen]
     )
-    sparse_bytes, sparse_slope = _of_segments(seen, config.chunks.chunk_length)
+    sparse_bytes, terms_bytes = _parts(
+        [(each.workload.train_chunks, each.workload.shards, each.sparse_bytes) for each in seen]
+    )
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
         token_bytes=4 if paper else calibration.token_bytes,
@@ -249,7 +242,7 @@ def plan_for(
         document_bytes=document_bytes,
         parquet_bytes=parquet_bytes,
         sparse_bytes=sparse_bytes,
-        sparse_slope=sparse_slope,
+        terms_bytes=terms_bytes,
     )
     last = seen[-1].workload
     less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))
@@ -289,19 +282,6 @@ def _parts(measured: Sequence[tuple[float, float, float]]) -> tuple[float, float
     table = np.array(measured, dtype=float)  # [sizes, 3]
     of_a_row, of_a_file = coefficients(table[:, :2], table[:, 2])
     return float(of_a_row), float(of_a_file)
-
-
-def _of_segments(seen: Sequence[Observation], chunk_length: int) -> tuple[float, float]:
-    """Bytes of a chunk of the sparse index as a line over the logarithm of a segment's chunks: the first value and the slope.
-
-    Calibrated segments of 2,700, 10,700 and 41,800 chunks took 292, 240 and 193 bytes for each, full ones of 65,500 then 181.
-    """
-    of_a_chunk = [each.sparse_bytes / max(1, each.workload.train_chunks) for each in seen]
-    sizes = np.log([segment_chunks(each.workload, chunk_length) for each in seen])
-    if np.ptp(sizes) == 0:
-        return float(np.mean(of_a_chunk)), 0.0
-    slope, first = np.polyfit(sizes, of_a_chunk, 1)
-    return float(first), float(slope)
 
 
 def _steps(

@@ -36,7 +36,7 @@ LAYOUT = Layout(
     document_bytes=100.0,
     parquet_bytes=3000.0,
     sparse_bytes=60.0,
-    sparse_slope=0.0,
+    terms_bytes=5000.0,
 )
 
 

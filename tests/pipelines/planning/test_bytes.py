@@ -1,13 +1,11 @@
 """Planned bytes are close to those of real datastores, and the planned index is that of `retro index`."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 
 from indexing.index.build import IndexSettings
-from indexing.sparse.segments import SEGMENT_TOKENS
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.planning.bytes import (
@@ -94,22 +92,6 @@ def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
     assert grown == pytest.approx(
         {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 12}
     )
-
-
-def test_chunks_of_a_larger_segment_of_the_sparse_index_take_fewer_bytes_until_it_is_full() -> None:
-    layout = replace(LAYOUT, sparse_bytes=600.0, sparse_slope=-40.0)
-
-    def of_a_chunk(chunks: float, shards: int) -> float:
-        planned = artifact_bytes(replace(SIZE, train_chunks=chunks, shards=shards), layout)["sparse"]
-        return (planned - 2800 * shards) / chunks
-
-    full = SEGMENT_TOKENS / 64
-    assert (
-        of_a_chunk(full / 4, 1)
-        == pytest.approx(of_a_chunk(full, 4))
-        == pytest.approx(of_a_chunk(full, 1) + 40 * math.log(4))
-    )
-    assert of_a_chunk(10 * full, 1) == pytest.approx(of_a_chunk(full, 1), rel=1e-3)
 
 
 def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
