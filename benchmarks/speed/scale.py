@@ -20,6 +20,7 @@ processes of a stage, without files that are only mapped. Each finished step is 
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -48,8 +49,7 @@ from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
 from retro.training.settings import TrainSettings
 
-STAGES = ("chunk", "embed", "train-index", "add", "sparse", "neighbors")
-PLANNED = {
+STAGES = {
     "chunk": ("scan", "tokenizer", "chunk"),
     "embed": ("embed: count n-grams", "embed"),
     "train-index": ("train-index",),
@@ -57,7 +57,7 @@ PLANNED = {
     "sparse": ("sparse",),
     "neighbors": ("neighbors",),
 }
-"""Steps of the plan in each stage."""
+"""Stages, and the steps of the plan in each."""
 _QUERIES = 1000
 _APPENDED = 0.01  # share of the text
 
@@ -69,9 +69,10 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
     """Run the steps of one size that are not done yet."""
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(options.text.glob("*.jsonl.zst"))
-    if len(files) <= options.parts:
+    needed = options.parts + appended_parts(options.parts)
+    if len(files) < needed:
         raise SystemExit(
-            f"{options.text} has {len(files)} parts; --parts {options.parts} needs one more, for the text that is appended."
+            f"{options.text} has {len(files)} parts, but --parts {options.parts} needs {needed}, with those that are appended."
         )
     config = scale_config(folder, files[: options.parts])
     file = written(folder / "config.toml", config)
@@ -88,7 +89,7 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
             "append": partial(append, folder, files, config),
             "delete": partial(delete, config.datastore),
         }
-    left = [name for name in steps if name not in results]
+    left = [name for name in steps if name not in results or (name == "bytes" and "neighbors" not in results[name])]
     for name in limit.each(left, "step"):
         say(name)
         results[name] = steps[name]()
@@ -110,7 +111,7 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
 
 def plan(file: str, out: Path) -> dict[str, Any]:
     """Plan the datastore."""
-    cost = retro("plan", "datastore", file, "--output", str(out))
+    cost = measured("plan", "datastore", file, "--output", str(out))
     made = read_json(out)["plans"]["planned"]
     return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
 
@@ -120,17 +121,17 @@ def stage(name: str, file: str, folder: Path, *, killed: bool) -> dict[str, Any]
     first = None
     if killed:
         half = planned_seconds(read_json(folder / "scale.json"), name) / 2
-        first = retro("index", file, "--stage", name, kill_after=half)
-    return {**retro("index", file, "--stage", name), "killed": first}
+        first = measured("index", file, "--stage", name, kill_after=half)
+    return {**measured("index", file, "--stage", name), "killed": first}
 
 
 def planned_seconds(results: dict[str, Any], name: str) -> float:
     """The seconds of a stage in the plan."""
-    return float(sum(results["plan"]["steps"][step] for step in PLANNED[name]))
+    return float(sum(results["plan"]["steps"][step] for step in STAGES[name]))
 
 
-def retro(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
-    """Run a command of the command line: its seconds, and the peak memory of its processes in bytes.
+def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
+    """Run a command of the command line; return its seconds, and the peak memory of its processes in bytes.
 
     Args:
         arguments: of `retro`.
@@ -147,6 +148,8 @@ def retro(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
             time.sleep(0.1)
     if process.returncode and not killed:
         raise SystemExit(process.returncode)  # it has said why
+    if kill_after is not None and not killed:
+        say(f"ended before it was killed: {' '.join(arguments)}")
     return {"seconds": time.perf_counter() - started, "peak_bytes": peak}
 
 
@@ -185,7 +188,7 @@ def stored_recall(folder: Path) -> dict[str, float]:
 
 def train(file: str, run: Path) -> dict[str, float]:
     """100 training steps."""
-    cost = retro("train", file)
+    cost = measured("train", file)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         **cost,
@@ -203,29 +206,32 @@ def query_times(folder: Path) -> dict[str, float]:
         started = time.perf_counter()
         retriever.search([text], k=10, retrieval="dense")
         times.append(1e3 * (time.perf_counter() - started))
-    measured = times[len(times) // 2 :]
-    return {
-        "queries": len(measured),
-        "p50_ms": statistics.median(measured),
-        "p99_ms": float(np.quantile(measured, 0.99)),
-    }
+    warm = times[len(times) // 2 :]
+    return {"queries": len(warm), "p50_ms": statistics.median(warm), "p99_ms": float(np.quantile(warm, 0.99))}
 
 
 def append(folder: Path, files: list[Path], config: Config) -> dict[str, Any]:
     """Append a file of the next documents."""
     parts = len(config.corpus.paths)
-    content = zstandard.ZstdDecompressor().decompressobj().decompress(files[parts].read_bytes())
-    added = content[: content.rindex(b"\n", 0, max(1, int(_APPENDED * parts * len(content)))) + 1]
+    following = files[parts : parts + appended_parts(parts)]
+    content = b"".join(zstandard.ZstdDecompressor().decompressobj().decompress(each.read_bytes()) for each in following)
+    share = _APPENDED * parts / len(following)
+    added = content[: content.index(b"\n", int(share * (len(content) - 1))) + 1]
     path = folder / "appended.jsonl"
     write_bytes(path, added)
     before = Datastore.open(config.datastore).train.num_chunks
-    cost = retro("index", str(folder / "config.toml"), "--append", "--corpus.paths", *config.corpus.paths, str(path))
+    cost = measured("index", str(folder / "config.toml"), "--append", "--corpus.paths", *config.corpus.paths, str(path))
     return {**cost, "num_chunks": Datastore.open(config.datastore).train.num_chunks - before}
+
+
+def appended_parts(parts: int) -> int:
+    """Files of text that hold what is appended to this number of them."""
+    return math.ceil(_APPENDED * parts)
 
 
 def delete(folder: Path) -> dict[str, float]:
     """Delete the first document."""
-    return retro("delete", str(folder), "--ids", "00000-0")
+    return measured("delete", str(folder), "--ids", "00000-0")
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------
@@ -247,9 +253,9 @@ def summary(out: Path) -> None:
     say(markdown(Table(header, rows)))
     compared = []
     for name in STAGES:
-        ratios = []
-        for each in sizes:
-            ratios.append(f"{planned_seconds(each, name) / whole_seconds(each[name]):.2f}" if name in each else "")
+        ratios = [
+            f"{planned_seconds(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes
+        ]
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
         ratios = [
@@ -291,7 +297,7 @@ def main() -> None:
     parser.add_argument("part", choices=["build", "summary"])
     parser.add_argument("--text", type=Path, default=Path("scale/text"))
     parser.add_argument("--parts", type=int, default=1, help="files of --text, each about 70,000 chunks")
-    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--kill", nargs="*", default=[], choices=STAGES, help="stages to kill once")
     parser.add_argument("--output", type=Path, default=Path("scale"))
     add_minutes(parser)
