@@ -30,7 +30,7 @@ from indexing.store.deletions import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
 from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
-from indexing.store.ranged_reads import RangedArray, Reading, check_rows
+from indexing.store.ranged_reads import RangedArray, Reading, check_rows, choose_reading
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
@@ -305,8 +305,8 @@ class Datastore:
 
         Args:
             location: the folder, or any fsspec URL.
-            reading: how arrays are read: `mmap` or `pread`. From a URL, `mmap` fetches whole files on first use, `pread` requests
-                ranges of bytes.
+            reading: how arrays are read: `mmap`, `pread`, or `auto`, which chooses by the sizes of tokens and neighbors. From a URL,
+                `mmap` fetches whole files on first use, `pread` requests ranges of bytes.
 
         Raises:
             InputError: there is no datastore, its chunks are not finished, its manifest is damaged, or its format has another
@@ -329,7 +329,11 @@ class Datastore:
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
-        return cls(folder, manifest, reading)
+        opened = cls(folder, manifest, "mmap" if reading == "auto" else reading)
+        if reading == "auto" and remote.url_of(folder) is None:
+            chosen = choose_reading([*opened.train.tokens.paths, *opened.train.neighbor_ids.paths])
+            opened = replace(opened, reading=chosen)
+        return opened
 
     @property
     def chunk_length(self) -> int:

@@ -7,24 +7,26 @@ Local files are read with `os.pread`, files at a URL by HTTP ranges (`remote.py`
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from indexing.memory import memory_bytes
 from indexing.store import remote
 from indexing.store.errors import InputError
 
-Reading = Literal["mmap", "pread"]
-"""`mmap`: memory-map files. `pread`: read only the requested byte ranges."""
+Reading = Literal["auto", "mmap", "pread"]
+"""`mmap`: memory-map files. `pread`: read only the requested byte ranges. `auto`: see `choose_reading`."""
 
 GAP_BYTES = 64 << 10
 """Rows with fewer bytes than this between them are read together, because another request would cost more."""
 
 _HEADER_BYTES = 1024  # upper bound for the header of a .npy file, usually 128 bytes
 _MOST_OPEN = 64  # descriptors kept per array; a process can usually open 1,024 files
+_HAS_ADVICE = hasattr(os, "posix_fadvise")  # not on macOS
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,16 @@ class RangedArray:
         return np.frombuffer(b"".join(blocks), header.dtype).reshape(-1, *header.row_shape)
 
 
+def choose_reading(files: Sequence[Path]) -> Reading:
+    """`mmap` for files that stay in the page cache, because they need at most half of the memory, else `pread`.
+
+    A missing page of a map is read alone, after the previous one, and with neighbors that nobody needs: 100 times slower for a
+    datastore of ten times the memory (docs/results/reading-speed.md). Files at a URL are mapped, so they are fetched whole.
+    """
+    size = sum(file.stat().st_size for file in files if file.exists())
+    return "mmap" if size <= memory_bytes() / 2 else "pread"
+
+
 def check_rows(path: Path, rows: int, expected: int) -> None:
     """Raise InputError if an array has fewer rows than expected."""
     if rows < expected:
@@ -142,7 +154,16 @@ class _Files:
         """
         away = {path for path in {path for path, _, _ in ranges} if remote.is_away(path)}
         fetched = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
-        return [next(fetched) if path in away else self._pread(path, start, stop) for path, start, stop in ranges]
+        local = iter(self._read_local([each for each in ranges if each[0] not in away]))
+        return [next(fetched if path in away else local) for path, _, _ in ranges]
+
+    def _read_local(self, ranges: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
+        """Announce a block of ranges to the kernel before reading it, so that the disk works on all of them at once."""
+        for first in range(0, len(ranges), _MOST_OPEN):
+            block = ranges[first : first + _MOST_OPEN]
+            for path, start, stop in block if _HAS_ADVICE and len(block) > 1 else ():
+                os.posix_fadvise(self._descriptor(path), start, stop - start, os.POSIX_FADV_WILLNEED)
+            yield from (self._pread(*each) for each in block)
 
     def _pread(self, path: Path, start: int, stop: int) -> bytes:
         descriptor = self._descriptor(path)
@@ -160,7 +181,7 @@ class _Files:
             except FileNotFoundError as error:
                 raise InputError(f"{path} is missing. Run `retro index` again.") from error
             # Read-ahead by the kernel would fetch rows that nobody requested.
-            if hasattr(os, "posix_fadvise"):  # not on macOS
+            if _HAS_ADVICE:
                 os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
         return self._open[path]
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from indexing.memory import memory_bytes
 from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
@@ -215,7 +216,7 @@ def check_threads(usable: Collection[str]) -> Finding:
 
 def check_machine() -> list[Finding]:
     """Memory and disk."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     free = shutil.disk_usage(".").free
     findings = [Finding("ok", "memory", human_bytes(memory))]
     level: Literal["ok", "warning"] = "ok" if free > 5 * 10**9 else "warning"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexing.store import ranged_reads
 from indexing.store.datastore import Datastore, ShardedArray
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
@@ -59,6 +60,35 @@ def test_rows_with_small_gaps_are_read_together_within_one_file(files, monkeypat
     assert np.array_equal(array.gather(np.array(ids)), WHOLE[ids])
     assert len(asked) == reads
     assert all(size <= (10 - 4 + 1) * 6 for _, size, _ in asked)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice on reading")
+def test_a_batch_of_reads_is_announced_before_the_first(files, monkeypatch) -> None:
+    """So the disk works on all of them at once."""
+    array, calls, pread, advise = ranged(files, gap_bytes=5), [], os.pread, os.posix_fadvise
+    array.headers(range(4))
+
+    def reading(descriptor: int, size: int, start: int) -> bytes:
+        calls.append(("read", start, size))
+        return pread(descriptor, size, start)
+
+    def advising(descriptor: int, start: int, size: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_WILLNEED:
+            calls.append(("announced", start, size))
+        advise(descriptor, start, size, advice)
+
+    monkeypatch.setattr(os, "pread", reading)
+    monkeypatch.setattr(os, "posix_fadvise", advising)
+    array.gather(np.array([10, 4, 41, 6]))
+    kinds, places = [kind for kind, *_ in calls], [place for _, *place in calls]
+    assert kinds == ["announced"] * 4 + ["read"] * 4
+    assert places[:4] == places[4:]
+
+
+@pytest.mark.parametrize(("memory", "reading"), [(10**12, "mmap"), (1000, "pread")])
+def test_files_of_more_than_half_of_the_memory_are_not_mapped(tiny_datastore, monkeypatch, memory, reading) -> None:
+    monkeypatch.setattr(ranged_reads, "memory_bytes", lambda: memory)
+    assert Datastore.open(tiny_datastore.folder, "auto").reading == reading
 
 
 def test_ranged_reads_do_not_map_files_into_memory(files: list[Path]) -> None:
