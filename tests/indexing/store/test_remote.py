@@ -219,3 +219,12 @@ def test_missing_bucket_is_refused_and_not_created(bucket) -> None:
     with pytest.raises(InputError, match="no-such-bucket"):
         make("s3://no-such-bucket/wiki")
     assert not fsspec.filesystem("s3").exists("no-such-bucket")
+
+
+@pytest.mark.parametrize("configured", [None, 3])
+def test_s3_answers_many_ranges_at_a_time_unless_configured(bucket, monkeypatch, configured: int | None) -> None:
+    if configured:
+        options = {"config_kwargs": {"max_pool_connections": configured}}
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    with remote._asking(bucket) as (filesystem, _):
+        assert filesystem.config_kwargs == {"max_pool_connections": configured or 64}
