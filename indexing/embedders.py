@@ -17,10 +17,10 @@ import numpy as np
 
 from indexing.device import has_bfloat16, resolve
 from indexing.progress import Advance
-from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
 from indexing.store.remote import present
+from indexing.store.sharded_array import open_array
 
 _BLOCK_ROWS = 8192
 _BIGRAM_WEIGHT = 0.5

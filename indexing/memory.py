@@ -1,12 +1,14 @@
 """The memory that this process may use."""
 
+import functools
 import os
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def memory_bytes(membership: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int:
+@functools.cache
+def usable_memory(membership: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int:
     """The machine's memory in bytes, or the lowest limit of the process's control groups (Linux), as in a container.
 
     Args:

@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = (
+    ("indexing/memory.py",),
     (
         "indexing/store",
         "indexing/device.py",

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import RangedArray
+from indexing.store.sharded_array import open_array
 from tests.test_layers import FILES, ROOT
 
 FORBIDDEN = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from indexing.embedders import LexicalEmbedder, open_embedder, token_weights
-from indexing.store.datastore import Datastore, ShardedArray, Split
+from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.sharded_array import ShardedArray
 from indexing.vectors.exact_search import rerank
 from indexing.vectors.product_search import ProductIndex
 from retro.data.loader import as_tensors

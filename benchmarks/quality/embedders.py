@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.common import add_minutes, budget, write
 from indexing.embedders import EmbedderSettings, LexicalEmbedder, fit_lexical
 from indexing.index.sharded import ShardedIndex
-from indexing.store.datastore import Datastore, ShardedArray, Split
+from indexing.store.datastore import Datastore, Split
+from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import read_token_bytes
 from indexing.vectors.exact_search import exact_search, recall, rerank
 

@@ -40,8 +40,9 @@ from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.neighbors.search import NeighborSettings, neighbors_of
-from indexing.store.datastore import Datastore, ShardedArray, Split, shard_name
+from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
+from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import exact_search, recall
 from indexing.vectors.product_search import ProductIndex

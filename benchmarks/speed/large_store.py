@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
+from benchmarks.common import add_minutes, budget
 from indexing.store.artifact import Recipe, create, is_finished
 from indexing.store.datastore import SPLITS, shard_name, write_datastore_manifest
 from indexing.store.files import NpyWriter
@@ -31,11 +31,17 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--stored", type=int, default=10, help="neighbors stored for each chunk")
     parser.add_argument("--materialized", type=int, default=2, help="neighbors of which the text is copied")
+    add_minutes(parser)
     options = parser.parse_args()
+    limit = budget(options)
     per_shard = int(options.chunks / options.shards) // DOCUMENT * DOCUMENT
     rows = [range(shard * per_shard, (shard + 1) * per_shard) for shard in range(options.shards)]
-    for shard in tqdm(rows, unit="shard"):
+    done = 0
+    for shard in limit.each(rows, "shard"):
         write_shard(options.output, shard, rows[-1].stop, options.stored, options.materialized)
+        done += 1
+    if done < len(rows):
+        raise SystemExit("The datastore is not complete. Run the same command again to continue.")
     empty = [0] * options.shards
     chunks = {name: [per_shard] * options.shards if name == "train" else empty for name in SPLITS}
     write_datastore_manifest(

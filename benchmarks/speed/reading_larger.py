@@ -25,15 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import add_minutes, budget, say, write
-from benchmarks.speed import reading
-from benchmarks.speed.reading import drop, files_of
+from benchmarks.speed.reading import CASES, drop, files_of
 from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 
 FLOORS = {"floor: pages, one at a time": 1, "floor: pages, 64 at a time": 64, "floor: bytes in sequence": 0}
 """Pages that are announced together; 0: files in sequence."""
-CASES: dict[str, dict[str, Any]] = {"auto": {}, **reading.CASES}
 _GROUPS = Path("/sys/fs/cgroup")
 _PAGE = 4096
 

@@ -26,10 +26,11 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
 from indexing.progress import Advance
-from indexing.store.datastore import SPLITS, ShardedArray
+from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.remote import present
+from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
 
 TRAIN, EVALUATION = SPLITS.index("train"), len(SPLITS)

@@ -20,9 +20,10 @@ from indexing.index.faiss_files import ivf_of, read_index, transformed, write_in
 from indexing.index.faiss_gpu import on_cpu, on_gpus
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
-from indexing.store.datastore import ShardedArray, Split
+from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from indexing.store.sharded_array import ShardedArray
 from indexing.vectors.exact_search import recall, rerank
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex

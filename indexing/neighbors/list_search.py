@@ -18,9 +18,10 @@ from indexing import device as devices
 from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, LoadedLists, best_of, greatest, rounded
-from indexing.store.datastore import ShardedArray, shard_name
+from indexing.store.datastore import shard_name
 from indexing.store.files import read_json
 from indexing.store.remote import present
+from indexing.store.sharded_array import ShardedArray
 from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:

@@ -26,10 +26,11 @@ from indexing.progress import Advance
 from indexing.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
-from indexing.store.datastore import Split, open_array
+from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import order_by_distance, rerank
 from indexing.vectors.floats import to_float32

@@ -29,8 +29,9 @@ from indexing.store import remote
 from indexing.store.deletions import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
-from indexing.store.files import DAMAGED_ARRAY, read_checked, write_checked
-from indexing.store.ranged_reads import RangedArray, Reading, check_rows, choose_reading
+from indexing.store.files import read_checked, write_checked
+from indexing.store.ranged_reads import Reading
+from indexing.store.sharded_array import ShardedArray
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
@@ -39,80 +40,6 @@ SPLITS = ("train", "valid", "test")
 def shard_name(shard: int) -> str:
     """The folder name of a shard: at least five digits, so that names sort like numbers."""
     return f"{shard:05d}"
-
-
-def open_array(path: Path) -> np.ndarray:
-    """Memory-map a `.npy` file; a file at a URL is fetched first.
-
-    Raises:
-        InputError: it is missing or damaged.
-    """
-    path = remote.present(path)
-    try:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, *DAMAGED_ARRAY) as error:
-        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
-    return array
-
-
-class ShardedArray:
-    """Rows of several `.npy` files read as one array. Files are opened on first use.
-
-    Args:
-        paths: the files, in order.
-        rows: rows in each file.
-        reading: read rows from memory maps or by ranges of bytes.
-    """
-
-    def __init__(self, paths: Sequence[Path], rows: Sequence[int], reading: Reading = "mmap") -> None:
-        self.paths = list(paths)
-        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
-        self._open: dict[int, np.ndarray] = {}
-        self.reading = reading
-        self._ranged = RangedArray(self.paths, self.starts)
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def shard(self, shard: int) -> np.ndarray:
-        """Memory-map the array of one shard, regardless of `reading`. A file at a URL is fetched whole.
-
-        Raises:
-            InputError: the file is missing or does not have as many rows as in the manifest.
-        """
-        if shard not in self._open:
-            rows = int(self.starts[shard + 1] - self.starts[shard])
-            array = open_array(self.paths[shard])
-            check_rows(self.paths[shard], len(array), rows)
-            self._open[shard] = array
-        return self._open[shard]
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row, from the header of the first file. From a URL, only the header is read."""
-        return self._ranged.headers([0])[0].row_shape
-
-    def gather(self, ids: np.ndarray) -> np.ndarray:
-        """Rows by id, in the order of `ids`: ids [n] int64 → [n, …]."""
-        if self.reading == "pread":
-            return self._ranged.gather(ids)
-        shards = np.searchsorted(self.starts, ids, side="right") - 1
-        present = np.unique(shards)
-        if len(present) == 1:
-            return self.shard(int(present[0]))[ids - self.starts[present[0]]]
-        first = self.shard(int(present[0]) if len(present) else 0)
-        out = np.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
-        for shard in present:
-            rows = np.flatnonzero(shards == shard)
-            out[rows] = self.shard(int(shard))[ids[rows] - self.starts[shard]]
-        return out
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop): a view if they are in one memory-mapped shard, else a copy."""
-        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
-            return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
-        return self.gather(np.arange(start, stop, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -305,8 +232,8 @@ class Datastore:
 
         Args:
             location: the folder, or any fsspec URL.
-            reading: how arrays are read: `mmap`, `pread`, or `auto`, which chooses by the sizes of tokens and neighbors. From a URL,
-                `mmap` fetches whole files on first use, `pread` requests ranges of bytes.
+            reading: how arrays are read: `mmap` or `pread`. From a URL, `mmap` fetches whole files on first use, `pread` requests
+                ranges of bytes.
 
         Raises:
             InputError: there is no datastore, its chunks are not finished, its manifest is damaged, or its format has another
@@ -329,11 +256,7 @@ class Datastore:
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
-        opened = cls(folder, manifest, "mmap" if reading == "auto" else reading)
-        if reading == "auto" and remote.url_of(folder) is None:
-            chosen = choose_reading([*opened.train.tokens.paths, *opened.train.neighbor_ids.paths])
-            opened = replace(opened, reading=chosen)
-        return opened
+        return cls(folder, manifest, reading)
 
     @property
     def chunk_length(self) -> int:

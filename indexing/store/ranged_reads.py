@@ -14,12 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from indexing.memory import memory_bytes
 from indexing.store import remote
 from indexing.store.errors import InputError
 
-Reading = Literal["auto", "mmap", "pread"]
-"""`mmap`: memory-map files. `pread`: read only the requested byte ranges. `auto`: see `choose_reading`."""
+Reading = Literal["mmap", "pread"]
+"""`mmap`: memory-map files. `pread`: read only the requested byte ranges."""
 
 GAP_BYTES = 64 << 10
 """Rows with fewer bytes than this between them are read together, because another request would cost more."""
@@ -122,16 +121,6 @@ class RangedArray:
                 )
         header = self._headers[shards[0]]
         return np.frombuffer(b"".join(blocks), header.dtype).reshape(-1, *header.row_shape)
-
-
-def choose_reading(files: Sequence[Path]) -> Reading:
-    """`mmap` for files that stay in the page cache, because they need at most half of the memory, else `pread`.
-
-    A missing page of a map is read alone, after the previous one, and with neighbors that nobody needs: 100 times slower for a
-    datastore of ten times the memory (docs/results/reading-speed.md). Files at a URL are mapped, so they are fetched whole.
-    """
-    size = sum(file.stat().st_size for file in files if file.exists())
-    return "mmap" if size <= memory_bytes() / 2 else "pread"
 
 
 def check_rows(path: Path, rows: int, expected: int) -> None:

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from indexing.store.datastore import open_array
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, save_array, write_bytes, write_json
 from indexing.store.remote import present
+from indexing.store.sharded_array import open_array
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePiece, TokenizerBackend, read_object
 
 MODEL = "sentencepiece.model"

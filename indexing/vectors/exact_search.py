@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from indexing.store.datastore import ShardedArray
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.sharded_array import ShardedArray
 from indexing.threads import one_thread_each
 from indexing.vectors.floats import to_float32
 

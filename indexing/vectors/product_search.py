@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from indexing import device as devices
-from indexing.store.datastore import ShardedArray
+from indexing.store.sharded_array import ShardedArray
 from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from indexing.index.faiss_files import ivf_of, read_index
 from indexing.sparse.index import FOLDER as SPARSE_FOLDER
 from indexing.sparse.index import SparseIndex
 from indexing.store.artifact import parse_manifest
-from indexing.store.datastore import SPLITS, Datastore, Split, open_array, shard_name
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.deletions import FILE, REPAIR, read_ranges
 from indexing.store.files import npy_header, read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.store.sharded_array import open_array
 
 _BLOCK_ROWS = 65_536
 _CHECKED_PASSAGES = 32  # of a shard of the sparse index

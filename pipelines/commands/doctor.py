@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from indexing.memory import memory_bytes
+from indexing.memory import usable_memory
 from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
@@ -216,7 +216,7 @@ def check_threads(usable: Collection[str]) -> Finding:
 
 def check_machine() -> list[Finding]:
     """Memory and disk."""
-    memory = memory_bytes()
+    memory = usable_memory()
     free = shutil.disk_usage(".").free
     findings = [Finding("ok", "memory", human_bytes(memory))]
     level: Literal["ok", "warning"] = "ok" if free > 5 * 10**9 else "warning"

@@ -11,7 +11,7 @@ import numpy as np
 from indexing.embedders import EmbedderSettings, TransformerEmbedder
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.neighbors.list_search import ListIndex
-from indexing.store.datastore import ShardedArray
+from indexing.store.sharded_array import ShardedArray
 from indexing.vectors.exact_search import recall, rerank
 from indexing.vectors.product_search import ProductIndex
 from pipelines.gpu_checks.part import Finding, Job, Skipped, require

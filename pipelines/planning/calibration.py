@@ -26,7 +26,7 @@ from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
-from indexing.memory import memory_bytes
+from indexing.memory import usable_memory
 from indexing.neighbors.search_cost import Method
 from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
@@ -155,7 +155,7 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
             observations = [_embedded_with(transformer, each) for each in observations]
         return Calibration(
             machine=f"{_processor()}, {os.cpu_count()} cores",
-            memory_bytes=memory_bytes(),
+            memory_bytes=usable_memory(),
             peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             observations=tuple(observations),
             token_bytes=bench.token_bytes,

@@ -9,7 +9,8 @@ import numpy as np
 from indexing import embedders
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import SPLITS, Datastore, open_array, shard_name
+from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor

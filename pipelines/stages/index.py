@@ -9,8 +9,9 @@ from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
-from indexing.store.datastore import Datastore, Split, open_array, shard_name
+from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.remote import present
+from indexing.store.sharded_array import open_array
 from indexing.vectors.floats import to_float32
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor

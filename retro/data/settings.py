@@ -31,10 +31,10 @@ class DataSettings:
     of it. The next stored neighbors replace them. 1 = skip none."""
     seed: int = 0
     """Seed of the order of sequences, of random neighbors, and of the draws for `data.retrieval_dropout`."""
-    reading: Reading = "auto"
+    reading: Reading = "mmap"
     """How files are read; batches do not depend on it. `mmap` maps files into memory, and fetches those of a URL to the local
-    cache first. `pread` reads only the bytes that are needed: for datastores larger than memory and network file systems; from a
-    URL by range requests. `auto`: `pread` if tokens and neighbors take more than half of the memory, else `mmap`, as from a URL."""
+    cache first. `pread` requests all bytes of a batch at once: for network file systems and datastores larger than memory; from a
+    URL by range requests."""
     materialized: bool = False
     """Read the copies of neighbors that the stage `materialize` has written next to each chunk; others from their own place."""
 

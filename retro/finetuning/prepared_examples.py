@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from indexing.store.artifact import read_manifest
-from indexing.store.datastore import ShardedArray, open_array, shard_name
+from indexing.store.datastore import shard_name
 from indexing.store.files import read_json
+from indexing.store.sharded_array import ShardedArray, open_array
 from retro.finetuning.prepare import SHARDS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from indexing.memory import memory_bytes
+from indexing.memory import usable_memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -27,8 +27,8 @@ def test_the_lowest_limit_counts(tmp_path: Path, membership: str, limits: dict[s
     for name, text in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert memory_bytes(tmp_path / "membership", tmp_path) == expected
+    assert usable_memory(tmp_path / "membership", tmp_path) == expected
 
 
 def test_a_machine_without_control_groups_has_its_memory(tmp_path: Path) -> None:
-    assert memory_bytes(tmp_path / "none", tmp_path) == MACHINE
+    assert usable_memory(tmp_path / "none", tmp_path) == MACHINE

@@ -6,8 +6,8 @@ import torch
 
 from indexing.index.build import IndexSettings, add_shard, choose_key, train, tune
 from indexing.index.sharded import ShardedIndex
-from indexing.store.datastore import ShardedArray
 from indexing.store.errors import InputError
+from indexing.store.sharded_array import ShardedArray
 from indexing.vectors.exact_search import exact_search, order_by_distance, recall, rerank
 
 D = 32

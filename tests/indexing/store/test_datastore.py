@@ -1,41 +1,12 @@
-"""Reads across shards equal reads of the whole array, and continuations stay within their document."""
+"""Continuations stay within their document, and other folders are refused."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.store.datastore import Datastore, ShardedArray
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardedArray, np.ndarray]:
-    folder, rows = tmp_path_factory.mktemp("sharded"), [3, 0, 5, 1]
-    whole = np.arange(18).reshape(9, 2)
-    for number, part in enumerate(np.split(whole, np.cumsum(rows)[:-1])):
-        np.save(folder / f"{number}.npy", part)
-    return ShardedArray([folder / f"{number}.npy" for number in range(4)], rows), whole
-
-
-@given(ids=st.lists(st.integers(0, 8), max_size=20))
-def test_gather_equals_indexing_the_whole(sharded, ids: list[int]) -> None:
-    array, whole = sharded
-    assert np.array_equal(array.gather(np.array(ids, dtype=np.int64)), whole[ids].reshape(-1, 2))
-
-
-@given(bounds=st.tuples(st.integers(0, 9), st.integers(0, 9)))
-def test_read_equals_slicing_the_whole(sharded, bounds: tuple[int, int]) -> None:
-    array, whole = sharded
-    start, stop = sorted(bounds)
-    assert np.array_equal(array.read(start, stop), whole[start:stop])
-
-
-def test_truncated_shard_is_named(tmp_path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(100))
-    (tmp_path / "x.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:200])
-    with pytest.raises(InputError, match=r"x\.npy"):
-        ShardedArray([tmp_path / "x.npy"], [100]).shard(0)
 
 
 @settings(deadline=None, max_examples=50)

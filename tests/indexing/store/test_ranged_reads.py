@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.store import ranged_reads
-from indexing.store.datastore import Datastore, ShardedArray
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.ranged_reads import Header, RangedArray
+from indexing.store.sharded_array import ShardedArray
 
 ROWS = [40, 0, 1, 59]
 WHOLE = np.random.default_rng(0).integers(0, 60_000, (100, 3)).astype(np.uint16)
@@ -83,12 +83,6 @@ def test_a_batch_of_reads_is_announced_before_the_first(files, monkeypatch) -> N
     kinds, places = [kind for kind, *_ in calls], [place for _, *place in calls]
     assert kinds == ["announced"] * 4 + ["read"] * 4
     assert places[:4] == places[4:]
-
-
-@pytest.mark.parametrize(("memory", "reading"), [(10**12, "mmap"), (1000, "pread")])
-def test_files_of_more_than_half_of_the_memory_are_not_mapped(tiny_datastore, monkeypatch, memory, reading) -> None:
-    monkeypatch.setattr(ranged_reads, "memory_bytes", lambda: memory)
-    assert Datastore.open(tiny_datastore.folder, "auto").reading == reading
 
 
 def test_ranged_reads_do_not_map_files_into_memory(files: list[Path]) -> None:

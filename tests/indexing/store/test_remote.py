@@ -10,8 +10,9 @@ import pytest
 
 from indexing.store import remote
 from indexing.store.artifact import MANIFEST, Recipe, create, is_finished, read_manifest, remove
-from indexing.store.datastore import Datastore, ShardedArray, write_datastore_manifest
+from indexing.store.datastore import Datastore, write_datastore_manifest
 from indexing.store.errors import InputError
+from indexing.store.sharded_array import ShardedArray
 
 ROWS = np.arange(4000, dtype=np.uint16).reshape(1000, 4)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from indexing.store.datastore import ShardedArray
+from indexing.store.sharded_array import ShardedArray
 from indexing.vectors.exact_search import exact_search, recall, rerank
 from indexing.vectors.product_search import ProductIndex
 from tests.indexing.vectors.vector_files import stored

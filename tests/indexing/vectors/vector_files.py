@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.store.datastore import ShardedArray
+from indexing.store.sharded_array import ShardedArray
 
 
 def stored(folder: Path, vectors: np.ndarray, files: int = 3) -> ShardedArray:

@@ -1,0 +1,103 @@
+"""Several `.npy` files read as one array, from memory maps or by ranges of bytes."""
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from indexing.memory import usable_memory
+from indexing.store import remote
+from indexing.store.errors import InputError
+from indexing.store.files import DAMAGED_ARRAY
+from indexing.store.ranged_reads import RangedArray, Reading, check_rows
+
+
+def open_array(path: Path) -> np.ndarray:
+    """Memory-map a `.npy` file; a file at a URL is fetched first.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    path = remote.present(path)
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, *DAMAGED_ARRAY) as error:
+        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
+    return array
+
+
+class ShardedArray:
+    """Rows of several `.npy` files read as one array. Files are opened on first use.
+
+    Args:
+        paths: the files, in order.
+        rows: rows in each file.
+        reading: read rows from memory maps or by ranges of bytes.
+    """
+
+    def __init__(self, paths: Sequence[Path], rows: Sequence[int], reading: Reading = "mmap") -> None:
+        self.paths = list(paths)
+        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        self._open: dict[int, np.ndarray] = {}
+        self._open_scattered: dict[int, np.ndarray] = {}
+        self.reading = reading
+        self._ranged = RangedArray(self.paths, self.starts)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def shard(self, shard: int) -> np.ndarray:
+        """Memory-map the array of one shard, regardless of `reading`. A file at a URL is fetched whole.
+
+        Raises:
+            InputError: the file is missing or does not have as many rows as in the manifest.
+        """
+        if shard not in self._open:
+            rows = int(self.starts[shard + 1] - self.starts[shard])
+            array = open_array(self.paths[shard])
+            check_rows(self.paths[shard], len(array), rows)
+            self._open[shard] = array
+        return self._open[shard]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row, from the header of the first file. From a URL, only the header is read."""
+        return self._ranged.headers([0])[0].row_shape
+
+    def gather(self, ids: np.ndarray) -> np.ndarray:
+        """Rows by id, in the order of `ids`: ids [n] int64 → [n, …]."""
+        if self.reading == "pread":
+            return self._ranged.gather(ids)
+        shards = np.searchsorted(self.starts, ids, side="right") - 1
+        present = np.unique(shards)
+        if len(present) == 1:
+            return self._scattered(int(present[0]))[ids - self.starts[present[0]]]
+        first = self._scattered(int(present[0]) if len(present) else 0)
+        out = np.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
+        for shard in present:
+            rows = np.flatnonzero(shards == shard)
+            out[rows] = self._scattered(int(shard))[ids[rows] - self.starts[shard]]
+        return out
+
+    def _scattered(self, shard: int) -> np.ndarray:
+        """A map of one shard for rows anywhere in it.
+
+        If the array does not fit into half of the memory, this is another map than for reading in sequence: the kernel reads
+        nothing around a missing page, which would mostly be pages that nobody needs, in place of others that somebody does.
+        """
+        array = self.shard(shard)
+        if len(self) * array[:1].nbytes <= usable_memory() / 2:
+            return array
+        if shard not in self._open_scattered:
+            again = np.load(remote.present(self.paths[shard]), mmap_mode="r", allow_pickle=False)
+            again._mmap.madvise(mmap.MADV_RANDOM)
+            self._open_scattered[shard] = again
+        return self._open_scattered[shard]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop): a view if they are in one memory-mapped shard, else a copy."""
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
+            return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
+        return self.gather(np.arange(start, stop, dtype=np.int64))
