@@ -88,7 +88,7 @@ class ProductIndex:
                 def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
                     block = slice(first, first + rows)
                     own = None if ranges is None else ranges[block] - start
-                    found, places = _best_of(points[block], columns, self._tile(real), real, k, own)
+                    found, places = _best_of(points[block], columns, self._tile(real), real, scores[block], own)
                     joined = torch.cat((scores[block], found), dim=1)
                     scores[block], order = joined.topk(k, dim=1)
                     ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
@@ -122,12 +122,24 @@ class ProductIndex:
 
 
 def _best_of(
-    points: "Tensor", columns: "Tensor", tile: int, real: int, k: int, own: "Tensor | None"
+    points: "Tensor", columns: "Tensor", tile: int, real: int, known: "Tensor", own: "Tensor | None"
 ) -> tuple["Tensor", "Tensor"]:
-    """The best k: scores [q, k] float32 and positions [q, k] in `columns`, greatest first; -inf where there are fewer."""
+    """The best k of some chunks that are better than the worst score of a query so far.
+
+    Args:
+        points: [q, d] queries.
+        columns: [c, d] chunks, whole tiles.
+        tile: chunks multiplied at a time.
+        real: chunks that are not padding.
+        known: [q, k] float32, the best scores so far, greatest first.
+        own: [q, 2] first and stop of chunks that a query must not find.
+
+    Returns:
+        scores [q, c] float32 and positions [q, c] in `columns`, c <= k, greatest first; -inf where there are fewer.
+    """
     import torch
 
-    fan = _FANS[0]
+    fan, k = _FANS[0], known.shape[1]
     shared = [] if own is None else _runs(own)
     levels = [points.new_empty((len(points), len(columns) // fan))]
     for start in range(0, len(columns), tile):
@@ -138,19 +150,26 @@ def _best_of(
             if stop > start and first < start + tile:
                 products[rows, max(0, first - start) : stop - start] = -torch.inf
         # Members of a group are tile / fan apart, so that maxima are taken of whole rows, which is fast.
-        levels[0][:, start // fan : (start + tile) // fan] = products.unflatten(1, (fan, -1)).amax(1)
+        while products.shape[1] > tile // fan:
+            products = torch.maximum(*products.chunk(2, dim=1))
+        levels[0][:, start // fan : (start + tile) // fan] = products
     for wider in _FANS[1:]:
         levels.append(levels[-1].unflatten(1, (wider, -1)).amax(1))
     groups = levels[-1].topk(min(k, levels[-1].shape[1]), dim=1).indices
     for level in reversed(levels[:-1]):
         stride = level.shape[1] // _FANS[1]
         members = (groups[:, :, None] + stride * torch.arange(_FANS[1], device=groups.device)).flatten(1)
-        chosen = level.gather(1, members).topk(min(k, members.shape[1]), dim=1).indices
+        best, chosen = level.gather(1, members).topk(min(k, members.shape[1]), dim=1)
         groups = members.gather(1, chosen)
     heads = groups // (tile // fan) * tile + groups % (tile // fan)
     places = (heads[:, :, None] + tile // fan * torch.arange(fan, device=groups.device)).flatten(1)  # [q, 4 k]
-    scores = torch.bmm(columns[places], points[:, :, None])[:, :, 0].float()
-    scores.masked_fill_(places >= real, -torch.inf)
+    # Few groups of the later chunks can still add to the best k, and reading single chunks is slow.
+    asking, slots = (best > known[:, -1:].to(best)).nonzero(as_tuple=True)  # [n]
+    members = columns.index_select(0, places.view(*best.shape, fan)[asking, slots].flatten())
+    scores = torch.full((*best.shape, fan), -torch.inf, device=best.device)
+    products = torch.bmm(members.view(len(asking), fan, -1), points.index_select(0, asking)[:, :, None])[:, :, 0]
+    scores[asking, slots] = products.float()
+    scores = scores.flatten(1).masked_fill_(places >= real, -torch.inf)
     if own is not None:
         own = own.to(places.device)
         scores.masked_fill_((places >= own[:, :1]) & (places < own[:, 1:]), -torch.inf)
