@@ -18,6 +18,7 @@ from indexing import device as devices
 from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, LoadedLists, best_of, greatest, rounded
+from indexing.neighbors.list_pruning import improve
 from indexing.store.datastore import shard_name
 from indexing.store.files import read_json
 from indexing.store.remote import present
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 _PRODUCTS = {"cpu": 2**26, "cuda": 2**30}  # products per thread at a time
 _ROWS = 16_384  # queries at a time, at most
 _ENTRIES = 2**20  # entries per thread at a time, about 100 bytes each
+_NEAREST = 8  # lists whose products are all kept, for the first candidates
+_PAIRS = 2**23  # (query, list) pairs per thread at a time
+
+
+def waves(nprobe: int) -> list[int]:
+    """Lists that a query visits at a time: the nearest first, then seven times as many as it has visited."""
+    found = [nprobe if nprobe <= 4 * _NEAREST else _NEAREST]
+    while (visited := sum(found)) < nprobe:
+        found.append(min(7 * visited, nprobe - visited))
+    return found
 
 
 def rows_at_a_time(products: float, entries: float, kind: str) -> float:
@@ -134,12 +145,17 @@ class ListIndex:
 
                 def look(start: int, part: LoadedLists = part, step: int = step) -> None:
                     probes = self._probe(probing[start : start + step], nprobe)
-                    for first, stop in self._fitting(probes, part):
+                    nearest, *further = probes.split(waves(nprobe), dim=1)
+                    for first, stop in self._fitting(nearest, part):
                         block = slice(start + first, start + stop)
                         own_block = None if own is None else own[:, block]
-                        found, known = best_of(points[block], probes[first:stop], part, k, own_block)
+                        found, known = best_of(points[block], nearest[first:stop], part, k, own_block)
                         joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
                         scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
+                    block = slice(start, start + len(probes))
+                    own_block = None if own is None else own[:, block]
+                    for wave in further:
+                        improve(points[block], wave, part, scores[block], ids[block], own_block)
 
                 run(look, range(0, len(queries), step))
         return (ids + self.first).masked_fill_(scores == -torch.inf, -1).numpy()
@@ -153,9 +169,10 @@ class ListIndex:
 
     def _rows(self, part: LoadedLists, queries: int, nprobe: int) -> int:
         """Queries per block. The number of blocks is even and does not depend on the number of threads."""
-        share = nprobe / self.max_nprobe
-        products, entries = share * len(part.ids), max(nprobe, share * int(part.entries.sum()))
-        most = rows_at_a_time(products, entries, self.device.partition(":")[0])
+        nearest = waves(nprobe)[0]
+        share = nearest / self.max_nprobe
+        products, entries = share * len(part.ids), max(nearest, share * int(part.entries.sum()))
+        most = min(rows_at_a_time(products, entries, self.device.partition(":")[0]), max(16, _PAIRS / nprobe))
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
 
     def _fitting(self, probes: "Tensor", part: LoadedLists) -> Iterator[tuple[int, int]]:
@@ -170,12 +187,17 @@ class ListIndex:
         yield from zip([0, *stops[:-1]], stops, strict=True)
 
     def _probe(self, points: "Tensor", nprobe: int) -> "Tensor":
-        """Choose the lists that queries [q, d] visit: [q, nprobe] int64, unordered."""
+        """Choose the lists that queries [q, d] visit: [q, nprobe] int64, the nearest wave first."""
         import torch
 
-        rows = min(CHOSEN, max(16, TABLE // self.max_nprobe))
-        near = (torch.addmm(self._offsets, some, self._centroids.T) for some in points.split(rows))
-        return torch.cat([greatest(products, nprobe) for products in near])
+        rows, found = min(CHOSEN, max(16, TABLE // self.max_nprobe)), []
+        for some in points.split(rows):
+            products = torch.addmm(self._offsets, some, self._centroids.T)
+            near = greatest(products, nprobe)
+            if nprobe > waves(nprobe)[0]:
+                near = near.gather(1, products.gather(1, near).argsort(dim=1, descending=True))
+            found.append(near)
+        return torch.cat(found)
 
     def _parts(self) -> Iterator[LoadedLists]:
         """Yield all lists, as many at a time as memory holds. If all fit, they stay loaded."""

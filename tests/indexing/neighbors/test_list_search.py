@@ -9,7 +9,7 @@ import torch
 
 from indexing.index.build import tune_lists
 from indexing.index.faiss_files import lists_of, write_index
-from indexing.neighbors import list_search
+from indexing.neighbors import list_pruning, list_search
 from indexing.neighbors.list_search import ListIndex
 from indexing.store.datastore import shard_name
 from indexing.store.files import write_json
@@ -18,6 +18,15 @@ from indexing.vectors.exact_search import exact_search, recall, rerank
 from tests.indexing.vectors.vector_files import stored
 
 D, LISTS = 32, 16
+
+
+@pytest.fixture(autouse=True, params=[(8, 2**22, 256), (1, 50, 3)], ids=["one-wave", "waves"])
+def waves(request, monkeypatch) -> None:
+    """All lists at a time; or the nearest first, with few better chunks of the others collected and merged at a time."""
+    nearest, found, window = request.param
+    monkeypatch.setattr(list_search, "_NEAREST", nearest)
+    monkeypatch.setattr(list_pruning, "_FOUND", found)
+    monkeypatch.setattr(list_pruning, "_WINDOW", window)
 
 
 @pytest.fixture
@@ -96,6 +105,13 @@ def test_search_of_all_lists_is_exhaustive_and_excludes_the_own_document(tmp_pat
     assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
 
 
+@pytest.mark.parametrize(("nprobe", "expected"), [(1, [1]), (32, [32]), (48, [8, 40]), (1000, [8, 56, 448, 488])])
+def test_waves_of_lists_grow_and_sum_up_to_nprobe(monkeypatch, nprobe: int, expected: list[int]) -> None:
+    monkeypatch.setattr(list_search, "_NEAREST", 8)
+    assert list_search.waves(nprobe) == expected
+    assert sum(expected) == nprobe
+
+
 @pytest.mark.parametrize("embeddings", [40], indirect=True)
 def test_missing_neighbors_are_minus_one(tmp_path, embeddings: ShardedArray) -> None:
     written(tmp_path / "index", embeddings, nprobe=LISTS)
@@ -137,13 +153,15 @@ def test_queries_of_long_lists_are_searched_in_small_groups(tmp_path, embeddings
     index = ListIndex(trained, LISTS, embeddings, lists, device="cpu")
     whole, held = index.search(queries, 16), []
     monkeypatch.setattr(list_search, "_PRODUCTS", {"cpu": 200_000})
+    monkeypatch.setattr(list_pruning, "_PRODUCTS", 200_000)
     best_of = list_search.best_of
     monkeypatch.setattr(
         list_search, "best_of", lambda points, *rest: (held.append(len(points)), best_of(points, *rest))[1]
     )
     parts = index.search(queries, 16)
     assert sum(held) == len(queries)
-    assert max(held) * len(embeddings) < 3 * 200_000
+    if len(list_search.waves(LISTS)) == 1:
+        assert max(held) * len(embeddings) < 3 * 200_000
     assert np.mean([len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]) > 15.5
 
 
