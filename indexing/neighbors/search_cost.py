@@ -10,7 +10,7 @@ from typing import Literal
 
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.list_search import rows_at_a_time
+from indexing.neighbors.list_search import rows_at_a_time, waves
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Split
 from indexing.store.files import read_json
@@ -29,6 +29,7 @@ _QUERY = 3e-5  # seconds per query for its distance tables
 _RERANK = 1.2e-9  # seconds per component of a re-ranked candidate
 _LISTED = {"bfloat16": 2e11, "float32": 5e10, "cuda": 5e13}  # operations per second in products with lists
 _LIST = 5.5e-5  # seconds per list and block of queries, even for few queries
+_VISIT = 4e-7  # seconds per query for each list after the first wave
 _ENTRY = {"bfloat16": 1.2e-7, "float32": 1.2e-7, "cuda": 5e-9}  # seconds per query for 40 chunks of a list
 _CHOICE = {"bfloat16": 2.2e-5, "float32": 2.2e-5, "cuda": 1e-6}  # seconds per query for choosing lists and candidates
 _READ = 5e8  # bytes per second of one core, if embeddings exceed memory and each block of queries reads them again
@@ -118,9 +119,12 @@ def seconds_by_lists(searched: SearchSize, hardware: Hardware) -> float:
     centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
     compared = searched.list_nprobe / searched.nlist * searched.num_vectors
     products = 2 * compared * searched.dimension / _LISTED[hardware]
-    entries = max(searched.list_nprobe, compared / 40)
-    together = rows_at_a_time(max(1.0, compared), entries, "cuda" if hardware == "cuda" else "cpu")
+    nearest = waves(searched.list_nprobe)[0]
+    first = nearest / searched.nlist * searched.num_vectors
+    entries = max(nearest, first / 40)
+    together = rows_at_a_time(max(1.0, first), entries, "cuda" if hardware == "cuda" else "cpu")
     visits = searched.nlist / together * _LIST + entries * _ENTRY[hardware] + _CHOICE[hardware]
+    visits += (searched.list_nprobe - nearest) * _VISIT
     reading = _reading(2 * searched.num_vectors * searched.dimension)
     return centroids + products + visits + reading + searched.precise_candidates * searched.dimension * _RERANK
 
