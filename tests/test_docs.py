@@ -170,7 +170,7 @@ def test_every_command_has_a_verb_and_options_that_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name)
 def test_every_option_of_a_benchmark_exists(path: Path) -> None:
-    pattern = r"(benchmarks[./](?:speed|quality)[./][a-z_]+)(?:\.py)?([^`\n#]*)"
+    pattern = r"(benchmarks[./](?:speed|quality)[./][a-z0-9_]+)(?:\.py)?([^`\n#]*)"
     for module, words in re.findall(pattern, path.read_text()):
         file = (ROOT / module.replace(".", "/")).with_suffix(".py")
         known = file.read_text() + (ROOT / "benchmarks" / "common.py").read_text()
@@ -194,7 +194,7 @@ def test_every_option_in_the_text_exists(path: Path) -> None:
 def test_every_command_of_a_benchmark_has_options_that_exist(path: Path) -> None:
     lines = ["".join(code_blocks(path, "", "bash", "sh")), *re.findall(r"`([^`\n]+)`", prose(path))]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        if found := re.search(r"benchmarks[./](\w+)[./]([a-z_]+)(?:\.py)? (.*)", line):
+        if found := re.search(r"benchmarks[./](\w+)[./]([a-z0-9_]+)(?:\.py)? (.*)", line):
             for option in options(found[3].split()):
                 assert option in BENCHMARK_OPTIONS[f"{found[1]}.{found[2]}"] | {"help"}, line
 
