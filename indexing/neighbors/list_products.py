@@ -152,7 +152,7 @@ def sorted_places(lists: "Tensor") -> "Tensor":
     import torch
 
     if lists.device.type == "cpu" and (not len(lists) or int(lists.max()) < 2**16):
-        return torch.from_numpy(lists.numpy().astype(np.uint16).argsort(kind="stable"))  # radix sort, ten times as fast
+        return torch.from_numpy(lists.numpy().astype(np.uint16).argsort(kind="stable"))  # radix sort
     return lists.argsort(stable=True)
 
 
