@@ -35,9 +35,12 @@ _NEAREST = 8  # lists whose products are all kept, for the first candidates
 _PAIRS = 2**23  # (query, list) pairs per thread at a time
 
 
-def waves(nprobe: int) -> list[int]:
-    """Lists that a query visits at a time: the nearest first, then seven times as many as it has visited."""
-    found = [nprobe if nprobe <= 4 * _NEAREST else _NEAREST]
+def waves(nprobe: int, kind: str = "cpu") -> list[int]:
+    """Lists that a query visits at a time on a kind of device: the nearest first, then seven times as many as it has visited.
+
+    A GPU visits all at a time, because it would wait for the number of better chunks in every list.
+    """
+    found = [nprobe if nprobe <= 4 * _NEAREST or kind != "cpu" else _NEAREST]
     while (visited := sum(found)) < nprobe:
         found.append(min(7 * visited, nprobe - visited))
     return found
@@ -145,7 +148,7 @@ class ListIndex:
 
                 def look(start: int, part: LoadedLists = part, step: int = step) -> None:
                     probes = self._probe(probing[start : start + step], nprobe)
-                    nearest, *further = probes.split(waves(nprobe), dim=1)
+                    nearest, *further = probes.split(self._waves(nprobe), dim=1)
                     for first, stop in self._fitting(nearest, part):
                         block = slice(start + first, start + stop)
                         own_block = None if own is None else own[:, block]
@@ -169,11 +172,14 @@ class ListIndex:
 
     def _rows(self, part: LoadedLists, queries: int, nprobe: int) -> int:
         """Queries per block. The number of blocks is even and does not depend on the number of threads."""
-        nearest = waves(nprobe)[0]
+        nearest = self._waves(nprobe)[0]
         share = nearest / self.max_nprobe
         products, entries = share * len(part.ids), max(nearest, share * int(part.entries.sum()))
         most = min(rows_at_a_time(products, entries, self.device.partition(":")[0]), max(16, _PAIRS / nprobe))
         return max(1, math.ceil(queries / (2 * math.ceil(queries / most / 2))))
+
+    def _waves(self, nprobe: int) -> list[int]:
+        return waves(nprobe, self.device.partition(":")[0])
 
     def _fitting(self, probes: "Tensor", part: LoadedLists) -> Iterator[tuple[int, int]]:
         """Split queries, which visit `probes` [q, p], so that their products fit: lists trained on other text can be long."""
@@ -194,7 +200,7 @@ class ListIndex:
         for some in points.split(rows):
             products = torch.addmm(self._offsets, some, self._centroids.T)
             near = greatest(products, nprobe)
-            if nprobe > waves(nprobe)[0]:
+            if nprobe > self._waves(nprobe)[0]:
                 near = near.gather(1, products.gather(1, near).argsort(dim=1, descending=True))
             found.append(near)
         return torch.cat(found)

@@ -119,10 +119,11 @@ def seconds_by_lists(searched: SearchSize, hardware: Hardware) -> float:
     centroids = 2 * searched.nlist * searched.dimension / _PRODUCTS[hardware]
     compared = searched.list_nprobe / searched.nlist * searched.num_vectors
     products = 2 * compared * searched.dimension / _LISTED[hardware]
-    nearest = waves(searched.list_nprobe)[0]
+    kind = "cuda" if hardware == "cuda" else "cpu"
+    nearest = waves(searched.list_nprobe, kind)[0]
     first = nearest / searched.nlist * searched.num_vectors
     entries = max(nearest, first / 40)
-    together = rows_at_a_time(max(1.0, first), entries, "cuda" if hardware == "cuda" else "cpu")
+    together = rows_at_a_time(max(1.0, first), entries, kind)
     visits = searched.nlist / together * _LIST + entries * _ENTRY[hardware] + _CHOICE[hardware]
     visits += (searched.list_nprobe - nearest) * _VISIT
     reading = _reading(2 * searched.num_vectors * searched.dimension)

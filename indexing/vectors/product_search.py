@@ -163,18 +163,32 @@ def _best_of(
         groups = members.gather(1, chosen)
     heads = groups // (tile // fan) * tile + groups % (tile // fan)
     places = (heads[:, :, None] + tile // fan * torch.arange(fan, device=groups.device)).flatten(1)  # [q, 4 k]
-    # Few groups of the later chunks can still add to the best k, and reading single chunks is slow.
-    asking, slots = (best > known[:, -1:].to(best)).nonzero(as_tuple=True)  # [n]
-    members = columns.index_select(0, places.view(*best.shape, fan)[asking, slots].flatten())
-    scores = torch.full((*best.shape, fan), -torch.inf, device=best.device)
-    products = torch.bmm(members.view(len(asking), fan, -1), points.index_select(0, asking)[:, :, None])[:, :, 0]
-    scores[asking, slots] = products.float()
-    scores = scores.flatten(1).masked_fill_(places >= real, -torch.inf)
+    scores = _scores(points, columns, places, best > known[:, -1:].to(best))
+    scores.masked_fill_(places >= real, -torch.inf)
     if own is not None:
         own = own.to(places.device)
         scores.masked_fill_((places >= own[:, :1]) & (places < own[:, 1:]), -torch.inf)
     scores, order = scores.topk(min(k, places.shape[1]), dim=1)
     return scores.cpu(), places.gather(1, order).cpu()
+
+
+def _scores(points: "Tensor", columns: "Tensor", places: "Tensor", better: "Tensor") -> "Tensor":
+    """Products of queries [q, d] with single chunks, `places` [q, g · members] in `columns`: [q, g · members] float32.
+
+    On a CPU -inf for groups that are not `better` [q, g]: few groups of the later chunks are, and reading single chunks is slow.
+    A GPU would wait for shapes that depend on values.
+    """
+    import torch
+
+    if not places.is_cpu:
+        members = columns.index_select(0, places.flatten()).view(*places.shape, -1)
+        return torch.bmm(members, points[:, :, None])[:, :, 0].float()
+    queries, groups = better.nonzero(as_tuple=True)  # [n]
+    grouped = places.view(*better.shape, -1)
+    members = columns.index_select(0, grouped[queries, groups].flatten()).view(len(queries), grouped.shape[2], -1)
+    scores = torch.full(grouped.shape, -torch.inf)
+    scores[queries, groups] = torch.bmm(members, points.index_select(0, queries)[:, :, None])[:, :, 0].float()
+    return scores.flatten(1)
 
 
 def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:

@@ -76,7 +76,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(str(_ROOT)) and file != __file__
+    return file.startswith(str(_ROOT)) and "site-packages" not in file and file != __file__
 
 
 def _device_for_c(args: Any) -> torch.device:
