@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=float, default=24e6)
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--stored", type=int, default=10, help="neighbors stored for each chunk")
-    parser.add_argument("--materialized", type=int, default=2, help="neighbors of which the text is copied")
+    parser.add_argument("--materialized", type=int, default=2, help="neighbors whose text is copied")
     add_minutes(parser)
     options = parser.parse_args()
     limit = budget(options)
