@@ -51,6 +51,11 @@ def rounded(counts: "Tensor") -> "Tensor":
     return -(-counts // steps) * steps
 
 
+def padded(counts: "Tensor") -> "Tensor":
+    """Queries that a list is multiplied with, [n] rounded up."""
+    return rounded(-(-counts // 8)) * 8
+
+
 def greatest(values: "Tensor", k: int) -> "Tensor":
     """Positions of the k greatest values in each row: [n, k], unordered."""
     import torch
@@ -90,7 +95,7 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
     order = sorted_places(lists)
     counts = torch.bincount(lists, minlength=len(part.sizes))
     columns = torch.empty_like(order).scatter_(0, order, _ranks(counts))
-    wide = torch.where(part.sizes > 0, rounded(-(-counts // 8)) * 8, 0)
+    wide = torch.where(part.sizes > 0, padded(counts), 0)
     heights = part.starts.diff()
     at, tops, first = starts_of(heights * wide), starts_of(part.entries * wide), starts_of(wide)
     # The rounded width repeats the first query. Nothing reads these products.
@@ -147,13 +152,13 @@ def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) 
         first = some.stop
 
 
-def sorted_places(lists: "Tensor") -> "Tensor":
-    """The places of lists [n] in ascending order of the list, and of the place: [n] int64."""
+def sorted_places(numbers: "Tensor") -> "Tensor":
+    """The places of numbers [n] in ascending order of the number, and of the place: [n] int64."""
     import torch
 
-    if lists.device.type == "cpu" and (not len(lists) or int(lists.max()) < 2**16):
-        return torch.from_numpy(lists.numpy().astype(np.uint16).argsort(kind="stable"))  # radix sort
-    return lists.argsort(stable=True)
+    if numbers.is_cpu and (not len(numbers) or int(numbers.max()) < 2**16):
+        return torch.from_numpy(numbers.numpy().astype(np.uint16).argsort(kind="stable"))  # radix sort
+    return numbers.argsort(stable=True)
 
 
 def starts_of(counts: "Tensor") -> "Tensor":

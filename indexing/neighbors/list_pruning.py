@@ -9,7 +9,7 @@ products of a list are read once, in the cache, and any number of queries visit 
 
 from typing import TYPE_CHECKING
 
-from indexing.neighbors.list_products import FAN, LoadedLists, sorted_places, starts_of
+from indexing.neighbors.list_products import FAN, LoadedLists, padded, sorted_places, starts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,14 +44,15 @@ def improve(
         for start, height, size, count, row in torch.stack(numbers).T.tolist()
         for first in range(row, row + count, max(8, _PRODUCTS // height))
     ]
-    widest = _wide(max((stop - first for *_, first, stop in tiles), default=0))
-    block = points.new_zeros((widest, points.shape[1]))
-    buffer = points.new_empty(max((height * _wide(stop - first) for _, height, _, first, stop in tiles), default=0))
+    widths = padded(torch.tensor([stop - first for *_, first, stop in tiles], dtype=torch.int64)).tolist()
+    block = points.new_zeros((max(widths, default=0), points.shape[1]))
+    heights = (height for _, height, *_ in tiles)
+    buffer = points.new_empty(max((height * width for height, width in zip(heights, widths, strict=True)), default=0))
     worst = scores[:, -1].to(points).take(asking)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     held = 0
-    for start, height, size, first, stop in tiles:
-        some, limit, width = asking[first:stop], worst[first:stop], _wide(stop - first)
+    for (start, height, size, first, stop), width in zip(tiles, widths, strict=True):
+        some, limit = asking[first:stop], worst[first:stop]
         torch.index_select(points, 0, some, out=block[: stop - first])
         products = buffer[: height * width].view(height, width)
         torch.mm(part.columns[start : start + height], block[:width].T, out=products)
@@ -69,12 +70,6 @@ def improve(
     _merge(found, scores, ids, own)
 
 
-def _wide(count: int) -> int:
-    """Queries multiplied at a time for a list: four values per doubling, because each new shape compiles its products."""
-    step = max(8, 2 ** (count.bit_length() - 3))
-    return -(-count // step) * step
-
-
 def _merge(
     found: list[tuple["Tensor", "Tensor", "Tensor"]], scores: "Tensor", ids: "Tensor", own: "Tensor | None"
 ) -> None:
@@ -88,7 +83,7 @@ def _merge(
     if own is not None:
         allowed = (chunks < own[0].take(queries)) | (chunks >= own[1].take(queries))
         queries, chunks, values = queries[allowed], chunks[allowed], values[allowed]
-    queries, order = queries.sort(stable=True)
+    order = sorted_places(queries)
     chunks, values = chunks.take(order).to(ids.device), values.take(order).float().to(scores.device)
     counts = torch.bincount(queries, minlength=len(scores)).to(scores.device)
     first, k = starts_of(counts)[:-1], scores.shape[1]

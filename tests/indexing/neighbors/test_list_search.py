@@ -158,9 +158,12 @@ def test_queries_of_long_lists_are_searched_in_small_groups(tmp_path, embeddings
     monkeypatch.setattr(
         list_search, "best_of", lambda points, *rest: (held.append(len(points)), best_of(points, *rest))[1]
     )
+    multiply, sizes = torch.mm, []
+    monkeypatch.setattr(torch, "mm", lambda *both, out: (sizes.append(out.numel()), multiply(*both, out=out))[1])
     parts = index.search(queries, 16)
     assert sum(held) == len(queries)
-    if len(list_search.waves(LISTS)) == 1:
+    assert max(sizes) < 3 * 200_000
+    if len(list_search.waves(LISTS)) == 1:  # all lists are visited together, so their products are held together
         assert max(held) * len(embeddings) < 3 * 200_000
     assert np.mean([len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]) > 15.5
 
