@@ -5,19 +5,24 @@
 
 A document belongs to every fraction above its hash, so a larger fraction contains the smaller ones. For each fraction only the
 documents that the previous one lacks are searched, and the results are merged: all fractions together cost one search of the
-largest. Memory does not depend on the size of the datastore: a block of embeddings and the k ids of each held-out chunk.
+largest. Memory does not depend on the size of the datastore: a block of embeddings and the candidates of each held-out chunk.
+With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ordered by shared tokens, like the stored neighbors.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from indexing.embedders import token_weights
 from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of
 from indexing.progress import Advance
+from indexing.shared_tokens import SharedTokens
 from indexing.splitmix64 import mix
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
@@ -34,7 +39,7 @@ class PartialDatastore:
     Attributes:
         fraction: fraction of the documents.
         documents, chunks: numbers of documents and chunks in the fraction.
-        found: [n, k] int64 ids of the retrieval set, nearest first, -1 = missing; for `NeighborUse.found`.
+        found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`.
     """
 
     fraction: float
@@ -53,10 +58,11 @@ def search_fractions(
     device: str = "auto",
     advance: Advance = lambda _: None,
 ) -> Iterator[PartialDatastore]:
-    """Find the nearest chunks in growing fractions of the datastores that an evaluation set retrieves from.
+    """Find the neighbors in growing fractions of the datastores that an evaluation set retrieves from.
 
-    Like the stored neighbors, the results exclude near copies (`neighbors.max_overlap`) and deleted documents. Held-out
-    documents are not in the training split, so a chunk's own document needs no exclusion.
+    Like the stored neighbors, the results exclude near copies (`neighbors.max_overlap`) and deleted documents, and they have the
+    order `neighbors.rerank`. Held-out documents are not in the training split, so a chunk's own document needs no exclusion.
+
     Args:
         evaluation_set: its datastore's embeddings are searched, and those of `neighbors.extra_datastores`.
         num_chunks: n; the first n chunks of the set are the queries.
@@ -70,21 +76,27 @@ def search_fractions(
         one `PartialDatastore` for each fraction, smallest first.
 
     Raises:
-        InputError: the datastore has no embeddings, or a datastore that it retrieves from cannot be opened.
+        InputError: the datastore has no embeddings, a datastore that it retrieves from cannot be opened, or the stored neighbors
+            were found by terms.
     """
-    evaluation_set.datastore.require("embed")
-    retrieval, settings = RetrievalSet.of(evaluation_set.datastore), _search_settings(evaluation_set.datastore, k)
-    ids = np.full((num_chunks, k), -1, dtype=np.int64)
-    distances = np.full((num_chunks, k), np.inf, dtype=np.float32)
+    datastore, split = evaluation_set.datastore, evaluation_set.split
+    datastore.require("embed")
+    retrieval, settings = RetrievalSet.of(datastore), _search_settings(datastore, k)
+    order = None
+    if settings.rerank == "tokens":
+        order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
+    ids = np.full((num_chunks, settings.kept), -1, dtype=np.int64)
+    distances = np.full((num_chunks, settings.kept), np.inf, dtype=np.float32)
     documents = chunks = 0
     edges = sorted(set(fractions))
     for low, high in zip([0.0, *edges], edges, strict=False):
         for number, train in enumerate(retrieval.splits):
             for part, begun in _parts(train, number, low, high, seed):
-                _search_part(evaluation_set.split, train, number, part, settings, device, ids, distances)
+                _search_part(split, train, number, part, settings, device, ids, distances)
                 documents, chunks = documents + begun, chunks + len(part)
                 advance(len(part))
-        yield PartialDatastore(high, documents, chunks, ids.copy())
+        best = ids if order is None else order.best(split.tokens.read(0, num_chunks), ids, distances, k)[0]
+        yield PartialDatastore(high, documents, chunks, best[:, :k].copy())
 
 
 def points_of(documents: np.ndarray, number: int, seed: int) -> np.ndarray:
@@ -95,10 +107,19 @@ def points_of(documents: np.ndarray, number: int, seed: int) -> np.ndarray:
 
 def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
-    max_overlap = 1.0
+    stored: dict[str, Any] = {}
     if datastore.has("neighbors"):
-        recipe = read_manifest(datastore.folder / "neighbors" / shard_name(0))["recipe"]
-        max_overlap = recipe["settings"].get("neighbors.max_overlap", 1.0)
+        stored = read_manifest(datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
+    retrieval = stored.get("neighbors.retrieval", "dense")
+    if retrieval != "dense":
+        raise InputError(
+            f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with "
+            f"neighbors.retrieval = {retrieval!r}. Fractions are searched by embeddings, so only 'dense' is accepted."
+        )
+    max_overlap = stored.get("neighbors.max_overlap", 1.0)
+    if stored.get("neighbors.rerank") == "tokens":
+        candidates = max(k, stored["neighbors.candidates"])
+        return NeighborSettings(stored=k, candidates=candidates, rerank="tokens", max_overlap=max_overlap)
     return NeighborSettings(stored=k, candidates=4 * k + 16, max_overlap=max_overlap)
 
 
@@ -123,7 +144,7 @@ def _search_part(
     ids: np.ndarray,
     distances: np.ndarray,
 ) -> None:
-    """Merge the nearest chunks of a part into ids [n, k] and distances [n, k], in place."""
+    """Merge the nearest chunks of a part into ids [n, kept] and distances [n, kept], in place."""
     index = ProductIndex(train.embeddings, device, ids=part)
     for start in range(0, len(ids), _BLOCK_QUERIES):
         block = slice(start, min(start + _BLOCK_QUERIES, len(ids)))
@@ -132,4 +153,4 @@ def _search_part(
         queries = to_float32(split.embeddings.read(*bounds))
         near, far, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
         found = [(ids[block], distances[block]), (neighbor_ids(number, near), far)]
-        ids[block], distances[block] = merge_nearest(found, settings.stored)
+        ids[block], distances[block] = merge_nearest(found, settings.kept)

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing import device
+from indexing.neighbors.search import NeighborSettings
 from indexing.overlap import overlap
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
@@ -20,6 +22,7 @@ from retro.evaluation.datastore_fractions import PartialDatastore, points_of, se
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
+from tests.conftest import build_local, tiny_config, write_corpus
 
 FRACTIONS = (0.05, 0.3, 1.0)
 
@@ -106,19 +109,43 @@ def test_deleted_documents_are_in_no_fraction(held_out: EvaluationSet, tmp_path:
     assert all(number % 2 for number in documents_of(part, copy))
 
 
-def test_the_datastores_max_overlap_is_applied(held_out: EvaluationSet, tmp_path: Path) -> None:
-    copy = Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy"))
+def with_setting(held_out: EvaluationSet, folder: Path, key: str, value: object) -> EvaluationSet:
+    """A copy of the datastore whose neighbors were found with another setting."""
+    copy = Datastore.open(shutil.copytree(held_out.datastore.folder, folder))
     path = copy.folder / "neighbors" / "00000" / "manifest.json"
     manifest = read_json(path)
-    manifest["recipe"]["settings"]["neighbors.max_overlap"] = 0.5
+    manifest["recipe"]["settings"][key] = value
     write_checked(path, manifest | {"fingerprint": fingerprint(manifest["recipe"])})
-    (part,) = search_fractions(EvaluationSet("copy", copy), 40, 4, (1.0,))
+    return EvaluationSet("copy", copy)
+
+
+def test_the_datastores_max_overlap_is_applied(held_out: EvaluationSet, tmp_path: Path) -> None:
+    changed = with_setting(held_out, tmp_path / "copy", "neighbors.max_overlap", 0.5)
+    copy = changed.datastore
+    (part,) = search_fractions(changed, 40, 4, (1.0,))
     tokens, lengths = copy.valid.tokens.read(0, 40), copy.valid.lengths.read(0, 40)
     rows, columns = np.nonzero(part.found >= 0)
     ids = part.found[rows, columns]
     assert (
         overlap(tokens[rows], lengths[rows], copy.train.tokens.gather(ids), copy.train.lengths.gather(ids)).max() <= 0.5
     )
+
+
+def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_bfloat16", lambda _: False)  # the same candidates on all processors
+    settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 90)
+    ordered = EvaluationSet("ordered", build_local(tiny_config(tmp_path, corpus, neighbors=settings)))
+    half, whole = search_fractions(ordered, 40, 4, (0.5, 1.0))
+    assert np.array_equal(whole.found, ordered.split.neighbor_ids.read(0, 40)[:, :4])
+    assert (np.diff(distances_of(ordered, whole.found)) < 0).any()
+    assert half.found.shape == whole.found.shape
+
+
+def test_neighbors_found_by_terms_are_refused(held_out: EvaluationSet, tmp_path: Path) -> None:
+    copy = with_setting(held_out, tmp_path / "copy", "neighbors.retrieval", "sparse")
+    with pytest.raises(InputError, match=r"datastore_fractions.*neighbors\.retrieval = 'sparse'"):
+        next(search_fractions(copy, 40, 4, (1.0,)))
 
 
 def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
