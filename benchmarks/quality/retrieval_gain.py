@@ -208,14 +208,18 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
 
 
 def _sizes(options: argparse.Namespace) -> ModelSettings:
-    """Return the preset with an encoder as wide as the decoder, like the smallest model of the paper."""
+    """Return the preset with the layers of cross-attention. Its encoder is as wide as the decoder, like that of the smallest
+    model of the paper, unless --narrow-encoder keeps the preset's."""
     sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length)
+    sizes = updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers)})
+    if options.narrow_encoder:
+        return sizes
     width = {
         "encoder.d_model": sizes.d_model,
         "encoder.num_heads": sizes.attention.num_heads,
         "encoder.head_dim": sizes.attention.head_dim,
     }
-    return updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers), **width})
+    return updated(sizes, width)
 
 
 def main() -> None:
@@ -228,6 +232,7 @@ def main() -> None:
     parser.add_argument("--embedders", nargs="*", default=list(EMBEDDERS), choices=EMBEDDERS, help="of `build`")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--cca-layers", nargs="*", type=int, default=[2, 3, 4])
+    parser.add_argument("--narrow-encoder", action="store_true", help="an encoder half as wide as the decoder")
     parser.add_argument("--k", type=int, default=2)
     parser.add_argument("--rerank", default="embeddings", choices=["embeddings", "tokens"], help="of `build`")
     parser.add_argument("--chunk-length", type=int, default=64, help="must be the same for `build` and `train`")
