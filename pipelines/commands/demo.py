@@ -109,9 +109,6 @@ def demo(options: DemoOptions) -> int:
     table = _results_table(compared)
     echo(f"\n3. {first}\n" + "\n".join([indented(table.text), *(f"   {line}" for line in others)]))
     echo(f"\n4. {compared.passages[0].title}")
-    echo(
-        "   Green: neighbors make the token likelier; red: less likely. [n] ends a run that is copied from neighbor n.\n"
-    )
     print_passage(compared.passages[0])
 
     _write_report(options.output / "report.html", trained, compared, measured)

@@ -22,6 +22,13 @@ _COPIED = 0.5  # share of a token's probability from which it counts as copied
 _SHORTEST = 2  # tokens in a row; single ones are often punctuation
 _BEFORE = 48  # tokens of the text before a passage that are shown
 _AROUND = 60  # characters around a copied run that are shown on the terminal
+_LEGEND = [
+    ("   With neighbors, tokens are ", 0),
+    ("likelier", 2),
+    (" or ", 0),
+    ("less likely", -2),
+    (". [n] ends a run that is copied from neighbor n.\n", 0),
+]
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ def _parts(tokenizer: Tokenizer, tokens: np.ndarray, runs: Sequence[CopiedRun]) 
 
 
 def print_passage(passage: ColoredPassage) -> None:
-    """Print a passage in color, and the part of each neighbor around its longest copied run."""
+    """Print the legend, a passage in color, and the part of each neighbor around its longest copied run."""
+    echo_shaded(_LEGEND)
     pieces: list[tuple[str, int]] = []
     for piece in passage.pieces:
         pieces += [(piece.text, piece.shade), *([(f"[{piece.neighbor}]", 0)] if piece.neighbor else [])]

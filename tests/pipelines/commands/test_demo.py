@@ -194,7 +194,9 @@ VIEW = ColoredPassage(
 
 def test_a_passage_is_printed_with_the_neighbor_that_it_was_copied_from(capsys) -> None:
     print_passage(VIEW)
-    text, source = capsys.readouterr().out.split("   [1]")
+    legend, passage = capsys.readouterr().out.split("\n\n")
+    assert "{+likelier+} or [-less likely-]" in legend
+    text, source = passage.split("   [1]")
     assert text == "   same {+copied\n   <b>+}[1] [-lost-]\n"
     assert source == f" doc.py: …{'x' * 60}{{+copied ⏎ <b>+}} y…\n"
 
