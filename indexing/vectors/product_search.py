@@ -185,7 +185,8 @@ def _scores(points: "Tensor", columns: "Tensor", places: "Tensor", better: "Tens
         return torch.bmm(members, points[:, :, None])[:, :, 0].float()
     queries, groups = better.nonzero(as_tuple=True)  # [n]
     grouped = places.view(*better.shape, -1)
-    members = columns.index_select(0, grouped[queries, groups].flatten()).view(len(queries), grouped.shape[2], -1)
+    better_places = grouped[queries, groups]  # [n, members], n can be 0
+    members = columns.index_select(0, better_places.flatten()).view(*better_places.shape, columns.shape[1])
     scores = torch.full(grouped.shape, -torch.inf)
     scores[queries, groups] = torch.bmm(members, points.index_select(0, queries)[:, :, None])[:, :, 0].float()
     return scores.flatten(1)

@@ -42,6 +42,12 @@ def test_results_of_column_blocks_are_merged(embeddings: ShardedArray, monkeypat
     assert np.mean(same) > 15.5  # except for ties in bfloat16
 
 
+def test_later_blocks_may_hold_nothing_better(embeddings: ShardedArray, monkeypatch) -> None:
+    monkeypatch.setattr("indexing.vectors.product_search._COLUMNS", 2048)
+    query = embeddings.read(0, 1).astype(np.float32)
+    assert ProductIndex(embeddings, "cpu").search(query, 1).tolist() == [[0]]
+
+
 def test_only_the_given_chunks_are_searched_and_found_by_their_ids(embeddings: ShardedArray) -> None:
     queries, chosen = embeddings.read(0, 300).astype(np.float32), np.arange(1, len(embeddings), 3)
     index = ProductIndex(embeddings, "cpu", ids=chosen)
