@@ -12,6 +12,8 @@ A part's header has PyTorch's entry with the offsets of its tensors, so `Hugging
 
 import errno
 import json
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -75,7 +77,9 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, 
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
     except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(file)) from error
+        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors has no attribute with the error's number
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(file)) from error
     file.chmod(permissions)
 
 

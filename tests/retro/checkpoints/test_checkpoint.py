@@ -1,7 +1,9 @@
 """Checkpoints are complete or rejected, and contain no pickle."""
 
+import errno
 import json
 import random
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.files import read_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
@@ -161,6 +164,22 @@ def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Pat
     (tmp_path / "any").touch()
     written = [exported, *checkpoints.open_checkpoint(run).path.iterdir()]
     assert {file.stat().st_mode for file in written} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_full_disk_is_named_with_advice_and_nothing_remains(run: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoints.open_checkpoint(run)
+    tensors = {"model.safetensors": {"a": torch.zeros(100_000)}}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"too large; free some space and .* again.*00000008/model\.safetensors'"
+        ) as raised:
+            checkpoints.write(tmp_path, read_json(checkpoint.path / "state.json"), tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_missing_folder_raises_oserror(tmp_path: Path) -> None:
