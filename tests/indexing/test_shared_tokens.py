@@ -63,13 +63,18 @@ def test_each_neighbor_shares_most_of_what_the_ones_before_lack(ordered: Datasto
         assert near[row].tolist() == [distances[row][ids[row] == each][0] for each in best[row]]
 
 
-def test_weights_are_larger_for_rarer_tokens_and_zero_for_padding(ordered: Datastore) -> None:
+def test_weights_fall_as_tokens_are_in_more_chunks_and_are_zero_for_special_tokens(ordered: Datastore) -> None:
     weights, train = token_weights(ordered.folder / "embedder"), ordered.train
-    chunks = [set(row.tolist()) for row in train.tokens.read(0, train.num_chunks)]
-    counted = np.array([sum(token in chunk for chunk in chunks) for token in range(len(weights))])
-    common, rare = np.argsort(counted)[[-2, len(weights) // 2]]  # padding may be the most common one
-    assert 0 < weights[common] < weights[rare]
-    assert weights[train.pad_id] == 0
+    is_special = np.load(ordered.folder / "embedder" / "is_special.npy")
+    counts = np.zeros(len(weights), dtype=np.int64)
+    for row in train.tokens.read(0, train.num_chunks):
+        counts[np.unique(row)] += 1
+    text = np.flatnonzero(~is_special)
+    rarest_first = text[np.argsort(counts[text], kind="stable")]
+    assert (np.diff(weights[rarest_first]) <= 0).all()
+    assert weights[rarest_first[0]] > weights[rarest_first[-1]] > 0
+    assert is_special[train.pad_id]
+    assert not weights[is_special].any()
 
 
 def test_equal_scores_are_ordered_by_distance_then_id(ordered: Datastore) -> None:
