@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.retrieval_gain build CORPUS... --output FOLDER
     python -m benchmarks.quality.retrieval_gain train --output FOLDER [--models baseline lexical …] [--steps 6000]
-    python -m benchmarks.quality.retrieval_gain train --output FOLDER --models retrofit [--share 0.03]
+    python -m benchmarks.quality.retrieval_gain train --output FOLDER --models retrofit retrofit-both [--share 0.03]
     python -m benchmarks.quality.retrieval_gain score --output FOLDER
     python -m benchmarks.quality.retrieval_gain summary --output FOLDER
 
@@ -16,7 +16,8 @@ is the trained and frozen `baseline` with an encoder and cross-attention that ar
 
 With a copy head: `context` is the baseline that copies from its own context, `copy` the same baseline that copies from its
 neighbors too, `both` a RETRO with cross-attention that copies from both, `both-random` its control, and `decoder-context` its
-decoder, which copies from its own context.
+decoder, which copies from its own context. `retrofit-both` is the trained and frozen `context`, with the neighbors' part of a copy
+head, an encoder and cross-attention.
 All models are scored on the same held-out documents. Leakage is always computed with the lexical neighbors, so that a
 level has the same chunks for all models. Each part resumes if it was stopped.
 
@@ -59,6 +60,8 @@ from retro.tuning.settings import TuningSettings
 
 PLAIN = ("baseline", "decoder", "plain", "context", "decoder-context")
 """Models without retrieval."""
+RETROFITS = {"retrofit": "baseline", "retrofit-both": "context"}
+"""Model → the trained model that it starts from and freezes."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 COPY_HEADS: dict[str, dict[str, Any]] = {
     "context": {"copy_head.context": True},
@@ -66,6 +69,7 @@ COPY_HEADS: dict[str, dict[str, Any]] = {
     "copy": {"copy_head.context": True},
     "both": {"copy_head.context": True, "copy_head.neighbors": True},
     "both-random": {"copy_head.context": True, "copy_head.neighbors": True},
+    "retrofit-both": {"copy_head.context": True},
 }
 # Options with which a model learns to copy early (docs/results/copying.md), and models with some or none of them.
 COPYING = {
@@ -147,13 +151,13 @@ def train(out: Path, options: argparse.Namespace, limit: Budget) -> None:
     if steps:
         limit = Budget(math.inf)  # --steps overrides the time limit
     else:
-        slowest = next((name for name in options.models if name not in (*PLAIN, "retrofit")), options.models[0])
-        shares = [options.share if name == "retrofit" else 1.0 for name in options.models]
+        slowest = next((name for name in options.models if name not in (*PLAIN, *RETROFITS)), options.models[0])
+        shares = [options.share if name in RETROFITS else 1.0 for name in options.models]
         config_of = partial(run_config, out, slowest, options)
         steps = steps_that_fit(seeded(out, options) / "steps", "train", config_of, shares, limit)
     for name in limit.each(options.models, "model"):
         say(name)
-        own = max(1, round(steps * options.share)) if name == "retrofit" else steps
+        own = max(1, round(steps * options.share)) if name in RETROFITS else steps
         retro("train", written(seeded(out, options) / f"run-{name}.toml", run_config(out, name, options, own)))
 
 
@@ -164,19 +168,18 @@ def seeded(out: Path, options: argparse.Namespace) -> Path:
 
 def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) -> Config:
     """Return the config of a model's run."""
-    retrofit = name == "retrofit"
     sizes = updated(_sizes(options), ABLATIONS.get(name, COPYING) | COPY_HEADS.get(name, {}))
-    plain = {
-        "baseline": baseline_of(sizes),
-        "context": baseline_of(sizes),
-        "copy": updated(baseline_of(sizes), {"copy_head.neighbors": True}),
-        "plain": baseline_of(sizes),
-        "decoder": updated(sizes, {"retrieval.cca_layers": ()}),
-        "decoder-context": updated(sizes, {"retrieval.cca_layers": ()}),
+    plain, decoder = baseline_of(sizes), updated(sizes, {"retrieval.cca_layers": ()})
+    copying = updated(plain, {"copy_head.neighbors": True})
+    cross_attention = {"retrieval.cca_layers": sizes.retrieval.cca_layers}
+    models: dict[str, ModelSettings] = {
+        **dict.fromkeys(("baseline", "plain", "context"), plain),
+        **dict.fromkeys(("decoder", "decoder-context"), decoder),
+        "copy": copying,
+        "retrofit": updated(plain, cross_attention),
+        "retrofit-both": updated(copying, cross_attention),
     }
-    model: ModelSettings = plain.get(name, sizes)
-    if retrofit:
-        model = updated(plain["baseline"], {"retrieval.cca_layers": sizes.retrieval.cca_layers})
+    model = models.get(name, sizes)
     source: Literal["random", "nearest"] = "random" if name.endswith("random") else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),
@@ -196,14 +199,14 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
             lr=options.lr,
             seed=options.seed,
             warmup_steps=min(100, steps // 10),
-            init_from=str(seeded(out, options) / "run-baseline") if retrofit else "",
+            init_from=str(seeded(out, options) / f"run-{RETROFITS[name]}") if name in RETROFITS else "",
             num_threads=options.threads,
             compile="yes" if options.compile else "no",
             eval_every=min(500, max(1, steps // 3)),
             eval_tokens=30_000 if options.steps else SHORT_EVALUATION,
             checkpoint_every=500,
         ),
-        tuning=TuningSettings(weights="retrieval" if retrofit else "all"),
+        tuning=TuningSettings(weights="retrieval" if name in RETROFITS else "all"),
     )
 
 
@@ -239,7 +242,7 @@ def main() -> None:
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=0, help="steps of each model; 0: as many as fit into --minutes")
-    parser.add_argument("--share", type=float, default=0.03, help="steps of `retrofit` as a fraction of --steps")
+    parser.add_argument("--share", type=float, default=0.03, help="steps of a RETROfit as a fraction of --steps")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
