@@ -221,6 +221,8 @@ def line_plot(
     log_y: bool = False,
 ) -> str:
     """Plot lines by name as an SVG."""
+    from matplotlib.ticker import MaxNLocator
+
     with _style(title):
         figure, axes = _figure(x_label, y_label, title)
         for number, (name, points) in enumerate(series.items()):
@@ -242,6 +244,9 @@ def line_plot(
             axes.set_xscale("log", base=2)
         if log_y:
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            if high < 10 * low:  # powers of ten would be one label or none
+                axes.yaxis.set_major_locator(MaxNLocator(5))
         return _svg(figure, axes, title)
 
 
