@@ -27,6 +27,7 @@ from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
+from indexing.store.files import read_json, write_checked
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
@@ -173,6 +174,14 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
 def build_local(config: Config, **options) -> Datastore:
     """Build the datastore in this process."""
     return build(config, make_executor(config.executor), **options)
+
+
+def change_tokenizer(datastore: Path) -> None:
+    """Make a copy of a datastore one with another tokenizer of the same size, as its files' checksums tell."""
+    file = datastore / "tokenizer" / "manifest.json"
+    manifest = read_json(file)
+    manifest["files"]["token_bytes.npy"]["checksum"] = "other"
+    write_checked(file, manifest)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

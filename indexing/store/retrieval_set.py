@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
@@ -179,19 +179,20 @@ def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbo
 
 def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
     """Raise InputError, naming the setting `key`, unless two datastores have the same tokenizer."""
-    if tokenizer_identity(datastore) != tokenizer_identity(other):
+    if tokenizer_fingerprint(datastore.folder) != tokenizer_fingerprint(other.folder):
         raise InputError(
             f"{key}: {other.folder} and {datastore.folder} have different tokenizers. Build one of them again with the "
             f"other's: tokenizer.kind = 'sentencepiece' or 'huggingface', tokenizer.path = the model in its folder tokenizer/."
         )
 
 
-def tokenizer_identity(datastore: Datastore) -> dict[str, Any]:
-    """A value that is equal for two datastores with the same tokens, wherever their tokenizers come from."""
-    folder = datastore.folder / "tokenizer"
+def tokenizer_fingerprint(datastore: Path) -> str:
+    """A value that is equal for two datastores (folders) with the same tokens, wherever their tokenizers come from."""
+    folder = datastore / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
     metadata = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
-    return {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"} | metadata
+    files = {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"}
+    return fingerprint(files | metadata)
 
 
 def embedder_identity(datastore: Datastore) -> dict[str, str] | str:

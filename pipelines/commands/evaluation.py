@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.evaluation.settings import PerplexitySettings, QaSettings
 from pipelines.results import ResultOptions
 from retro.evaluation.settings import EvaluationSettings
@@ -89,7 +90,11 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
 
 def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
     for each in sets:
-        checkpoint.check_fits(each.datastore.manifest, f"evaluation set {each.name!r}: {each.datastore.folder}")
+        checkpoint.check_fits(
+            each.datastore.manifest,
+            f"evaluation set {each.name!r}: {each.datastore.folder}",
+            tokenizer=tokenizer_fingerprint(each.datastore.folder),
+        )
 
 
 @dataclass(frozen=True)

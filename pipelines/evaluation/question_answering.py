@@ -13,8 +13,7 @@ import numpy as np
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.remote import url_of
-from indexing.store.retrieval_set import check_tokenizer
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.evaluation.question_answering_modes import ModePrompts, QuestionMode
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import Table
@@ -78,12 +77,12 @@ def open_model(
 
 def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
     again = "Build it with the model's tokenizer and chunk length, or set --k 0 to use passages in the prompt only."
-    checkpoint.check_fits(passages.manifest, f"--passages {passages.folder}", advice=again)
-    if not checkpoint.datastores:
-        return
-    first = Path(checkpoint.folders[0])
-    if url_of(first) or (first / "tokenizer").exists():  # the training datastore may be deleted
-        check_tokenizer(Datastore.open(first), passages, "--passages")
+    checkpoint.check_fits(
+        passages.manifest,
+        f"--passages {passages.folder}",
+        tokenizer=tokenizer_fingerprint(passages.folder),
+        advice=again,
+    )
 
 
 def measure_answers(

@@ -28,7 +28,7 @@ from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, rem
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from retro.checkpoints.tensor_files import fill, index, save_tensors
-from retro.model.datastore_fit import check_fits
+from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
@@ -59,6 +59,7 @@ class Checkpoint:
         settings: the run's settings by section, as JSON.
         datastores: fingerprints of the datastores it was trained on; empty for an imported model.
         num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
+        tokenizer: fingerprint of its tokenizer; empty = unknown, as of an imported model.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
         started_from: fingerprint of the checkpoint of `train.init_from`, or None.
@@ -77,6 +78,7 @@ class Checkpoint:
     settings: dict[str, Any]
     datastores: list[str]
     num_ids: int
+    tokenizer: str
     unlogged: dict[str, Any]
     best: dict[str, Any] | None
     started_from: str | None
@@ -101,9 +103,11 @@ class Checkpoint:
             raise InputError(f"{self.path} was trained on no datastore: name one, built with its tokenizer.")
         return folders
 
-    def check_fits(self, datastore: Mapping[str, Any], source: object, **options: Any) -> None:
-        """As `datastore_fit.check_fits`: the datastore's tokenizer must be the model's; an imported model may have more rows."""
-        check_fits(self.model, datastore, source, num_ids=self.num_ids if self.datastores else 0, **options)
+    def check_fits(self, datastore: Mapping[str, Any], source: object, *, tokenizer: str, advice: str = ADVICE) -> None:
+        """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have more rows."""
+        num_ids = self.num_ids if self.datastores else 0
+        found = {**datastore, "tokenizer": tokenizer}
+        check_fits(self.model, found, source, num_ids=num_ids, tokenizer=self.tokenizer, advice=advice)
 
     def reads(self, num_ids: int) -> bool:
         """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
@@ -270,6 +274,7 @@ def _checkpoint(
         settings=state["settings"],
         datastores=state["datastores"],
         num_ids=state.get("num_ids", state["settings"]["model"]["vocab_size"]),
+        tokenizer=state.get("tokenizer", ""),
         unlogged=state.get("unlogged", {}),
         best=state.get("best"),
         started_from=state.get("started_from"),

@@ -63,7 +63,7 @@ def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence
     settings = {**state["settings"], "data": {**state["settings"]["data"], "datastores": []}}
     settings["model"] = {**settings["model"], "vocab_size": vocab_size}
     made = fingerprint([checkpoint.fingerprint, first_id, cuts])
-    state |= {"fingerprint": made, "settings": settings, "datastores": [], "num_ids": num_ids}
+    state |= {"fingerprint": made, "settings": settings, "datastores": [], "num_ids": num_ids, "tokenizer": ""}
     write_exported(state, tensors, file)
 
 

@@ -29,6 +29,8 @@ def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Te
     state = {key: getattr(checkpoint, key) for key in ("step", "tokens", "settings", "datastores", "fingerprint")}
     if checkpoint.num_ids != checkpoint.model.vocab_size:
         state["num_ids"] = checkpoint.num_ids
+    if checkpoint.tokenizer:
+        state["tokenizer"] = checkpoint.tokenizer
     if checkpoint.started_from:
         state["started_from"] = checkpoint.started_from
     if checkpoint.tuning.adapter == "lora":

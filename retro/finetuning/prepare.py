@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from indexing.retrieval.retriever import Retriever
-from indexing.store.artifact import Recipe, create, fingerprint, is_finished
+from indexing.store.artifact import Recipe, create, is_finished
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, save_array, write_json
-from indexing.store.retrieval_set import tokenizer_identity
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, read_conversations
@@ -114,7 +114,7 @@ def recipe_of(datastores: Sequence[Path], settings: FinetuneSettings, k: int) ->
         InputError: a file of examples, the template or the datastore is missing.
     """
     opened = [Datastore.open(location) for location in datastores]
-    inputs = {"tokenizer": fingerprint(tokenizer_identity(opened[0]))}
+    inputs = {"tokenizer": tokenizer_fingerprint(opened[0].folder)}
     inputs |= {f"datastore {number}": each.fingerprint for number, each in enumerate(opened if k else ())}
     for number, path in enumerate(settings.examples):
         try:

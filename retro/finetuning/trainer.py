@@ -19,6 +19,7 @@ from torch import Tensor
 from indexing.progress import Advance
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement, TensorBatch
@@ -94,6 +95,7 @@ class ExampleTask:
         template = read_template(finetuning.template)
         self.extra_sections: Mapping[str, Any] = {"finetune": replace(finetuning, template=template)}
         self.num_ids = int(datastores[0].manifest["vocab_size"])
+        self.tokenizer = tokenizer_fingerprint(datastores[0].folder)
         self._k = data.k if k else 0
 
     def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:

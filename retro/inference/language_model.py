@@ -11,6 +11,7 @@ import numpy as np
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
@@ -203,8 +204,11 @@ def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:
     return lambda chunks: tuple(np.broadcast_to(each, (len(chunks), *each.shape)) for each in (tokens, lengths))
 
 
-def _check_fits(checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: object) -> None:
+def _check_fits(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, retriever: Retriever | None, source: Retriever | Path | str
+) -> None:
     """Raise InputError unless a model can read the tokens and, with retrieval, the chunks of a datastore."""
     name = source.datastore.folder if isinstance(source, Retriever) else source
     length = checkpoint.model.chunk_length if retriever is None else retriever.datastore.chunk_length
-    checkpoint.check_fits({"vocab_size": tokenizer.vocab_size, "chunk_length": length}, name)
+    sizes = {"vocab_size": tokenizer.vocab_size, "chunk_length": length}
+    checkpoint.check_fits(sizes, name, tokenizer=tokenizer_fingerprint(Path(name)))

@@ -7,7 +7,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from retro.model.settings import ModelSettings
 
-_ADVICE = "Name a datastore built with the model's tokenizer and chunk length."
+ADVICE = "Name a datastore built with the model's tokenizer and chunk length."
 
 
 def fit_to(model: ModelSettings, datastore: Mapping[str, Any], source: object) -> ModelSettings:
@@ -32,21 +32,31 @@ def fit_to(model: ModelSettings, datastore: Mapping[str, Any], source: object) -
 
 
 def check_fits(
-    model: ModelSettings, datastore: Mapping[str, Any], source: object, *, num_ids: int = 0, advice: str = _ADVICE
+    model: ModelSettings,
+    datastore: Mapping[str, Any],
+    source: object,
+    *,
+    num_ids: int = 0,
+    tokenizer: str = "",
+    advice: str = ADVICE,
 ) -> None:
     """Raise InputError unless a model can read the tokens and chunks of a datastore.
 
     Args:
         model: its settings; sizes of 0 fit every datastore.
-        datastore: `vocab_size` and `chunk_length`: the manifest, or what a server reports.
+        datastore: `vocab_size` and `chunk_length`: the manifest, or what a server reports. With `tokenizer`, the fingerprint of
+            its tokenizer, this is compared too.
         source: the name of the datastore in the error.
         num_ids: ids of the tokenizer that the model was trained with; 0 = unknown, so the model may have more rows than ids.
+        tokenizer: fingerprint of the tokenizer that the model was trained with; empty = unknown.
         advice: last sentence of the error.
     """
     ids, length = datastore.get("vocab_size", 0), datastore.get("chunk_length", 0)
     if ids != num_ids if num_ids else 0 < model.vocab_size < ids:
         ours = f"the model's tokenizer has {num_ids} ids" if num_ids else f"model.vocab_size = {model.vocab_size}"
         raise InputError(f"{ours}, but {source} has vocab_size = {ids}. {advice}")
+    if tokenizer and datastore.get("tokenizer", tokenizer) != tokenizer:
+        raise InputError(f"{source} has another tokenizer than the model: other tokens for the same ids. {advice}")
     if model.chunk_length not in (0, length):
         raise InputError(
             f"model.chunk_length = {model.chunk_length}, but {source} has chunk_length = {length}. {advice}"

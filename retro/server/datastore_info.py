@@ -7,6 +7,7 @@ from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json
 from indexing.store.remote import present
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.model.presets import count_parameters
 from retro.server.service import Service, datastore_name
 
@@ -19,6 +20,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
         "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
         "chunk_length": retriever.datastore.chunk_length,
         "vocab_size": retriever.tokenizer.vocab_size,
+        "tokenizer": tokenizer_fingerprint(retriever.datastore.folder),
         "embedder": embedder,
         "dimension": retriever.embedder.dimension,
         "filters": retriever.filter_columns,

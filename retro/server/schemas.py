@@ -203,6 +203,7 @@ class DatastoreResponse(BaseModel):
     )
     chunk_length: int
     vocab_size: int
+    tokenizer: str = Field(description="Fingerprint of the tokenizer: equal ones have the same token ids.")
     embedder: str
     dimension: int
     filters: list[str] = Field(description="Metadata columns that `filters` accepts.")

@@ -15,6 +15,7 @@ from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.batches import TrainingData
@@ -60,7 +61,9 @@ def add_retrieval(
         )
     datastore = Datastore.open(folder)
     settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]))
-    replace(checkpoint, model=settings).check_fits(datastore.manifest, folder)
+    replace(checkpoint, model=settings).check_fits(
+        datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
+    )
     datastore.require("neighbors")
     if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
         raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
@@ -111,6 +114,7 @@ def _write(checkpoint: Checkpoint, model: Retro, data: DataSettings, datastore: 
         "settings": settings,
         "datastores": [datastore.fingerprint],
         "num_ids": int(datastore.manifest["vocab_size"]),
+        "tokenizer": tokenizer_fingerprint(datastore.folder),
         "started_from": checkpoint.fingerprint,
         "fingerprint": fingerprint(made_of),
     }

@@ -18,7 +18,7 @@ log = logging.getLogger("retro")
 
 
 def load_initial_weights(
-    checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL
+    checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL, tokenizer: str = ""
 ) -> None:
     """Copy the checkpoint's weights into the model. Weights that the checkpoint lacks stay random, and are logged.
 
@@ -31,10 +31,12 @@ def load_initial_weights(
         model: receives the weights.
         datastores: fingerprints of the run's data.
         tuning: which weights will be trained.
+        tokenizer: fingerprint of the data's tokenizer; empty = unknown.
 
     Raises:
         InputError: a weight has another shape; the checkpoint has a weight outside encoder and cross-attention that the model
-            lacks; a setting that does not affect shapes differs; or the checkpoint lacks a weight that will not be trained.
+            lacks; a setting that does not affect shapes differs; the checkpoint lacks a weight that will not be trained; or it
+            was trained with another tokenizer.
     """
     path, ours = checkpoint.path, model.state_dict()
     theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_adapter(name)}
@@ -55,12 +57,16 @@ def load_initial_weights(
             f"not train: {', '.join(untrained)}. {advice}"
         )
     _check_function(checkpoint, model)
+    if tokenizer and checkpoint.tokenizer not in ("", tokenizer):
+        raise InputError(
+            f"train.init_from: {path} has another tokenizer than data.datastores. Build these with the model's tokenizer."
+        )
     fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
     if not model.settings.copying_init:
         for name in drawn:
             if name.startswith("cross.") and name.endswith(".o_proj.weight"):
                 ours[name].zero_()
-    if not set(checkpoint.datastores) & set(datastores):
+    if not (checkpoint.tokenizer and tokenizer) and not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: check that its tokenizer is the same", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))
     for words, names in (("drawn at random", drawn), ("left out", left_out)):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource
 from retro.data.neighbor_choice import NeighborUse
@@ -39,6 +40,10 @@ class Task(Protocol):
     def num_ids(self) -> int:
         """Ids of the tokenizer."""
 
+    @property
+    def tokenizer(self) -> str:
+        """Fingerprint of the tokenizer."""
+
     def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:
         """Metrics of a model in evaluation mode; for a pipeline, `model` is this process's first part."""
 
@@ -59,6 +64,7 @@ class DocumentTask:
         self.settings = replace(settings, model=fit_to(settings.model, datastore.manifest, datastore.folder))
         self.extra_sections: Mapping[str, Any] = {}
         self.num_ids = int(datastore.manifest["vocab_size"])
+        self.tokenizer = tokenizer_fingerprint(datastore.folder)
         self._use = NeighborUse(data.k if retrieval else 0, data.neighbor_source, seed=data.seed)
         self._sets = open_sets(
             settings.evaluation.sets, data.datastores, self.settings.model, self._use.k, data.reading

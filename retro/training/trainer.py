@@ -276,6 +276,7 @@ class Trainer:
             "mesh_dims": self.processes.mesh_dims,
             "started_from": initial and initial.fingerprint,
             "num_ids": self.task.num_ids,
+            "tokenizer": self.task.tokenizer,
         }
 
     def _last_checkpoint(self) -> Checkpoint | None:
@@ -289,7 +290,7 @@ class Trainer:
         model = Retro(self.settings.model)
         self.num_parameters = count_parameters(model)
         if initial is not None:
-            load_initial_weights(initial, model, self.task.data.fingerprints, tuning)
+            load_initial_weights(initial, model, self.task.data.fingerprints, tuning, self.task.tokenizer)
             if fits_cross_attention(model, initial.model) or fits_copying(model, initial.model):
                 fitted = on_first(self.group, lambda: self._fitted_retrieval(model, initial.model))
                 model.load_state_dict(fitted, strict=False)

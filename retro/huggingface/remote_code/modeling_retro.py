@@ -135,6 +135,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
                 self.config.k if k is None else k,
                 settings,
                 self.config.num_ids,
+                self.config.checkpoint.get("tokenizer", ""),
             )
         )
         return self

@@ -23,7 +23,7 @@ RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Chunks [n, m] → neighbors [n, K, R] int64 and their lengths [n, K] int64."""
 
 
-def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> RetrieveNeighbors:
+def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, tokenizer: str) -> RetrieveNeighbors:
     """Return a function that finds k neighbors of chunks.
 
     Args:
@@ -32,6 +32,7 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> R
         k: number of neighbors of each chunk, at least 1.
         model: settings of the model.
         num_ids: number of ids of the model's tokenizer.
+        tokenizer: its fingerprint; empty = unknown.
 
     Raises:
         ValueError: the server or the datastore cannot be opened or does not fit the model.
@@ -41,18 +42,19 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int) -> R
         raise ValueError(f"k = {k}: must be at least 1. Use `model.retrieve_from(None)` for retrieval OFF.")
     if source.startswith(("http://", "https://")):
         server = _Server(source.rstrip("/"), k)
-        check_fits(model, server.metadata, source, num_ids=num_ids)
+        check_fits(model, server.metadata, source, num_ids=num_ids, tokenizer=tokenizer)
         return server
     try:
         from indexing.retrieval.retriever import Retriever
+        from indexing.store.retrieval_set import tokenizer_fingerprint
     except ImportError as error:
         raise ImportError(
             f"{source} is not a URL of a server, and searching a datastore requires the package `retro` ({error}). Install it, or "
             "use the URL of a server: `retro serve DATASTORE` answers at http://HOST:8080."
         ) from error
     retriever = Retriever.open(source)
-    found = {"chunk_length": retriever.datastore.chunk_length, "vocab_size": retriever.tokenizer.vocab_size}
-    check_fits(model, found, source, num_ids=num_ids)
+    found = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
+    check_fits(model, found, source, num_ids=num_ids, tokenizer=tokenizer)
     return lambda chunks: retriever.neighbors(chunks, k)
 
 

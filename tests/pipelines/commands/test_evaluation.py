@@ -23,7 +23,7 @@ from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
 from retro.question_answering.question_sets import Question
-from tests.conftest import tiny_config
+from tests.conftest import change_tokenizer, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +322,21 @@ def test_passages_unreadable_by_the_model_are_refused_unless_used_only_in_prompt
     model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")
     assert model.retriever is None
     assert retriever is not None
+
+
+def test_a_datastore_with_another_tokenizer_of_the_same_size_is_refused(
+    trained: Path, questions: Path, tmp_path: Path, capsys
+) -> None:
+    folder = Path(shutil.copytree(trained / "datastore", tmp_path / "other"))
+    change_tokenizer(folder)
+    run = str(trained / "run")
+    for verb in (
+        ["eval", "perplexity", run, "--datastore", str(folder)],
+        ["eval", "qa", run, str(questions), "--passages", str(folder)],
+        ["serve", str(folder), "--checkpoint", run],
+    ):
+        assert main(verb) == 2
+        assert f"{folder} has another tokenizer than the model" in capsys.readouterr().err
 
 
 def test_question_without_answers_is_refused_with_its_id(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.trainer import Outcome, train
-from tests.conftest import tiny_config
+from tests.conftest import change_tokenizer, tiny_config
 
 
 @pytest.fixture
@@ -123,9 +123,7 @@ def test_a_set_that_does_not_fit_the_model_is_rejected_by_name(
     expect_error(f"web={copied}", r"k = 7 .*evaluation set 'web'.* stores 6", k=7)
     expect_error(f"web={copied}", r"evaluation set 'web'.*vocab_size", model=replace(settings, vocab_size=99))
     expect_error(f"web={copied}", r"evaluation set 'web'.*chunk_length", model=replace(settings, chunk_length=32))
-    manifest = read_json(copied / "tokenizer" / "manifest.json")
-    manifest["files"]["token_bytes.npy"]["checksum"] = "other"
-    write_checked(copied / "tokenizer" / "manifest.json", manifest)
+    change_tokenizer(copied)
     expect_error(f"web={copied}", r"evaluation\.sets has 'web=.*different tokenizers")
 
 

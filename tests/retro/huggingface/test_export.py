@@ -16,6 +16,7 @@ import torch
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
@@ -309,7 +310,10 @@ def test_invalid_inputs_datastores_and_folders_are_rejected(
     with pytest.raises(ValueError, match="is not a datastore"):
         model.retrieve_from(str(tmp_path))
     with pytest.raises(ValueError, match=r"model\.chunk_length = 32, but .* has chunk_length = 16"):
-        open_retrieval(str(tiny_datastore.folder), 2, replace(model.model.settings, chunk_length=32), 400)
+        open_retrieval(str(tiny_datastore.folder), 2, replace(model.model.settings, chunk_length=32), 400, "")
+    assert model.config.checkpoint["tokenizer"] == tokenizer_fingerprint(tiny_datastore.folder)
+    with pytest.raises(ValueError, match="has another tokenizer than the model"):
+        open_retrieval(str(tiny_datastore.folder), 2, model.model.settings, model.config.num_ids, "x")
     with pytest.raises(ValueError, match="did not answer"):
         model.retrieve_from("http://127.0.0.1:9")
     app = make_app(Retriever.open(tiny_datastore.folder), None, ServeSettings(), token="secret")

@@ -34,6 +34,14 @@ def test_mismatched_sizes_are_rejected_with_both_numbers(model: ModelSettings, n
             fit_to(model, MANIFEST, "here")
 
 
+def test_another_tokenizer_of_the_same_size_is_rejected() -> None:
+    model, found = ModelSettings(vocab_size=50), {**MANIFEST, "tokenizer": "a"}
+    for ours, theirs in (("a", found), ("", found), ("a", MANIFEST)):
+        check_fits(model, theirs, "here", tokenizer=ours)
+    with pytest.raises(InputError, match="here has another tokenizer than the model"):
+        check_fits(model, found, "here", tokenizer="b")
+
+
 def test_limits_by_chunk_length_are_checked_once_it_is_known() -> None:
     settings = ModelSettings(attention=AttentionSettings(smeared_tokens=17))
     with pytest.raises(InputError, match=r"model\.attention\.smeared_tokens is 17: set it to .* 16"):

@@ -117,6 +117,7 @@ def test_a_base_without_retrieval_takes_the_chunk_length_of_the_datastore(
     ("change", "words"),
     [
         (lambda base: {"base": replace(base, num_ids=7)}, "tokenizer has 7 ids, but .* has vocab_size"),
+        (lambda base: {"base": replace(base, tokenizer="x")}, "datastore has another tokenizer than the model"),
         (lambda base: {"k": 100}, r"k = 100: .* stores 6 neighbors of each chunk \(neighbors\.stored\)"),
     ],
 )

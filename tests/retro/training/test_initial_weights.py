@@ -8,6 +8,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
@@ -135,6 +136,15 @@ def test_a_resumed_run_does_not_need_the_initial_weights(config: Config, retro: 
 def test_weights_of_another_datastore_are_loaded_with_a_warning(retro: Checkpoint, caplog) -> None:
     load_initial_weights(retro, Retro(retro.model), ["another"])
     assert "check that its tokenizer is the same" in caplog.text
+
+
+def test_weights_of_another_tokenizer_are_rejected(retro: Checkpoint, tiny_datastore: Datastore, caplog) -> None:
+    tokenizer = tokenizer_fingerprint(tiny_datastore.folder)
+    assert retro.tokenizer == tokenizer
+    load_initial_weights(retro, Retro(retro.model), ["another"], tokenizer=tokenizer)
+    assert "check that its tokenizer is the same" not in caplog.text
+    with pytest.raises(InputError, match=r"init_from: .* has another tokenizer than data\.datastores"):
+        load_initial_weights(retro, Retro(retro.model), ["another"], tokenizer="x")
 
 
 def test_a_baseline_of_equal_size_does_not_fit_a_retro(retro: Checkpoint) -> None:
