@@ -23,12 +23,16 @@ from retro.inference.rows import Row
 from retro.model.mixture_of_experts import routing_loss
 from retro.model.retro import Retro
 
+_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""How this version of transformers names a cache: `cache` from 5.24 on."""
+
 
 class RetroCache:
     """State of a generation: the `Decoder` with its rows, and the number of columns of `input_ids` that it has read."""
 
     is_compileable = False
     is_croppable = False
+    is_linear = (False,)  # by layer
 
     def __init__(self, decoder: Decoder, retrieve: RetrieveNeighbors | None) -> None:
         self.decoder, self.retrieve, self.num_read = decoder, retrieve, 0
@@ -149,6 +153,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         neighbors: Tensor | None = None,
         neighbor_lengths: Tensor | None = None,
+        cache: RetroCache | None = None,
         past_key_values: RetroCache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -166,7 +171,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             neighbors: int64 [B, T // m, K, R], neighbors of the rows' chunks; the first chunk begins after the padding on the
                 left. None = found by search if retrieval is ON.
             neighbor_lengths: int64 [B, T // m, K], number of the R tokens that are not padding; None = all.
-            past_key_values: cache from a call with `use_cache` and `logits_to_keep = 1`, as in `generate`.
+            cache: from a call with `use_cache` and `logits_to_keep = 1`, as in `generate`.
+            past_key_values: its name before transformers 5.24.
             use_cache: also return a cache; requires `logits_to_keep = 1`.
             logits_to_keep: number of last tokens to compute logits of; 0 = all.
             return_dict: False = return a tuple.
@@ -181,20 +187,18 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             given = kwargs.pop(name, None)
             if given is not None and given is not False:
                 raise ValueError(f"{name} is not supported by this model.")
-        cached = past_key_values is not None or (use_cache and isinstance(logits_to_keep, int) and logits_to_keep == 1)
-        if cached:
+        cache = past_key_values if cache is None else cache
+        if cache is not None or (use_cache and isinstance(logits_to_keep, int) and logits_to_keep == 1):
             if labels is not None or neighbors is not None:
-                raise ValueError(
-                    "labels and neighbors are for whole sequences: leave use_cache and past_key_values out."
-                )
-            cache = past_key_values if past_key_values is not None else RetroCache(self._decoder(), self._retrieve)
+                raise ValueError(f"labels and neighbors are for whole sequences: leave use_cache and {_CACHE} out.")
+            if cache is None:
+                cache = RetroCache(self._decoder(), self._retrieve)
             logits, loss = cache.read(input_ids, attention_mask)[:, None], None
         else:
-            cache = None
             logits, loss = self._whole(
                 input_ids, attention_mask, labels, neighbors, neighbor_lengths, logits_to_keep, kwargs
             )
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
         return output.to_tuple() if return_dict is False else output
 
     def _whole(
@@ -275,8 +279,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: RetroCache | None = None,
+        cache: RetroCache | None = None,
         attention_mask: Tensor | None = None,
+        past_key_values: RetroCache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of `forward`: the columns that have not been read yet."""
@@ -284,13 +289,12 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         for name in ("use_cache", "logits_to_keep", "neighbors", "neighbor_lengths"):
             if kwargs.get(name) is not None:
                 inputs[name] = kwargs[name]
-        if past_key_values is not None:
-            num_read = past_key_values.get_seq_length()
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            num_read = cache.get_seq_length()
             if input_ids.shape[1] <= num_read:
-                raise ValueError(
-                    f"past_key_values has read {num_read} tokens; input_ids must have these and the new tokens."
-                )
-            inputs |= {"input_ids": input_ids[:, num_read:], "past_key_values": past_key_values}
+                raise ValueError(f"{_CACHE} has read {num_read} tokens; input_ids must have these and the new tokens.")
+            inputs |= {"input_ids": input_ids[:, num_read:], "cache": cache}
         return inputs
 
     @classmethod
@@ -299,9 +303,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     @staticmethod
-    def _reorder_cache(past_key_values: RetroCache, beam_idx: Tensor) -> RetroCache:
-        past_key_values.reorder_cache(beam_idx)
-        return past_key_values
+    def _reorder_cache(cache: RetroCache, beam_idx: Tensor) -> RetroCache:
+        cache.reorder_cache(beam_idx)
+        return cache
 
     # ------------------------------------------------------------------------------------------------------- weights
 

@@ -190,10 +190,22 @@ def test_a_datastore_path_works_in_every_generation_mode(
     assert drawn[0].tolist() != drawn[1].tolist()
     on = {"do_sample": False, "eos_token_id": []}  # ignore the end of the document
     begun = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True, **on)
-    ended = model.generate(begun.sequences, past_key_values=begun.past_key_values, max_new_tokens=NEW - 20, **on)
+    name = "cache" if "cache" in begun else "past_key_values"  # the name from transformers 5.24 on, and before
+    ended = model.generate(begun.sequences, **{name: begun[name]}, max_new_tokens=NEW - 20, **on)
     assert torch.equal(ended, model.generate(ids, max_new_tokens=NEW, **on))
     with pytest.raises(ValueError, match="assisted"):
         model.generate(ids, max_new_tokens=few, assistant_model=model)
+
+
+def test_generation_reads_every_token_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = sys.modules[type(model).__module__].RetroCache
+    read, columns = cache.read, []
+    monkeypatch.setattr(cache, "read", lambda self, ids, mask: columns.append(ids.shape[1]) or read(self, ids, mask))
+    ids = torch.arange(3, 40)[None]
+    for beams in (1, 3):
+        columns.clear()
+        model.generate(ids, min_new_tokens=5, max_new_tokens=5, num_beams=beams, do_sample=False)
+        assert columns == [37, 1, 1, 1, 1]
 
 
 def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_without(
