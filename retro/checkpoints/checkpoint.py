@@ -27,6 +27,8 @@ from torch import nn
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
+from indexing.store.remote import url_of
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.checkpoints.tensor_files import fill, index, save_tensors
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
@@ -59,7 +61,7 @@ class Checkpoint:
         settings: the run's settings by section, as JSON.
         datastores: fingerprints of the datastores it was trained on; empty for an imported model.
         num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
-        tokenizer: fingerprint of its tokenizer; empty = unknown, as of an imported model.
+        tokenizer: fingerprint of its tokenizer; empty = not recorded: an imported model, or one trained by an older version.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation so far, or None.
         started_from: fingerprint of the checkpoint of `train.init_from`, or None.
@@ -103,11 +105,20 @@ class Checkpoint:
             raise InputError(f"{self.path} was trained on no datastore: name one, built with its tokenizer.")
         return folders
 
+    @property
+    def known_tokenizer(self) -> str:
+        """Fingerprint of its tokenizer; if none is recorded, that of the datastore of training, if there still is one. Empty = unknown."""
+        folders = self.settings["data"]["datastores"]
+        if self.tokenizer or not folders:
+            return self.tokenizer
+        folder = Path(folders[0])
+        return tokenizer_fingerprint(folder) if url_of(folder) or (folder / "tokenizer").exists() else ""
+
     def check_fits(self, datastore: Mapping[str, Any], source: object, *, tokenizer: str, advice: str = ADVICE) -> None:
         """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have more rows."""
         num_ids = self.num_ids if self.datastores else 0
         found = {**datastore, "tokenizer": tokenizer}
-        check_fits(self.model, found, source, num_ids=num_ids, tokenizer=self.tokenizer, advice=advice)
+        check_fits(self.model, found, source, num_ids=num_ids, tokenizer=self.known_tokenizer, advice=advice)
 
     def reads(self, num_ids: int) -> bool:
         """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""

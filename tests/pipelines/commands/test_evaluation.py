@@ -337,6 +337,10 @@ def test_a_datastore_with_another_tokenizer_of_the_same_size_is_refused(
     ):
         assert main(verb) == 2
         assert f"{folder} has another tokenizer than the model" in capsys.readouterr().err
+    older = replace(open_checkpoint(trained / "run"), tokenizer="")  # its datastore tells the tokenizer
+    assert older.known_tokenizer == open_checkpoint(trained / "run").tokenizer
+    deleted = {**older.settings, "data": {**older.settings["data"], "datastores": [str(tmp_path / "deleted")]}}
+    assert replace(older, settings=deleted).known_tokenizer == ""
 
 
 def test_question_without_answers_is_refused_with_its_id(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_language_model_opens_with_its_own_another_or_no_datastore(
         without.score(texts, 2)
     longer: Any = SimpleNamespace(datastore=SimpleNamespace(chunk_length=32))
     folder = retriever.datastore.folder
-    with pytest.raises(InputError, match=r"model\.chunk_length = 16, but .* has chunk_length = 32"):
+    with pytest.raises(InputError, match=rf"model\.chunk_length = 16, but {folder} has chunk_length = 32"):
         _check_fits(open_checkpoint(checkpoint), language_model.tokenizer, longer, folder)
 
 
