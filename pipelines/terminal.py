@@ -41,6 +41,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from indexing.progress import FinishedBefore
+
 log = logging.getLogger("retro")
 
 _LINE_SECONDS = 60.0  # between two lines of a running step where there is no terminal
@@ -68,7 +70,7 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
 
         def advance_bar(units: int) -> None:
             nonlocal done
-            done += units
+            done += 0 if isinstance(units, FinishedBefore) else units
             if display is not None and task is not None:
                 display.update(task, advance=units)
 

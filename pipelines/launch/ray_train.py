@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from indexing.progress import Advance
+from indexing.progress import Advance, FinishedBefore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors.ray_cluster import connect
@@ -112,14 +112,20 @@ class _Relay:
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
         self.tokens = 0
+        self.tokens_before: int | None = None
         self.problems: list[str] = []
 
     def say(self, level: int, line: str) -> None:
         """Keep a line of the log."""
         self.lines.append((level, line))
 
-    def trained(self, tokens: int) -> None:
-        """Keep the number of trained tokens. A restarted run counts from its checkpoint."""
+    def trained(self, tokens: int, tokens_before: int) -> None:
+        """Keep the number of trained tokens, and how many a checkpoint had when the first workers started.
+
+        Workers that Ray restarted count from their checkpoint.
+        """
+        if self.tokens_before is None:
+            self.tokens_before = tokens_before
         self.tokens = max(self.tokens, tokens)
 
     def refuse(self, problem: str) -> None:
@@ -134,10 +140,10 @@ class _Relay:
         """The first reported mistake, or ""."""
         return next(iter(self.problems), "")
 
-    def news(self) -> tuple[list[tuple[int, str]], int]:
-        """Lines since the last call, and the number of trained tokens."""
+    def news(self) -> tuple[list[tuple[int, str]], int, int]:
+        """Lines since the last call, the number of trained tokens, and how many of them were trained before."""
         lines, self.lines = self.lines, []
-        return lines, self.tokens
+        return lines, self.tokens, self.tokens_before or 0
 
 
 @contextlib.contextmanager
@@ -147,9 +153,12 @@ def _passed_on(ray: Any, relay: Any, advance: Advance) -> Iterator[None]:
 
     def pass_on() -> None:
         nonlocal shown
-        lines, tokens = ray.get(relay.news.remote())
+        lines, tokens, before = ray.get(relay.news.remote())
         for level, line in lines:
             log.log(level, "%s", line)
+        if before > shown:
+            advance(FinishedBefore(before))
+            shown = before
         advance(tokens - shown)
         shown = tokens
 
@@ -200,12 +209,13 @@ def _work(arguments: dict[str, Any]) -> None:
     log.handlers[:] = [_Lines(relay)]
     log.setLevel(logging.INFO)
     log.propagate = False
-    trained = 0
+    trained = before = 0
 
     def advance(tokens: int) -> None:
-        nonlocal trained
+        nonlocal trained, before
+        before += tokens if isinstance(tokens, FinishedBefore) else 0
         trained += tokens
-        relay.trained.remote(trained)
+        relay.trained.remote(trained, before)
 
     try:
         with joined() as rank:
@@ -218,4 +228,4 @@ def _work(arguments: dict[str, Any]) -> None:
                 raise
             time.sleep(0.1)
     finally:
-        ray.get(relay.trained.remote(trained))  # calls are answered in order, so the relay has all of them now
+        ray.get(relay.trained.remote(trained, before))  # calls are answered in order, so the relay has all of them now

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from indexing.progress import Advance
+from indexing.progress import Advance, FinishedBefore
 from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
@@ -263,7 +263,7 @@ class Trainer:
         self.step, self.tokens, self.best = checkpoint.step, checkpoint.tokens, checkpoint.best
         self.skipped, self.meter = checkpoint.skipped, Meter(**checkpoint.unlogged)
         self.metadata["started_from"] = checkpoint.started_from
-        self.advance(checkpoint.tokens)
+        self.advance(FinishedBefore(checkpoint.tokens))
         log.info("%s: resuming from step %d", self.run, checkpoint.step)
 
     # --- preparation -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from indexing.progress import FinishedBefore
 from pipelines import terminal as module
 from pipelines.terminal import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
 from tests.conftest import wait_until
@@ -30,6 +31,17 @@ def test_without_a_terminal_one_line_is_logged_and_nothing_is_drawn(caplog, caps
         advance(6)
     assert "embed: 10 chunks in" in caplog.text
     assert capsys.readouterr() == ("", "")
+
+
+def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate(monkeypatch, caplog) -> None:
+    with caplog.at_level(logging.INFO, "retro"), progress("train", total=1000, unit="tokens") as advance:
+        advance(FinishedBefore(750))
+        advance(250)
+    assert "train: 250 tokens in" in caplog.text
+    terminal(monkeypatch)
+    with progress("train", total=1000, unit="tokens") as advance:
+        advance(FinishedBefore(750))
+        assert [task.completed for task in module._live[-1].tasks] == [750]
 
 
 def test_in_a_terminal_bars_show_and_nest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from indexing.progress import FinishedBefore
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
@@ -125,6 +126,7 @@ def test_a_finished_run_is_not_trained_again(config: Config) -> None:
     again = run(config, advance=steps.append)
     assert weights(again) == weights(first)
     assert steps == [8 * 2 * 64]  # reports the completed run at once
+    assert isinstance(steps[0], FinishedBefore)
 
 
 @pytest.mark.parametrize(
