@@ -3,8 +3,11 @@
     retro/huggingface/remote_code/modeling_retro.py ─ imports ─► retro/inference/decoder.py ─ imports ─► …     followed by their syntax trees
     `from retro.model.positions import rotate`  ─►  `from .retro_model_positions import rotate`
 
-transformers follows relative imports (with a leading dot), recursively, in one flat folder. This module does the same for imports
-at the top of a file. Imports inside functions stay unchanged: they need the installed package.
+transformers follows relative imports (with a leading dot) in one flat folder. This module does the same for imports at the top of
+a file. Imports inside functions stay unchanged: they need the installed package.
+
+transformers 4 copies only what the loaded module itself imports, and the rest is missing then. So this module ends with imports of
+all files that it needs. They are not executed: transformers finds them by a regular expression.
 """
 
 import ast
@@ -23,15 +26,28 @@ _OURS = ("retro", "indexing")
 def remote_files(wanted: Sequence[str]) -> dict[str, str]:
     """Return file name → text for modules of `remote_code` and everything that they import."""
     files: dict[str, str] = {}
-    waiting = [_ROOM + name for name in wanted]
+    for loaded in wanted:
+        needed = _with_imports(_ROOM + loaded)
+        text = needed.pop(loaded)
+        files |= {f"{name}.py": each for name, each in needed.items() if f"{name}.py" not in files}
+        listed = "".join(f"    from .{name} import *\n" for name in sorted(needed))
+        files[f"{loaded}.py"] = (
+            f"{text}\nif False:  # for transformers 4, which copies what is imported in this file\n{listed}"
+        )
+    return dict(sorted(files.items()))
+
+
+def _with_imports(module: str) -> dict[str, str]:
+    """Return flat name → text of a module and everything that it imports."""
+    texts: dict[str, str] = {}
+    waiting = [module]
     while waiting:
         module = waiting.pop()
-        name = f"{flat_name(module)}.py"
-        if name not in files:
+        if flat_name(module) not in texts:
             text = _source(module).read_text(encoding="utf-8")
-            files[name] = _relative(text, module)
+            texts[flat_name(module)] = _relative(text, module)
             waiting += imports_of(text)
-    return dict(sorted(files.items()))
+    return texts
 
 
 def flat_name(module: str) -> str:

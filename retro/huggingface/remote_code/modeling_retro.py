@@ -90,15 +90,18 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _is_stateful = True  # retrieved neighbors cannot be undone, so there is no assisted generation
     # As in training, autocast reduces only matrix products, and the residual stream stays in float32.
-    _keep_in_fp32_modules_strict: ClassVar = [
+    _keep_in_fp32_modules_strict: tuple[str, ...] = (
         "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
         "router", "content_bias", "distance_bias", "copy_head",
-    ]  # fmt: skip
+    )  # fmt: skip
 
     def __init__(self, config: RetroConfig) -> None:
         super().__init__(config)
         self.model = Retro(config.settings)
         self._retrieve: RetrieveNeighbors | None = None
+        parts = {part for name, _ in self.named_parameters() for part in name.split(".")}
+        # transformers 4 refuses names of parts that this model does not have.
+        self._keep_in_fp32_modules_strict = tuple(part for part in self._keep_in_fp32_modules_strict if part in parts)
         self.post_init()
 
     @classmethod

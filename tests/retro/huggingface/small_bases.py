@@ -10,10 +10,16 @@ V, LONGEST = 61, 64
 _SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
 _SIZES |= {"max_position_embeddings": LONGEST}
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 32}
 _GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": LONGEST}
 _GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def _rope(scaling: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
+    """The settings of RoPE as transformers 4 and 5 name them."""
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": theta}}
+
 
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
@@ -28,11 +34,10 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False},
     ),
     "llama": ("llama", _GROUPED | {"rms_norm_eps": 1e-2}),
-    "llama3": ("llama", _GROUPED | {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "llama3": ("llama", _GROUPED | _rope(_LLAMA3, theta=500.0) | {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": (
         "llama",
-        _GROUPED
-        | {"rope_parameters": {"rope_type": "linear", "factor": 2.5}, "tie_word_embeddings": True, "head_dim": 16},
+        _GROUPED | _rope({"rope_type": "linear", "factor": 2.5}) | {"tie_word_embeddings": True, "head_dim": 16},
     ),
     "mistral": ("mistral", _GROUPED | {"sliding_window": 5}),
     "qwen2": ("qwen2", _GROUPED | {"tie_word_embeddings": True}),
