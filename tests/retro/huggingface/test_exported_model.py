@@ -1,0 +1,298 @@
+"""An exported folder generates the same in transformers, without this package, as `retro generate`, ON and OFF."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.cli import main
+from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.checkpoints.single_file import exported, write_exported
+from retro.device import choose_placement
+from retro.huggingface.export import export_folder
+from retro.huggingface.remote_code.retrieval_retro import open_retrieval
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from retro.model.retro import Retro
+from retro.model.settings import from_json
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
+from tests.retro.huggingface.conftest import DIFFICULT, PROMPTS
+from tests.retro.server.conftest import listening
+
+pytest.importorskip("transformers")
+NEW = 60  # with the prompt more tokens than the context of 64
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint: Path) -> dict[str, list[list[int]]]:
+    """Greedy continuations of each prompt by `LanguageModel`, OFF and ON."""
+    language_model, said = LanguageModel.open(checkpoint, device="cpu"), {}
+    greedy = GenerationSettings(max_tokens=NEW, temperature=0)
+    tokenizer = language_model.tokenizer
+    for mode, k in (("off", 0), ("on", 2)):
+        rows: list[list[int]] = []
+        for prompt in PROMPTS:
+            tokens = np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64)
+            rows.append([piece.token for step in language_model.generate([tokens], greedy, k) for piece in step])
+        said[mode] = rows
+    assert said["off"] != said["on"]
+    assert all(len(set(row)) > 3 for rows in said.values() for row in rows)
+    return said
+
+
+@pytest.fixture(scope="module")
+def model(auto: Any, folder: Path) -> Any:
+    return auto(folder)
+
+
+# --- without the package installed -----------------------------------------------------------------------------------
+
+_ELSEWHERE = """
+import json, sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("retro", "indexing", "pipelines"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Without())
+folder, url, new, prompts, texts = json.load(sys.stdin)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+
+def generated():
+    rows = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return rows[:, inputs["input_ids"].shape[1] :].tolist()
+
+said = {"off": generated(), "ids": [tokenizer(text).input_ids for text in texts]}
+said["texts"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in said["ids"]]
+try:
+    model.retrieve_from("/a/datastore")
+except ImportError as error:
+    said["refused"] = str(error)
+said["on"] = (model.retrieve_from(url), generated())[1]
+said["off again"] = (model.retrieve_from(None), generated())[1]
+json.dump(said, sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_without_the_package_the_model_generates_the_same_and_retrieves_from_a_server(
+    tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
+) -> None:
+    retriever = Retriever.open(tiny_datastore.folder)
+    environment = os.environ | {"HF_HOME": str(tmp_path), "RETRO_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    with listening(make_app(retriever, None, ServeSettings(max_queries=3), token="secret")) as url:
+        asked = json.dumps([str(folder), url, NEW, PROMPTS, DIFFICULT])
+        ran = subprocess.run(
+            [sys.executable, "-c", _ELSEWHERE],
+            input=asked,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+        )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    for mode in ("off", "on"):
+        for row, expected in zip(said[mode], generated[mode], strict=True):
+            ended = row[: len(expected)], row[len(expected) :]
+            assert ended[0] == expected, mode
+            assert set(ended[1]) <= {retriever.tokenizer.pad_id}
+    assert said["off again"] == said["off"]
+    assert "retro serve" in said["refused"]
+    ours = retriever.tokenizer
+    assert said["ids"] == [[ours.bos_id, *ids.tolist()] for ids in ours.encode_batch(DIFFICULT)]
+    assert said["texts"] == [ours.decode(ids) for ids in ours.encode_batch(DIFFICULT)]
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+def test_a_datastore_path_works_in_every_generation_mode(
+    auto: Any, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
+) -> None:
+    model = auto(folder, datastore=str(tiny_datastore.folder), k=2)
+    ours = Tokenizer.open(tiny_datastore.folder / "tokenizer")
+    ids = torch.tensor([[ours.bos_id, *ours.encode(PROMPTS[0]).tolist()]])
+    size, expected = ids.shape[1], generated["on"][0]
+    assert model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, size:].tolist() == expected
+    few = 30  # uncached modes reread whole sequences, which must fit the context
+    modes: list[dict[str, Any]] = [{"use_cache": False}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}]
+    plain, beams, beams_again = (
+        model.generate(ids, max_new_tokens=few, do_sample=False, **mode)[0, size:].tolist() for mode in modes
+    )
+    assert plain == expected[: len(plain)]
+    assert beams == beams_again
+    torch.manual_seed(0)
+    drawn = model.generate(ids.repeat(2, 1), max_new_tokens=few, do_sample=True, temperature=3.0)[:, size:]
+    assert drawn[0].tolist() != drawn[1].tolist()
+    on = {"do_sample": False, "eos_token_id": []}  # ignore the end of the document
+    begun = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True, **on)
+    name = "cache" if "cache" in begun else "past_key_values"  # the name from transformers 5.24 on, and before
+    ended = model.generate(begun.sequences, **{name: begun[name]}, max_new_tokens=NEW - 20, **on)
+    assert torch.equal(ended, model.generate(ids, max_new_tokens=NEW, **on))
+    with pytest.raises(ValueError, match="assisted"):
+        model.generate(ids, max_new_tokens=few, assistant_model=model)
+
+
+def test_generation_reads_every_token_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = sys.modules[type(model).__module__].RetroCache
+    read, columns = cache.read, []
+    monkeypatch.setattr(cache, "read", lambda self, ids, mask: columns.append(ids.shape[1]) or read(self, ids, mask))
+    ids = torch.arange(3, 40)[None]
+    for beams in (1, 3):
+        columns.clear()
+        model.generate(ids, min_new_tokens=5, max_new_tokens=5, num_beams=beams, do_sample=False)
+        assert columns == [37, 1, 1, 1, 1]
+
+
+def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_without(
+    model: Any, checkpoint: Path, tiny_datastore: Datastore
+) -> None:
+    ours = load_model(open_checkpoint(checkpoint), torch.device("cpu"))
+    retriever = Retriever.open(tiny_datastore.folder)
+    tokens = torch.from_numpy(tiny_datastore.valid.tokens.read(0, 4).astype(np.int64)).reshape(1, -1)[:, :50]
+    found = [torch.from_numpy(each)[None] for each in retriever.neighbors(tokens[0, :48].numpy().reshape(3, 16), 2)]
+    for given in ((), tuple(found)):
+        neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
+        with torch.no_grad():
+            expected = ours(tokens, None, *given)
+            output = model(tokens, labels=tokens, **neighbors)
+            losses = ours.token_losses(tokens.roll(-1, 1), tokens=tokens, **neighbors)[:, :-1]
+        assert torch.equal(output.logits, expected)
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    model.retrieve_from(str(tiny_datastore.folder), k=2)
+    try:
+        # Padding on either side does not change a row; chunks start at its first token.
+        padded, mask = torch.zeros(2, 57, dtype=torch.int64), torch.zeros(2, 57, dtype=torch.int64)
+        padded[0, 7:], padded[1, :50], mask[0, 7:], mask[1, :50] = tokens, tokens, 1, 1
+        with torch.no_grad():
+            output = model(padded, attention_mask=mask, labels=padded)
+            torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+        torch.testing.assert_close(output.logits[0, 7:], expected[0])
+        torch.testing.assert_close(output.logits[1, :50], expected[0])
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
+    finally:
+        model.retrieve_from(None)
+
+
+def test_an_exported_model_trains_and_survives_saving_and_importing(
+    auto: Any, folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Unchanged weights return bit for bit with the checkpoint's fingerprint; trained weights get a new one."""
+    assert main(["import", str(folder), "--output", str(tmp_path / "back.safetensors")]) == 0
+    assert (tmp_path / "back.safetensors").read_bytes() == checkpoint.read_bytes()
+    model = auto(folder)
+    model.save_pretrained(tmp_path / "saved")
+    assert main(["import", str(tmp_path / "saved"), "--output", str(tmp_path / "saved.safetensors")]) == 0
+    assert (tmp_path / "saved.safetensors").read_bytes() == checkpoint.read_bytes()
+    again = auto(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    ids = torch.arange(40)[None]
+    again(ids, labels=ids).loss.backward()
+    torch.optim.SGD(again.parameters(), lr=0.1).step()
+    again.save_pretrained(tmp_path / "trained")
+    assert main(["import", str(tmp_path / "trained"), "--output", str(tmp_path / "trained.safetensors")]) == 0
+    before, after = open_checkpoint(checkpoint), open_checkpoint(tmp_path / "trained.safetensors")
+    assert after.fingerprint != before.fingerprint
+    assert (after.settings, after.datastores, after.started_from) == (
+        before.settings,
+        before.datastores,
+        before.fingerprint,
+    )
+
+
+def test_bfloat16_generation_equals_ours(auto: Any, folder: Path, checkpoint: Path) -> None:
+    from retro.inference.decoder import Decoder
+    from retro.inference.generation import Batch, generate
+
+    placement = choose_placement("cpu", "bfloat16")
+    ours = load_model(open_checkpoint(checkpoint), placement.device)
+    placement.cast(ours)
+    prompt, greedy = np.arange(1, 40), GenerationSettings(max_tokens=20, temperature=0)
+    steps = generate(Batch(Decoder(ours, placement, 64), str, -1), [prompt], greedy)
+    model = auto(folder, dtype=torch.bfloat16)
+    theirs = model.generate(torch.from_numpy(prompt)[None], max_new_tokens=20, do_sample=False, eos_token_id=[])
+    assert theirs[0, len(prompt) :].tolist() == [piece.token for step in steps for piece in step]
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16"):
+        model.bfloat16().generate(torch.from_numpy(prompt)[None], max_new_tokens=2)
+
+
+@torch.no_grad()
+def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, tmp_path: Path) -> None:
+    state, _ = exported(open_checkpoint(checkpoint))
+    state["settings"]["model"]["experts"] |= {"num_experts": 4, "every": 1}
+    tensors = Retro(from_json(state["settings"]["model"])).state_dict()
+    write_exported(state, tensors, tmp_path / "experts.safetensors")
+    opened, placement = open_checkpoint(tmp_path / "experts.safetensors"), choose_placement("cpu", "bfloat16")
+    export_folder(opened, tmp_path / "hf")
+    ours, tokens = load_model(opened, placement.device).eval(), torch.arange(48)[None]
+    with placement.autocast():
+        expected = ours(tokens)
+    assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
+
+
+def test_invalid_inputs_datastores_and_folders_are_rejected(
+    auto: Any, model: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    ids, holes = torch.arange(4)[None], torch.tensor([[1, 0, 1, 1]])
+    for wrong, said in (
+        ({"attention_mask": holes}, "only before or after"),
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds"),
+        ({"output_attentions": True}, "output_attentions"),
+        (
+            {
+                "use_cache": True,
+                "logits_to_keep": 1,
+                "attention_mask": holes.flip(1)[:, :4] * torch.tensor([1, 1, 0, 0]),
+            },
+            "left",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(ids, **wrong)
+    with pytest.raises(ValueError, match="input_ids"):
+        model(labels=ids)
+    with pytest.raises(ValueError, match="extend-vocabulary"):
+        model.resize_token_embeddings(500)
+    with pytest.raises(ValueError, match="k = 0"):
+        model.retrieve_from(str(tiny_datastore.folder), k=0)
+    with pytest.raises(ValueError, match="is not a datastore"):
+        model.retrieve_from(str(tmp_path))
+    with pytest.raises(ValueError, match=r"model\.chunk_length = 32, but .* has chunk_length = 16"):
+        open_retrieval(str(tiny_datastore.folder), 2, replace(model.model.settings, chunk_length=32), 400, "")
+    assert model.config.checkpoint["tokenizer"] == tokenizer_fingerprint(tiny_datastore.folder)
+    with pytest.raises(ValueError, match="has another tokenizer than the model"):
+        open_retrieval(str(tiny_datastore.folder), 2, model.model.settings, model.config.num_ids, "x")
+    with pytest.raises(ValueError, match="did not answer"):
+        model.retrieve_from("http://127.0.0.1:9")
+    app = make_app(Retriever.open(tiny_datastore.folder), None, ServeSettings(), token="secret")
+    with listening(app) as url, pytest.raises(ValueError, match="RETRO_TOKEN"):
+        model.retrieve_from(url)
+    weights = sorted(folder.glob("model-*.safetensors"))[0]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        if file != weights:
+            (broken / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(OSError, match=weights.name):
+        auto(broken)
+    assert main(["import", str(broken), "--output", str(tmp_path / "x.safetensors")]) == 2
+    assert main(["import", str(tmp_path), "--output", str(tmp_path / "x.safetensors")]) == 2
+    assert not (tmp_path / "x.safetensors").exists()
