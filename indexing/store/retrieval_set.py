@@ -18,7 +18,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from indexing.store.remote import present
+from indexing.store.remote import local_folder, present
 
 CHUNK_ID_BITS = 40
 
@@ -187,8 +187,8 @@ def check_tokenizer(datastore: Datastore, other: Datastore, key: str) -> None:
 
 
 def tokenizer_fingerprint(datastore: Path) -> str:
-    """A value that is equal for two datastores (folders) with the same tokens, wherever their tokenizers come from."""
-    folder = datastore / "tokenizer"
+    """A value that is equal for two datastores (folders or URLs) with the same tokens, wherever their tokenizers come from."""
+    folder = local_folder(datastore) / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
     metadata = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
     files = {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
+from indexing.store.remote import local_folder
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
@@ -195,7 +196,7 @@ def _write_tokenizer(
             opened = Tokenizer.open(Path(installed))
         fits = opened.num_model_tokens <= checkpoint.model.vocab_size
     else:
-        store = Path(datastore or checkpoint.folders[0])
+        store = local_folder(datastore or checkpoint.folders[0])
         source = store / "tokenizer"
         modules = write_tokenizer(source, folder)
         opened = Tokenizer.open(source)

@@ -272,6 +272,7 @@ def test_datastore_at_a_url_can_be_searched_inspected_and_used_for_training(
         == 0
     )
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--max-tokens", "4"]) == 0
+    assert not Path("s3:").exists()  # what was fetched is in the cache
     with pytest.raises(InputError, match=r"run = 's3://x/run'"):
         replace(config, run=Path("s3://x/run"))
 
