@@ -6,8 +6,8 @@
 transformers follows relative imports (with a leading dot) in one flat folder. This module does the same for imports at the top of
 a file. Imports inside functions stay unchanged: they need the installed package.
 
-transformers 4 copies only what the loaded module itself imports, and the rest is missing then. So this module ends with imports of
-all files that it needs. They are not executed: transformers finds them by a regular expression.
+transformers 4 copies only the files that the loaded module itself imports, not what those import. So each module that it loads ends
+with imports of all files it needs. They are not executed: transformers finds them by a regular expression.
 """
 
 import ast
@@ -29,7 +29,7 @@ def remote_files(wanted: Sequence[str]) -> dict[str, str]:
     for loaded in wanted:
         needed = _with_imports(_ROOM + loaded)
         text = needed.pop(loaded)
-        files |= {f"{name}.py": each for name, each in needed.items() if f"{name}.py" not in files}
+        files = {f"{name}.py": each for name, each in needed.items()} | files
         listed = "".join(f"    from .{name} import *\n" for name in sorted(needed))
         files[f"{loaded}.py"] = (
             f"{text}\nif False:  # for transformers 4, which copies what is imported in this file\n{listed}"

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
-from indexing.store.remote import local_folder
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
@@ -186,7 +185,7 @@ def _write_tokenizer(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Write the tokenizer's files. Returns the special token ids for config.json, and the modules of remote code it needs."""
     modules: tuple[str, ...] = ()
-    another = False
+    advice = "Use the tokenizer of the training run (--tokenizer, a folder in Hugging Face's format), or a datastore with it (--datastore)."
     if not datastore and not checkpoint.settings["data"]["datastores"]:
         tokenizer = tokenizer or checkpoint.settings.get("imported", {}).get("folder", "")
     if tokenizer:
@@ -196,20 +195,18 @@ def _write_tokenizer(
             opened = Tokenizer.open(Path(installed))
         fits = opened.num_model_tokens <= checkpoint.model.vocab_size
     else:
-        store = local_folder(datastore or checkpoint.folders[0])
+        store = Path(datastore or checkpoint.folders[0])
         source = store / "tokenizer"
         modules = write_tokenizer(source, folder)
         opened = Tokenizer.open(source)
         fits = checkpoint.reads(opened.vocab_size)
-        another = checkpoint.known_tokenizer not in ("", tokenizer_fingerprint(store))
-    advice = "Use the tokenizer of the training run (--tokenizer, a folder in Hugging Face's format), or a datastore with it (--datastore)."
+        if fits and checkpoint.known_tokenizer not in ("", tokenizer_fingerprint(store)):
+            raise InputError(
+                f"{source} is another tokenizer than that of {checkpoint.path}: other tokens for the same ids. {advice}"
+            )
     if not fits:
         raise InputError(
             f"{tokenizer or source} has {opened.vocab_size} tokens, but {checkpoint.path} was trained with {checkpoint.num_ids}. {advice}"
-        )
-    if another:
-        raise InputError(
-            f"{source} is another tokenizer than that of {checkpoint.path}: other tokens for the same ids. {advice}"
         )
     ids = {"bos": opened.bos_id, "eos": opened.eos_id, "pad": opened.pad_id}
     if ids["pad"] >= checkpoint.model.vocab_size:  # the import added it, because the tokenizer had none
