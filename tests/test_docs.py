@@ -1,4 +1,4 @@
-"""Documentation: pages are short, links resolve, commands and settings exist, and the reference is current."""
+"""Documentation: links resolve, commands and settings exist, and the reference is current."""
 
 import re
 import shlex
@@ -53,20 +53,6 @@ def anchors(path: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub and Python-Markdown both make them."""
     headings = re.findall(r"^#+ (.+)$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_a_page_has_fewer_than_1500_words(path: Path) -> None:
-    assert len(path.read_text().split()) < 1500
-
-
-def test_the_readme_has_at_most_150_lines() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-@pytest.mark.parametrize("folder", sorted({path.parent for path in PAGES}), ids=name)
-def test_a_folder_has_at_most_twenty_pages(folder: Path) -> None:
-    assert len(list(folder.glob("*.md"))) <= 20
 
 
 @pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN, *GENERATED], ids=name)
