@@ -1,4 +1,4 @@
-"""The callback through which long work reports its progress."""
+"""How long work reports its progress: a callback, and a level of log messages."""
 
 from collections.abc import Callable
 
@@ -8,3 +8,8 @@ Advance = Callable[[int], None]
 
 class FinishedBefore(int):
     """Units that an earlier process had finished, for `Advance`. They count as done, but not in a rate."""
+
+
+STATUS = 15
+"""Level of a log message about the state of running work, between DEBUG and INFO. It is shown with the progress of the work
+instead of on a line."""

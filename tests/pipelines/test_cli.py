@@ -1,6 +1,8 @@
 """The command line from a user's point of view: what works, and the messages when something is wrong."""
 
+import importlib.metadata
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +20,8 @@ from pipelines.settings.fields import leaf_types
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +321,34 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
         main([*verb.split(), "--help"])
     assert caught.value.code == 0
     assert f"usage: retro {verb}" in capsys.readouterr().out
+
+
+def test_version_names_the_program_its_commit_python_torch_and_faiss(capsys) -> None:
+    assert main(["--version"]) == 0
+    line = capsys.readouterr().out.strip()
+    versions = dict(part.split(" ", 1) for part in line.split(", "))
+    assert versions["Python"] == platform.python_version()
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert next(name for name in versions if name.startswith("faiss"))
+    assert (" (commit " in versions["retro"]) == (ROOT / ".git").exists()
+    assert main(["--help"]) == 0
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resumes"),
+    [(["train", "{config}"], True), (["index", "{config}"], True), (["inspect", "{run}"], False)],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_ctrl_c_promises_a_resume_only_where_there_is_one(trained, arguments, resumes, monkeypatch, capsys) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    verb, path = arguments
+    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
+    names = {"config": trained / "config.toml", "run": trained / "run"}
+    assert main([verb, path.format(**names)]) == 130
+    assert ("same command again" in capsys.readouterr().err) == resumes
 
 
 def test_program_without_a_verb_lists_all_verbs(capsys) -> None:

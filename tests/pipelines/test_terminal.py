@@ -61,7 +61,10 @@ def test_shades_are_colors_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     assert shaded(io.StringIO()) == plain
     colored = shaded(Terminal())
-    assert colored == "same \x1b[32ma\x1b[0m\x1b[1;32mb\x1b[0m \x1b[31mc\x1b[0m\x1b[1;31md\\u001b[0m\x1b[0m\n\n"
+    blue, orange = "38;5;33m", "38;5;166m"
+    assert colored == (
+        f"same \x1b[{blue}a\x1b[0m\x1b[1;{blue}b\x1b[0m \x1b[{orange}c\x1b[0m\x1b[1;{orange}d\\u001b[0m\x1b[0m\n\n"
+    )
     monkeypatch.setenv("NO_COLOR", "1")
     assert shaded(Terminal()) == plain
 
