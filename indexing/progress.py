@@ -1,6 +1,9 @@
 """How long work reports its progress: a callback, and a level of log messages."""
 
+import logging
 from collections.abc import Callable
+
+log = logging.getLogger("retro")
 
 Advance = Callable[[int], None]
 """Receives the number of units (chunks, tokens, documents …) that were finished since the last call."""
@@ -11,5 +14,9 @@ class FinishedBefore(int):
 
 
 STATUS = 15
-"""Level of a log message about the state of running work, between DEBUG and INFO. It is shown with the progress of the work
-instead of on a line."""
+"""Level of the messages of `status`, between DEBUG and INFO."""
+
+
+def status(message: str, *arguments: object) -> None:
+    """Log the state of running work. The command line shows it with the progress of the work instead of on its own line."""
+    log.log(STATUS, message, *arguments)

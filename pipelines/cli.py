@@ -108,7 +108,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "generate": Verb(
             "Continue a prompt, or answer it",
-            "commands.model", "generate", "GenerateOptions", ("CHECKPOINT",),
+            "commands.generate", "generate", "GenerateOptions", ("CHECKPOINT",),
         ),
         "serve": Verb(
             "Serve search and a model over HTTP, with a web page",

@@ -96,7 +96,8 @@ class _Work:
 
     def _so_far(self, seconds: float) -> str:
         if not self.done:
-            return f"running for {human_seconds(seconds)}"
+            waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
+            return f"{waiting}running for {human_seconds(seconds)}"
         rate, finished = self.done / max(seconds, 1e-9), self.before + self.done
         if not self.total:
             return f"{human_count(finished, self.unit, named=True)} so far, {human_count(rate, self.unit)}/s"

@@ -123,7 +123,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_a_line_with_progress_and_time_left_breaks_ten_seconds_of_silence(clock: Clock) -> None:
     with progress("embed", total=100, unit="chunks") as advance:
         assert clock.lines_at(9.9) == []
-        assert clock.lines_at(10) == ["embed: running for 10.0 s"]
+        assert clock.lines_at(10) == ["embed: 100 chunks, running for 10.0 s"]
         advance(20)
         assert clock.lines_at(19.9) == []
         assert clock.lines_at(20) == ["embed: 20%, 20 of 100 chunks, 1/s, 1 min 20 s left"]

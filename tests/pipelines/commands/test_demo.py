@@ -46,8 +46,9 @@ class Machine:
     done: dict[str, int] = field(default_factory=dict)
     stop_at: int = 10**9
 
-    def train(self, config: Config, name: str) -> Outcome:
-        steps, before = config.train.steps, self.done.get(name, 0)
+    def train(self, config: Config, *_: Any) -> Outcome:
+        name, steps = config.run.name, config.train.steps
+        before = self.done.get(name, 0)
         for step in range(before, steps):
             self.now += self.seconds(step)
             self.done[name] = step + 1
