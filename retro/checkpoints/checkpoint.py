@@ -308,6 +308,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     Raises:
         InputError: it has an adapter and peft is not installed.
     """
+    status("loading the weights of %s", checkpoint.path)
     with torch.device("meta"):
         model = Retro(checkpoint.model)
         add_adapter(model, checkpoint.tuning)
