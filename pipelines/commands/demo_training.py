@@ -82,7 +82,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
         write_json(stored, read_json(stored) | {"round": asdict(now)})
         planned = _with_steps(config, now)
         echo(f"   to step {now.steps}" + (", the learning rate falls" if now.falls_from else ""))
-        outcomes = {name: run_training(run, f"train {name}", _train_silently) for name, run in runs_of(planned).items()}
+        outcomes = {name: run_training(run, f"train {name}", train_silently) for name, run in runs_of(planned).items()}
         if now.falls_from:
             break
         left = max(0.0, until - time.monotonic())
@@ -96,7 +96,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
     return Trained(load(Config, folder / "demo.toml", [], verb="train"), outcomes, tokens)
 
 
-def _train_silently(config: Config, advance: Advance = lambda _: None) -> Any:
+def train_silently(config: Config, advance: Advance = lambda _: None) -> Any:
     """Train without the messages of a run except warnings: every round resumes it."""
     log = logging.getLogger("retro")
 

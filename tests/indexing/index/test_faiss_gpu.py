@@ -1,6 +1,5 @@
 """Faiss uses the same code with and without GPUs. GPU tests need `faiss-gpu`: pip install '.[gpu]'."""
 
-
 import faiss
 import numpy as np
 import pytest
