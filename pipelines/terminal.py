@@ -99,10 +99,10 @@ class _Work:
             waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
             return f"{waiting}running for {human_seconds(seconds)}"
         rate, finished = self.done / max(seconds, 1e-9), self.before + self.done
-        if not self.total:
+        if not self.total or finished > self.total:  # unknown, or an estimate
             return f"{human_count(finished, self.unit, named=True)} so far, {human_count(rate, self.unit)}/s"
         counted = f"{human_count(finished, self.unit)} of {human_count(self.total, self.unit, named=True)}"
-        left = human_seconds(max(0.0, self.total - finished) / rate)
+        left = human_seconds((self.total - finished) / rate)
         return f"{100 * finished // self.total}%, {counted}, {human_count(rate, self.unit)}/s, {left} left"
 
 
