@@ -171,7 +171,9 @@ class Silence:
 _silence = Silence()
 
 
-def _work(name: str, total: int | None, unit: str, row: Callable[..., None] | None = None) -> Any:
+def _work(
+    name: str, total: int | None, unit: str, row: Callable[..., None] | None = None
+) -> contextlib.AbstractContextManager[_Work]:
     """Context in which work is running; yields it."""
     return _silence.during(_Work(name, total, unit, _silence.clock(), row))
 
@@ -281,7 +283,8 @@ class StagesView:
             self.steps.append(Step(name, name))
             self._say("%s: finished before", place)
         seconds = sum(step.seconds for step in self.steps[before:])
-        self._update(name, description=name, note=_time_of(self.steps[-1]) if not seconds else human_seconds(seconds))
+        note = human_seconds(seconds) if seconds else _time_of(self.steps[-1])
+        self._update(name, description=name, note=note, detail="")
 
     @contextlib.contextmanager
     def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:

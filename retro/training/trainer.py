@@ -160,7 +160,7 @@ class Trainer:
             Stopped: SIGTERM or SIGINT.
         """
         settings, first_step = self.settings.train, self.step + 1
-        status("step %s, the first of this process", f"{first_step:,}")
+        status("starts at step %s", f"{first_step:,}")
         with contextlib.ExitStack() as stack:
             self._open_loggers(stack)
             signal_received = stack.enter_context(signals_as_requests())  # before the saver: its last write is safe
