@@ -248,13 +248,19 @@ def run_verb(arguments: Sequence[str]) -> int:
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
         loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)
-        with running(name):
+        with _named_while_running(name):
             return run(loaded)
     loaded = load(settings, None, options, verb=usage)
     require_paths(verb, given)
     values: list[Any] = [given] if _takes_several(verb) else given
-    with contextlib.nullcontext() if name in _ENDLESS else running(name):
+    with _named_while_running(name):
         return run(*values, loaded)
+
+
+def _named_while_running(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Context that logs what a verb does after ten silent seconds; only in the first process of torchrun or Slurm."""
+    is_silent = name in _ENDLESS or int(os.environ.get("RANK", "0")) > 0
+    return contextlib.nullcontext() if is_silent else running(name)
 
 
 def require_paths(verb: Verb, given: Sequence[str]) -> None:
