@@ -54,7 +54,7 @@ _live: list[Progress] = []  # the display that is on screen, shared by nested ba
 _views: list["StagesView"] = []  # the view that is open
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     """Running work.
 

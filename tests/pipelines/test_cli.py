@@ -13,6 +13,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
+from pipelines import terminal
 from pipelines.cli import VERBS, main
 from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
@@ -349,6 +350,25 @@ def test_ctrl_c_promises_a_resume_only_where_there_is_one(trained, arguments, re
     names = {"config": trained / "config.toml", "run": trained / "run"}
     assert main([verb, path.format(**names)]) == 130
     assert ("same command again" in capsys.readouterr().err) == resumes
+
+
+@pytest.mark.parametrize(
+    ("verb", "rank", "names"), [("inspect", "0", ["inspect"]), ("inspect", "1", []), ("serve", "0", [])]
+)
+def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requests(
+    trained: Path, monkeypatch, verb: str, rank: str, names: list[str]
+) -> None:
+    running = []
+
+    def run(*_: object) -> int:
+        running.extend(work.name for work in terminal._silence.works)
+        return 0
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", run)
+    assert main([verb, str(trained / "datastore")]) == 0
+    assert running == names
 
 
 def test_program_without_a_verb_lists_all_verbs(capsys) -> None:
