@@ -1,6 +1,9 @@
-"""The callback through which long work reports its progress."""
+"""How long work reports its progress: a callback, and a level of log messages."""
 
+import logging
 from collections.abc import Callable
+
+log = logging.getLogger("retro")
 
 Advance = Callable[[int], None]
 """Receives the number of units (chunks, tokens, documents …) that were finished since the last call."""
@@ -8,3 +11,12 @@ Advance = Callable[[int], None]
 
 class FinishedBefore(int):
     """Units that an earlier process had finished, for `Advance`. They count as done, but not in a rate."""
+
+
+STATUS = 15
+"""Level of the messages of `status`, between DEBUG and INFO."""
+
+
+def status(message: str, *arguments: object) -> None:
+    """Log the state of running work. The command line shows it with the progress of the work instead of on its own line."""
+    log.log(STATUS, message, *arguments)

@@ -3,6 +3,7 @@
 arguments ─► the verb's row ─► settings: defaults, then the TOML file, then options ─► the verb's function ─► exit status
 """
 
+import contextlib
 import difflib
 import importlib
 import logging
@@ -17,7 +18,8 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from pipelines.settings.load import load
-from pipelines.terminal import echo, setup_logging
+from pipelines.terminal import echo, running, setup_logging
+from pipelines.version import version_line
 from retro.training.signals import Stopped
 
 log = logging.getLogger("retro")
@@ -34,6 +36,7 @@ class Verb:
         settings: type of the settings.
         positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]` is
             optional. A single name that ends in `…` takes one or more arguments as a list.
+        resumes: the same command continues the work of one that was stopped.
     """
 
     summary: str
@@ -41,6 +44,7 @@ class Verb:
     run: str
     settings: str
     positional: tuple[str, ...] = ()
+    resumes: bool = False
 
     def load(self) -> tuple[Callable[..., int], type[Any]]:
         """Import the function and the type of its settings."""
@@ -52,7 +56,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Start here": {
         "demo": Verb(
             "Build a datastore, train three small models and compare them, in minutes",
-            "commands.demo", "demo", "DemoOptions",
+            "commands.demo", "demo", "DemoOptions", resumes=True,
         ),
         "doctor": Verb(
             "Check installed packages, devices and memory",
@@ -70,7 +74,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "index": Verb(
             "Build a datastore from a corpus, or update it",
-            "commands.datastore", "index", "IndexOptions", ("CONFIG",),
+            "commands.datastore", "index", "IndexOptions", ("CONFIG",), resumes=True,
         ),
         "search": Verb(
             "Print the chunks nearest to a text",
@@ -88,11 +92,11 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "train": Verb(
             "Train a model, or continue a run",
-            "commands.model", "train", "Config", ("CONFIG",),
+            "commands.model", "train", "Config", ("CONFIG",), resumes=True,
         ),
         "finetune": Verb(
             "Fine-tune on instructions, conversations or questions",
-            "commands.model", "finetune", "Config", ("CONFIG",),
+            "commands.model", "finetune", "Config", ("CONFIG",), resumes=True,
         ),
         "add-retrieval": Verb(
             "Add retrieval to a trained model in about a minute, without training",
@@ -104,7 +108,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "generate": Verb(
             "Continue a prompt, or answer it",
-            "commands.model", "generate", "GenerateOptions", ("CHECKPOINT",),
+            "commands.generate", "generate", "GenerateOptions", ("CHECKPOINT",),
         ),
         "serve": Verb(
             "Serve search and a model over HTTP, with a web page",
@@ -161,9 +165,13 @@ GROUPS: dict[str, dict[str, Verb]] = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 _HELP_FLAGS = {"-h", "--help"}
-_HELP = """retro trains and serves language models that retrieve text from a datastore (RETRO).
+_ENDLESS = {"serve", "mcp"}  # verbs that wait for requests, in silence
+_HELP = """{version}
+
+retro trains and serves language models that retrieve text from a datastore (RETRO).
 
 usage: retro VERB ARGUMENTS [--options]        `retro VERB --help` lists the options of a verb.
+       retro --version
 
 {verbs}
 
@@ -192,7 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in (*_HELP_FLAGS, "help"):
-        echo(_HELP.format(verbs=verb_list(GROUPS)))
+        echo(_HELP.format(version=version_line(), verbs=verb_list(GROUPS)))
+        return 0
+    if arguments[0] == "--version":
+        echo(version_line())
         return 0
     setup_logging()
     try:
@@ -209,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         echo(stopped, sys.stderr)
         return stopped.exit_status
     except KeyboardInterrupt:
-        echo("Stopped. Run the same command again to continue.", sys.stderr)
+        verb = VERBS.get(find_verb(arguments)[0])
+        echo("Stopped." + (" Run the same command again to resume." if verb and verb.resumes else ""), sys.stderr)
         return 130
 
 
@@ -235,11 +247,20 @@ def run_verb(arguments: Sequence[str]) -> int:
         raise InputError(f"usage: retro {usage} [--options]; `retro {name} --help` lists the options.")
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
-        return run(load(settings, Path(given[0]) if given else None, options, verb=usage))
+        loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)
+        with _named_while_running(name):
+            return run(loaded)
     loaded = load(settings, None, options, verb=usage)
     require_paths(verb, given)
     values: list[Any] = [given] if _takes_several(verb) else given
-    return run(*values, loaded)
+    with _named_while_running(name):
+        return run(*values, loaded)
+
+
+def _named_while_running(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Context that logs what a verb does after ten silent seconds; only in the first process of torchrun or Slurm."""
+    is_silent = name in _ENDLESS or int(os.environ.get("RANK", "0")) > 0
+    return contextlib.nullcontext() if is_silent else running(name)
 
 
 def require_paths(verb: Verb, given: Sequence[str]) -> None:

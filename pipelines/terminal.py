@@ -3,15 +3,16 @@
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
-On a terminal: a bar with rate and time left. Elsewhere: nothing. Both log one line at the end.
+On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both log one line
+at the end. A message of the level `STATUS` within is shown behind the bar, or in the next line.
 
     view = StagesView()
     with view.shown(["chunk", "embed"]):
         with view.stage("chunk"):
             with progress(...)
 
-On a terminal: a row for each stage, which waits, runs with a bar, or is finished. Elsewhere: a line when a stage starts, every
-minute, and when a step ends. Both log a summary of all steps with their rates at the end: `view.steps`.
+On a terminal: a row for each stage, which waits, runs with a bar, or is finished. Elsewhere: a line when a stage starts and when a
+step ends. Both log a summary of all steps with their rates at the end: `view.steps`.
 """
 
 import contextlib
@@ -23,9 +24,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -40,15 +42,145 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from rich.theme import Theme
 
-from indexing.progress import FinishedBefore
+from indexing.progress import STATUS, FinishedBefore
 
-log = logging.getLogger("retro")
+log = logging.getLogger("retro.progress")
 
-_LINE_SECONDS = 60.0  # between two lines of a running step where there is no terminal
+_LONGEST_SILENCE = 10.0  # seconds without a line, after which running work logs one
 
 _live: list[Progress] = []  # the display that is on screen, shared by nested bars
 _views: list["StagesView"] = []  # the view that is open
+
+
+@dataclass(eq=False)
+class _Work:
+    """Running work.
+
+    Attributes:
+        name, total, unit: as in `progress`; the unit is empty if nothing is counted.
+        started: time of the clock.
+        row: updates its row of the display; None without a terminal.
+        done, before: units finished by this process, and by an earlier one.
+        note: newest message of the level `STATUS`.
+    """
+
+    name: str
+    total: int | None
+    unit: str
+    started: float
+    row: Callable[..., None] | None = None
+    done: int = 0
+    before: int = 0
+    note: str = ""
+
+    def advance(self, units: int) -> None:
+        """Count finished units."""
+        if isinstance(units, FinishedBefore):
+            self.before += units
+        else:
+            self.done += units
+        if self.row is not None:
+            self.row(advance=units)
+
+    def set_note(self, note: str) -> None:
+        """Show a message with the progress."""
+        self.note = note
+        if self.row is not None:
+            self.row(detail=note)
+
+    def line(self, seconds: float) -> str:
+        """`embed: 45%, 4,500 of 10,000 chunks, 120/s, 46 s left` after some seconds, without the parts that are unknown."""
+        return f"{self.name}: " + (f"{self.note}; " if self.note else "") + self._so_far(seconds)
+
+    def _so_far(self, seconds: float) -> str:
+        if not self.done:
+            waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
+            return f"{waiting}running for {human_seconds(seconds)}"
+        rate, finished = self.done / max(seconds, 1e-9), self.before + self.done
+        if not self.total or finished > self.total:  # unknown, or an estimate
+            return f"{human_count(finished, self.unit, named=True)} so far, {human_count(rate, self.unit)}/s"
+        counted = f"{human_count(finished, self.unit)} of {human_count(self.total, self.unit, named=True)}"
+        left = human_seconds((self.total - finished) / rate)
+        return f"{100 * finished // self.total}%, {counted}, {human_count(rate, self.unit)}/s, {left} left"
+
+
+@dataclass
+class Silence:
+    """Logs a line about the innermost running work after ten seconds without any line, unless a bar shows it.
+
+    Another thread watches the clock, because k-means can run for hours without a call.
+
+    Attributes:
+        clock: time in seconds.
+        works: running work, the innermost last.
+        last: time of the last line.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    works: list[_Work] = field(default_factory=list)
+    last: float = 0.0
+
+    @contextlib.contextmanager
+    def during(self, work: _Work) -> Iterator[_Work]:
+        """Log the lines of this work while the block runs."""
+        self.works.append(work)
+        try:
+            with self._watched() if len(self.works) == 1 else contextlib.nullcontext():
+                yield work
+        finally:
+            self.works.remove(work)
+            self.set_note("")
+
+    def set_note(self, note: str) -> None:
+        """Show a message with the progress of the innermost work."""
+        if self.works:
+            self.works[-1].set_note(note)
+
+    def restart(self) -> None:
+        """Start counting again: a line was printed."""
+        self.last = self.clock()
+
+    def check(self) -> float:
+        """Log a line if it is due; returns the seconds until the next one can be."""
+        if self.clock() - self.last >= _LONGEST_SILENCE:
+            for work in self.works[-1:] if not _live else []:
+                log.info("%s", work.line(self.clock() - work.started))
+            self.restart()
+        return _LONGEST_SILENCE - (self.clock() - self.last)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(self.check()):
+                pass
+
+        self.restart()
+        thread = threading.Thread(target=watch, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+_silence = Silence()
+
+
+def _work(
+    name: str, total: int | None, unit: str, row: Callable[..., None] | None = None
+) -> contextlib.AbstractContextManager[_Work]:
+    """Context in which work is running; yields it."""
+    return _silence.during(_Work(name, total, unit, _silence.clock(), row))
+
+
+def running(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Log what a verb does after ten seconds of silence, also where no `progress` runs."""
+    return _work(name, None, "")
 
 
 @contextlib.contextmanager
@@ -64,22 +196,16 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
         with _views[-1].step(name, total, unit) as advance:
             yield advance
         return
-    started, done = time.perf_counter(), 0
     with _display() as display:
-        task = display.add_task(name, total=total, unit=unit, note=None) if display else None
-
-        def advance_bar(units: int) -> None:
-            nonlocal done
-            done += 0 if isinstance(units, FinishedBefore) else units
-            if display is not None and task is not None:
-                display.update(task, advance=units)
-
+        task = display.add_task(name, total=total, unit=unit, note=None, detail="") if display else None
+        row = partial(display.update, task) if display is not None and task is not None else None
         try:
-            yield advance_bar
+            with _work(name, total, unit, row) as work:
+                yield work.advance
         finally:
             if display is not None and task is not None:
                 display.remove_task(task)
-    log.info("%s: %s", name, _made(done, unit, time.perf_counter() - started))
+    log.info("%s: %s", name, _made(work.done, unit, _silence.clock() - work.started))
 
 
 def _made(units: int, unit: str, seconds: float) -> str:
@@ -120,7 +246,6 @@ class StagesView:
         self._names: list[str] = []
         self._display: Progress | None = None
         self._rows: dict[str, TaskID] = {}
-        self._in_step = False
 
     @contextlib.contextmanager
     def shown(self, names: Sequence[str]) -> Iterator[None]:
@@ -129,7 +254,7 @@ class StagesView:
         with contextlib.nullcontext() if self.quiet else _display() as self._display:
             if self._display is not None:
                 self._rows = {
-                    name: self._display.add_task(name, total=None, start=False, unit="", note="waiting")
+                    name: self._display.add_task(name, total=None, start=False, unit="", note="waiting", detail="")
                     for name in names
                 }
             _views.append(self)
@@ -158,31 +283,27 @@ class StagesView:
             self.steps.append(Step(name, name))
             self._say("%s: finished before", place)
         seconds = sum(step.seconds for step in self.steps[before:])
-        self._update(name, description=name, note=_time_of(self.steps[-1]) if not seconds else human_seconds(seconds))
+        note = human_seconds(seconds) if seconds else _time_of(self.steps[-1])
+        self._update(name, description=name, note=note, detail="")
 
     @contextlib.contextmanager
     def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
         """Run a step; `progress` calls this inside a stage."""
         assert self.current is not None
-        stage, started, done = self.current, time.perf_counter(), 0
-
-        def advance(units: int) -> None:
-            nonlocal done
-            done += units
-            if self._display is not None:
-                self._display.update(self._rows[stage], advance=units)
-
-        def line() -> None:
-            seconds = time.perf_counter() - started
-            self._say("%s: %s", name, _so_far(done, total, unit, seconds))
-
+        stage, row = self.current, None
         if self._display is not None:
+            row = partial(self._display.update, self._rows[stage])
             description = stage if name == stage else f"{stage}: {name.removeprefix(stage).strip()}"
-            self._display.reset(self._rows[stage], total=total, description=description, unit=unit, note=None)
-        with _repeated(line if self._display is None and not self.quiet else None):
-            yield advance
-        self.steps.append(Step(stage, name, done, unit, time.perf_counter() - started))
-        self._say("%s: %s", name, _made(done, unit, self.steps[-1].seconds))
+            self._display.reset(
+                self._rows[stage], total=total, description=description, unit=unit, note=None, detail=""
+            )
+        work = _Work(name, total, unit, _silence.clock(), row)
+        if self.quiet:
+            _silence.set_note(name)
+        with contextlib.nullcontext() if self.quiet else _silence.during(work):
+            yield work.advance
+        self.steps.append(Step(stage, name, work.done, unit, _silence.clock() - work.started))
+        self._say("%s: %s", name, _made(work.done, unit, self.steps[-1].seconds))
 
     def _say(self, message: str, *arguments: object) -> None:
         """Log a line where there is no terminal."""
@@ -192,40 +313,6 @@ class StagesView:
     def _update(self, stage: str, **fields: str) -> None:
         if self._display is not None:
             self._display.update(self._rows[stage], **fields)  # type: ignore[arg-type]
-
-
-def _so_far(done: int, total: int | None, unit: str, seconds: float) -> str:
-    """`45%, 4,500 of 10,000 chunks, 120/s, 46 s left`, without the parts that are unknown."""
-    rate = done / max(seconds, 1e-9)
-    if not total:
-        return f"{human_count(done, unit, named=True)} so far, {human_count(rate, unit)}/s"
-    if not done:
-        return f"{human_count(total, unit, named=True)}, running for {human_seconds(seconds)}"
-    counted = f"{human_count(done, unit)} of {human_count(total, unit, named=True)}"
-    return (
-        f"{100 * done // total}%, {counted}, {human_count(rate, unit)}/s, {human_seconds((total - done) / rate)} left"
-    )
-
-
-@contextlib.contextmanager
-def _repeated(line: Callable[[], None] | None) -> Iterator[None]:
-    """Call `line` every minute from another thread, because k-means can run for hours without a message."""
-    if line is None:
-        yield
-        return
-    stop = threading.Event()
-
-    def repeat() -> None:
-        while not stop.wait(_LINE_SECONDS):
-            line()
-
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
@@ -269,31 +356,37 @@ def echo(text: object = "", file: TextIO | None = None) -> None:
         print(printable(str(text)), file=file)
 
 
-_SHADES = {2: "1;32", 1: "32", -1: "31", -2: "1;31"}  # strong green, green, red, strong red
+_BLUE, _ORANGE = 33, 166  # of the 256 colors: readable on dark and on light backgrounds, also by the color-blind
+_SHADES = {2: f"1;38;5;{_BLUE}", 1: f"38;5;{_BLUE}", -1: f"38;5;{_ORANGE}", -2: f"1;38;5;{_ORANGE}"}
 _MARKS = {True: ("{+", "+}"), False: ("[-", "-]")}
 
 
-def echo_shaded(pieces: Iterable[tuple[str, int]], file: TextIO | None = None) -> None:
-    """Print pieces of text, `printable`, each with a shade from 2 (strong green) to -2 (strong red); 0 = no color.
+def is_colored(file: TextIO) -> bool:
+    """Whether text for a file is colored: it is a terminal, and NO_COLOR is not set."""
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
-    Without a terminal, and if NO_COLOR is set, green text is printed as `{+text+}` and red text as `[-text-]`, like
-    `git diff --word-diff`.
+
+def echo_shaded(pieces: Iterable[tuple[str, int]], file: TextIO | None = None, end: str = "\n") -> None:
+    """Print pieces of text, `printable`, each with a shade from 2 (strong blue) to -2 (strong orange); 0 = no color.
+
+    Without colors, blue text is printed as `{+text+}` and orange text as `[-text-]`, like `git diff --word-diff`.
     """
     file = file or sys.stdout
-    colored = file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    colored = is_colored(file)
     out = ""
     for shade, group in groupby(pieces, key=lambda piece: piece[1] if colored else (piece[1] > 0) - (piece[1] < 0)):
         text = printable("".join(each for each, _ in group))
         core = text.strip()
-        begin, end = (f"\x1b[{_SHADES.get(shade)}m", "\x1b[0m") if colored else _MARKS[shade > 0]
-        out += text.replace(core, f"{begin}{core}{end}", 1) if shade and core else text
+        begin, after = (f"\x1b[{_SHADES.get(shade)}m", "\x1b[0m") if colored else _MARKS[shade > 0]
+        out += text.replace(core, f"{begin}{core}{after}", 1) if shade and core else text
     with exit_if_closed(file):
-        print(out, file=file)
+        print(out, file=file, end=end)
 
 
 @contextlib.contextmanager
 def exit_if_closed(file: TextIO) -> Iterator[None]:
     """Flush a file after the block. If its reader has closed the pipe (`| head`), exit with the status of SIGPIPE, silently."""
+    _silence.restart()
     try:
         try:
             yield
@@ -321,13 +414,21 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\u000a").replace("\t", "\\u0009")
 
 
+_BAR_STYLES = (
+    "bar.complete",
+    "bar.finished",
+    "bar.pulse",
+    *(f"progress.{x}" for x in ("percentage", "elapsed", "remaining")),
+)
+
+
 @contextlib.contextmanager
 def _display() -> Iterator[Progress | None]:
     """The live display: a new one, the one already on screen, or None without a terminal."""
     if _live:
         yield _live[-1]
         return
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, theme=Theme(dict.fromkeys(_BAR_STYLES, f"color({_BLUE})")))
     if not console.is_terminal:
         yield None
         return
@@ -339,6 +440,7 @@ def _display() -> Iterator[Progress | None]:
         _Running(TimeElapsedColumn()),
         _Running(TextColumn("left")),
         _Running(TimeRemainingColumn()),
+        TextColumn("{task.fields[detail]}", markup=False),
     ]
     with Progress(*columns, console=console, transient=True) as display:
         _live.append(display)
@@ -371,10 +473,13 @@ class _Rate(ProgressColumn):
 
 
 class _Handler(logging.Handler):
-    """Prints log messages on standard error, above the bar if there is one."""
+    """Prints log messages on standard error, above the bar if there is one. A status is shown with the progress."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message, with its level if it is a warning or an error."""
+        if record.levelno == STATUS:
+            _silence.set_note(one_line(self.format(record)))
+            return
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         message = printable(level + self.format(record))
         if _live:
@@ -385,10 +490,11 @@ class _Handler(logging.Handler):
 
 def setup_logging() -> None:
     """Print the project's log messages and the warnings of libraries on standard error; the command line calls this once."""
-    log.handlers[:] = [_Handler()]
+    project = logging.getLogger("retro")
+    project.handlers[:] = [_Handler()]
     logging.lastResort = _Handler(logging.WARNING)  # for loggers without a handler
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    project.setLevel(STATUS)
+    project.propagate = False
 
 
 def human_count(value: float, unit: str = "", *, named: bool = False) -> str:

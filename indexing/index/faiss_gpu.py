@@ -1,8 +1,10 @@
-"""Move Faiss indexes to all visible GPUs if `faiss-gpu` is installed; otherwise log once that they stay on the CPU."""
+"""Move Faiss indexes to all visible GPUs if `faiss-gpu` is installed; a line of the log names the device."""
 
 import logging
 from functools import cache, lru_cache
 from typing import Any
+
+from indexing.progress import status
 
 log = logging.getLogger("retro")
 
@@ -25,7 +27,7 @@ def on_gpus(index: Any, purpose: str) -> Any:
     import faiss
 
     if not num_gpus():
-        _say(f"Faiss, {purpose}: on the CPU")
+        status("Faiss, %s: on the CPU", purpose)
         return index
     try:
         options = faiss.GpuMultipleClonerOptions()

@@ -22,7 +22,7 @@ import numpy as np
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.overlap import overlap
-from indexing.progress import Advance
+from indexing.progress import Advance, status
 from indexing.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
@@ -308,6 +308,7 @@ def neighbor_shard(
         step = _block_rows(searched)
         for start in range(*rows, step):
             stop = min(start + step, rows[1])
+            status("searching for chunks %s to %s", f"{start:,}", f"{stop:,}")
             found, deeper = _search_block(split, (start, stop), searched, settings)
             if known:
                 found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
@@ -315,6 +316,7 @@ def neighbor_shard(
                 found = [_by_terms(split, (start, stop), found, settings, terms)]
             ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
             if order is not None:
+                status("ordering candidates of chunks %s to %s by shared tokens", f"{start:,}", f"{stop:,}")
                 ids, distances = order.best(split.tokens.read(start, stop), ids, distances, settings.stored)
             id_file.append(ids)
             distance_file.append(distances)

@@ -20,6 +20,7 @@ import numpy as np
 
 from indexing.embedders import Embedder, open_embedder, token_weights
 from indexing.index.sharded import ShardedIndex
+from indexing.progress import status
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
@@ -90,6 +91,7 @@ class Retriever:
             InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or one of
                 `neighbors.extra_datastores` is missing or has changed.
         """
+        status("opening %s", ", ".join(map(str, locations)))
         datastore, *others = map(Datastore.open, locations)
         retrieval = RetrievalSet.of(datastore)
         known = {split.folder.resolve() for split in retrieval.splits}

@@ -5,7 +5,6 @@ parts (pipelines/gpu_checks/table.py) ─► a process each ─► OUTPUT/gpu.js
 
 import importlib.metadata
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from indexing.store.files import write_json
 from pipelines.gpu_checks.table import PARTS, Outcome, run_apart
 from pipelines.results import Table
 from pipelines.terminal import echo
+from pipelines.version import commit_of_checkout
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,9 @@ def machine() -> dict[str, Any]:
         "device": name,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit_of_checkout() or f"version {importlib.metadata.version('retro')}",
         "command": " ".join(["retro", *sys.argv[1:]]),
     }
-
-
-def _commit() -> str:
-    """The commit of a checkout, or the version of an installed package."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        found = ""
-    return found or f"version {importlib.metadata.version('retro')}"
 
 
 def page(environment: dict[str, Any], outcomes: list[Outcome], *, tiny: bool = False) -> str:

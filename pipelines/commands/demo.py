@@ -140,7 +140,13 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     echo()
     results = {
         name: measure_all(
-            model, held_out, settings, placement, sequence_length=length, by_chunk=model.settings.retrieves
+            model,
+            held_out,
+            settings,
+            placement,
+            sequence_length=length,
+            by_chunk=model.settings.retrieves,
+            note=f", {NAMES[name]},",
         )
         for name, model in models.items()
     }

@@ -6,6 +6,7 @@ The number of steps of each round follows from the speed of the round before. Al
 begins, so a slower machine means fewer steps, the same for all models. The round is stored, so that a stopped demo resumes.
 """
 
+import logging
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines.config import Config
-from pipelines.launch.in_process import run_training
+from pipelines.launch.in_process import run_training, train_quietly
 from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
 from pipelines.terminal import echo
@@ -80,7 +82,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
         write_json(stored, read_json(stored) | {"round": asdict(now)})
         planned = _with_steps(config, now)
         echo(f"   to step {now.steps}" + (", the learning rate falls" if now.falls_from else ""))
-        outcomes = {name: run_training(run, name) for name, run in runs_of(planned).items()}
+        outcomes = {name: run_training(run, f"train {name}", train_silently) for name, run in runs_of(planned).items()}
         if now.falls_from:
             break
         left = max(0.0, until - time.monotonic())
@@ -92,6 +94,20 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
     write_bytes(folder / "demo.toml", to_toml(planned).encode())
     tokens = planned.train.steps * planned.train.batch_size * planned.data.sequence_length
     return Trained(load(Config, folder / "demo.toml", [], verb="train"), outcomes, tokens)
+
+
+def train_silently(config: Config, advance: Advance = lambda _: None) -> Any:
+    """Train without the messages of a run except warnings: every round resumes it."""
+    log = logging.getLogger("retro")
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.INFO
+
+    log.addFilter(is_wanted)
+    try:
+        return train_quietly(config, advance)
+    finally:
+        log.removeFilter(is_wanted)
 
 
 def _with_steps(config: Config, now: Round) -> Config:

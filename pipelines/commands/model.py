@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from indexing.store.errors import InputError
 from pipelines.commands import datastore as datastore_verbs
 from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, grouped, human_bytes, progress
-from retro.inference.settings import GenerationSettings
+from pipelines.terminal import echo, grouped, human_bytes
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # formats of other programs
@@ -79,65 +76,6 @@ def report(runs: list[str], options: ReportOptions) -> int:
     echo(write_run_report(folders, path).text)
     echo(f"report: {path}")
     return 0
-
-
-@dataclass(frozen=True)
-class GenerateOptions(GenerationSettings):
-    """Continue prompts, with retrieval at every chunk boundary."""
-
-    prompt: tuple[str, ...] = ("",)
-    """Texts to continue, in one batch; an empty text continues from the beginning of a document."""
-    chat: bool = False
-    """Answer the texts with the chat template of a model that was fine-tuned on instructions, or imported with one."""
-    retrieval: bool = True
-    """Search neighbors for finished chunks (ON)."""
-    k: int = 2
-    """Number of neighbors of each chunk."""
-    datastore: str = ""
-    """Datastore to search; empty: the datastore of the training run."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` …"""
-    format: Format = "text"
-    """Print the texts, or `json` with prompts and texts."""
-
-
-def generate(checkpoint: str, options: GenerateOptions) -> int:
-    """`retro generate CHECKPOINT`."""
-    from retro.inference.language_model import LanguageModel
-
-    language_model = LanguageModel.open(
-        checkpoint, options.datastore or None, options.device, retrieval=options.retrieval
-    )
-    texts = generate_texts(language_model, options)
-    between = "\n" if options.chat else ""
-    made = [{"prompt": prompt, "text": text} for prompt, text in zip(options.prompt, texts, strict=True)]
-    print_result(made, "\n───\n".join(each["prompt"] + between + each["text"] for each in made), options.format)
-    return 0
-
-
-def generate_texts(language_model: Any, options: GenerateOptions) -> list[str]:
-    """The continuation of each prompt as text."""
-    prompts = _prompts(language_model, options)
-    k = options.k if language_model.retriever is not None else 0
-    texts = [""] * len(prompts)
-    with progress("generate", total=len(prompts) * options.max_tokens, unit="tokens") as advance:
-        for pieces in language_model.generate(prompts, options, k):
-            for piece in pieces:
-                texts[piece.row] += piece.text
-            advance(len(pieces))
-    return texts
-
-
-def _prompts(language_model: Any, options: GenerateOptions) -> list[np.ndarray]:
-    """The tokens of each prompt."""
-    tokenizer = language_model.tokenizer
-    if options.chat:
-        from retro.finetuning.chat_template import template_of
-        from retro.finetuning.conversations import Message
-
-        template = template_of(tokenizer, language_model.checkpoint.settings)
-        return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]
-    return [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]
 
 
 @dataclass(frozen=True)

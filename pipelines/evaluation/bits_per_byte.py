@@ -78,11 +78,13 @@ def measure_all(
     sequence_length: int,
     source: NeighborSource = "nearest",
     by_chunk: bool = False,
+    note: str = "",
 ) -> list[SetResult]:
-    """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars."""
+    """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars, whose names have `note`."""
     uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.retrieves else (0,))]
     return [
-        measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk) for use in uses
+        measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk, note=note)
+        for use in uses
     ]
 
 

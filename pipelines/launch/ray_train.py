@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from indexing.progress import Advance, FinishedBefore
+from indexing.progress import STATUS, Advance, FinishedBefore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors.ray_cluster import connect
@@ -207,7 +207,7 @@ def _work(arguments: dict[str, Any]) -> None:
         os.chdir(arguments["folder"])
     use_threads(config.executor.num_threads or max(1, int(config.executor.train.cpus)))
     log.handlers[:] = [_Lines(relay)]
-    log.setLevel(logging.INFO)
+    log.setLevel(STATUS)
     log.propagate = False
     trained = before = 0
 

@@ -28,7 +28,7 @@ from indexing.corpus.scan import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.memory import usable_memory
 from indexing.neighbors.search_cost import Method
-from indexing.progress import Advance
+from indexing.progress import status
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -130,17 +130,15 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         InputError: a path does not exist, the corpus has no text, or its size is unknown and `tokens` is 0.
     """
     started = time.perf_counter()
-    with (
-        tempfile.TemporaryDirectory(prefix="retro-calibration-") as work,
-        progress("calibrate", total=None, unit="bytes") as advance,
-    ):
+    with tempfile.TemporaryDirectory(prefix="retro-calibration-") as work:
+        status("drawing the sample")
         sample, text = _sample(config, sample_bytes, Path(work))
         if not tokens and not sample.text_bytes:
             raise InputError(
                 "tokens = 0 means the whole corpus, and its size is unknown: corpus.paths is empty, contains tokens, or has files "
                 "too large for the calibration. Set --tokens, for example 1e9."
             )
-        bench = _Bench(config, Path(work), sample, advance)
+        bench = _Bench(config, Path(work), sample)
         transformer = bench.embed_with_model() if config.embedder.kind == "transformer" else None
         first = bench.build(_WARM_UP_BYTES)[0].workload  # loads every library, and gives the number of chunks per byte
         chunks = (tokens / first.tokens or sample.text_bytes / first.text_bytes) * first.chunks
@@ -149,8 +147,11 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
         observations: list[Observation] = []
-        while not observations or time.perf_counter() - started < _AGAIN_SECONDS:
-            observations += [each for size, shards in sizes for each in bench.build(size, shards)]
+        with progress("calibrate", total=sum(size for size, _ in sizes), unit="bytes") as advance:
+            while not observations or time.perf_counter() - started < _AGAIN_SECONDS:
+                for size, shards in sizes:
+                    observations += bench.build(size, shards)
+                    advance(size)
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]
         return Calibration(
@@ -183,11 +184,10 @@ class _Bench:
         config: of the planned datastore.
         work: the temporary folder.
         sample: of its text.
-        advance: called with the bytes of built text.
     """
 
-    def __init__(self, config: Config, work: Path, sample: CorpusSample, advance: Advance) -> None:
-        self.config, self.work, self.advance = config, work, advance
+    def __init__(self, config: Config, work: Path, sample: CorpusSample) -> None:
+        self.config, self.work = config, work
         # Shuffled, so that a smaller sample is uniform too. All samples have the same held-out documents and queries.
         self.documents, self.valid = random.Random(0).sample(sample.documents, len(sample.documents)), sample.valid
         self.kind = "IVF128,Flat"
@@ -215,7 +215,6 @@ class _Bench:
             config, view = _searched_by(way, config), StagesView(quiet=True)
             build(config, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
             others.append(_observed(config, way, datastore, view.steps))
-        self.advance(text_bytes)
         self.chunk_bytes = observed.workload.text_bytes / observed.workload.chunks
         wide = self.config.tokenizer.is_trained and self.config.tokenizer.vocab_size > 2**16
         self.token_bytes = 4 if wide else datastore.train.tokens.shard(0).itemsize

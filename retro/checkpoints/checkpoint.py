@@ -24,6 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from indexing.progress import status
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -244,6 +245,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} is neither a checkpoint, nor a run with one (RUN), nor a run with an evaluated one (RUN@best), nor a "
             "file written by `retro export`. `retro train CONFIG` makes checkpoints."
         )
+    status("opening %s", found)
     if found.is_file():
         return _read_exported(found)
     problems = verify(found)
@@ -306,6 +308,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     Raises:
         InputError: it has an adapter and peft is not installed.
     """
+    status("loading the weights of %s", checkpoint.path)
     with torch.device("meta"):
         model = Retro(checkpoint.model)
         add_adapter(model, checkpoint.tuning)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from indexing.progress import status
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from retro.training.monitor import PREFIX
@@ -47,22 +48,18 @@ class JsonLines:
 
 
 class Console:
-    """Logs about twenty readable lines for a run, and one for every evaluation."""
+    """Logs the loss as the status of the run, and a line for the last step and for every evaluation."""
 
     def __init__(self, steps: int) -> None:
-        self._every = max(1, steps // 20)
-        self._next = 0
+        self._steps = steps
 
     def write(self, values: dict[str, Any]) -> None:
-        """Log `step 200  loss 5.1234  …`, without the metrics of layer groups."""
+        """Log `step 200 of 1,000, loss 5.123`, or all values but the metrics of layer groups."""
         values = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
-        if values.keys() <= {"step", "tokens"}:
-            return
-        if "loss" in values and values["step"] < self._next:
-            return
-        if "loss" in values:
-            self._next = values["step"] + self._every
-        log.info(as_line(values))
+        if "loss" in values and values["step"] < self._steps:
+            status("step %s of %s, loss %.4g", f"{values['step']:,}", f"{self._steps:,}", values["loss"])
+        elif values.keys() > {"step", "tokens"}:
+            log.info(as_line(values))
 
     def close(self) -> None:
         """Do nothing."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from indexing.progress import Advance, FinishedBefore
+from indexing.progress import Advance, FinishedBefore, status
 from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
@@ -115,6 +115,7 @@ class Trainer:
             advance: receives numbers of trained tokens.
         """
         settings.check()
+        status("opening the data and the model")
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
             settings.train.device, settings.train.precision, settings.train.num_threads
@@ -159,6 +160,7 @@ class Trainer:
             Stopped: SIGTERM or SIGINT.
         """
         settings, first_step = self.settings.train, self.step + 1
+        status("starts at step %s", f"{first_step:,}")
         with contextlib.ExitStack() as stack:
             self._open_loggers(stack)
             signal_received = stack.enter_context(signals_as_requests())  # before the saver: its last write is safe
@@ -215,6 +217,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the model on the task's held-out data, log the metrics, and remember the best evaluation."""
         parts = self.model.model_parts
+        status("evaluation at step %s", f"{self.step:,}")
         with self.meter.paused():
             for part in parts:
                 part.eval()

@@ -1,6 +1,8 @@
 """The command line from a user's point of view: what works, and the messages when something is wrong."""
 
+import importlib.metadata
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
+from pipelines import terminal
 from pipelines.cli import VERBS, main
 from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
@@ -18,6 +21,8 @@ from pipelines.settings.fields import leaf_types
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +322,53 @@ def test_every_verb_has_help(verb: str, capsys) -> None:
         main([*verb.split(), "--help"])
     assert caught.value.code == 0
     assert f"usage: retro {verb}" in capsys.readouterr().out
+
+
+def test_version_names_the_program_its_commit_python_torch_and_faiss(capsys) -> None:
+    assert main(["--version"]) == 0
+    line = capsys.readouterr().out.strip()
+    versions = dict(part.split(" ", 1) for part in line.split(", "))
+    assert versions["Python"] == platform.python_version()
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert next(name for name in versions if name.startswith("faiss"))
+    assert (" (commit " in versions["retro"]) == (ROOT / ".git").exists()
+    assert main(["--help"]) == 0
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resumes"),
+    [(["train", "{config}"], True), (["index", "{config}"], True), (["inspect", "{run}"], False)],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_ctrl_c_promises_a_resume_only_where_there_is_one(trained, arguments, resumes, monkeypatch, capsys) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    verb, path = arguments
+    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
+    names = {"config": trained / "config.toml", "run": trained / "run"}
+    assert main([verb, path.format(**names)]) == 130
+    assert ("same command again" in capsys.readouterr().err) == resumes
+
+
+@pytest.mark.parametrize(
+    ("verb", "rank", "names"), [("inspect", "0", ["inspect"]), ("inspect", "1", []), ("serve", "0", [])]
+)
+def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requests(
+    trained: Path, monkeypatch, verb: str, rank: str, names: list[str]
+) -> None:
+    running = []
+
+    def run(*_: object) -> int:
+        running.extend(work.name for work in terminal._silence.works)
+        return 0
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", run)
+    assert main([verb, str(trained / "datastore")]) == 0
+    assert running == names
 
 
 def test_program_without_a_verb_lists_all_verbs(capsys) -> None:

@@ -1,14 +1,25 @@
-"""Progress output: a line per step without a terminal, nested bars in a terminal, a view of all stages, a summary."""
+"""Progress output: lines after ten silent seconds without a terminal, nested bars in a terminal, a view of all stages, a summary."""
 
 import io
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
-from indexing.progress import FinishedBefore
+from indexing.progress import STATUS, FinishedBefore
 from pipelines import terminal as module
-from pipelines.terminal import StagesView, Step, human_bytes, human_count, human_seconds, progress, summary_rows
+from pipelines.terminal import (
+    Silence,
+    StagesView,
+    Step,
+    human_bytes,
+    human_count,
+    human_seconds,
+    progress,
+    running,
+    summary_rows,
+)
 from tests.conftest import wait_until
 
 
@@ -81,6 +92,106 @@ def test_numbers_are_formatted_for_people() -> None:
     assert [human_seconds(x) for x in (3.21, 65, 7500)] == ["3.2 s", "1 min 05 s", "2 h 05 min"]
 
 
+# --- silence -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """A clock that the test sets; `lines_at` gives the lines that are logged at a time."""
+
+    caplog: pytest.LogCaptureFixture
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def lines_at(self, now: float) -> list[str]:
+        self.now = now
+        self.caplog.clear()
+        module._silence.check()
+        return [record.getMessage() for record in self.caplog.records]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    clock = Clock(caplog)
+    monkeypatch.setattr(module, "_silence", Silence(clock))
+    caplog.set_level(STATUS, "retro")
+    return clock
+
+
+def test_a_line_with_progress_and_time_left_breaks_ten_seconds_of_silence(clock: Clock) -> None:
+    with progress("embed", total=100, unit="chunks") as advance:
+        assert clock.lines_at(9.9) == []
+        assert clock.lines_at(10) == ["embed: 100 chunks, running for 10.0 s"]
+        advance(20)
+        assert clock.lines_at(19.9) == []
+        assert clock.lines_at(20) == ["embed: 20%, 20 of 100 chunks, 1/s, 1 min 20 s left"]
+        module.echo()
+        assert clock.lines_at(29.9) == []
+        advance(100)
+        assert clock.lines_at(30) == ["embed: 120 chunks so far, 4/s"]  # the total was an estimate
+
+
+def test_any_line_of_the_log_starts_the_ten_seconds_again(clock: Clock, capsys) -> None:
+    handler = module._Handler()
+    with progress("embed", total=100, unit="chunks"):
+        clock.now = 8
+        handler.emit(logging.makeLogRecord({"msg": "said", "levelno": logging.INFO}))
+        assert clock.lines_at(17.9) == []
+        assert len(clock.lines_at(18)) == 1
+
+
+def test_a_status_is_part_of_the_next_line_and_no_line_itself(clock: Clock, capsys) -> None:
+    handler = module._Handler()
+    with running("train"), progress("train", total=1000, unit="tokens") as advance:
+        advance(FinishedBefore(500))
+        advance(100)
+        handler.emit(logging.makeLogRecord({"msg": "step 6 of 10, loss 5.25", "levelno": STATUS}))
+        assert capsys.readouterr() == ("", "")
+        assert clock.lines_at(10) == [
+            "train: step 6 of 10, loss 5.25; 60%, 600 of 1,000 tokens, 10/s, 40.0 s left",
+        ]
+
+
+def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
+    with running("eval"):
+        module._silence.set_note("opening the checkpoint")
+        assert clock.lines_at(10) == ["eval: opening the checkpoint; running for 10.0 s"]
+        with progress("score", total=None, unit="tokens") as advance:
+            advance(50)
+            assert clock.lines_at(20) == ["score: 50 tokens so far, 5/s"]
+        assert clock.lines_at(30) == ["eval: running for 30.0 s"]  # the note was about what came before
+
+
+def test_steps_of_a_quiet_view_are_the_status_of_the_work_around_it(clock: Clock) -> None:
+    lines = []
+    with progress("calibrate", total=None, unit="bytes"):
+        build_with(StagesView(quiet=True), meanwhile=lambda: lines.extend(clock.lines_at(10)))
+    assert lines == ["calibrate: embed; running for 10.0 s"]
+
+
+def test_a_step_logs_its_progress(clock: Clock) -> None:
+    lines = []
+    build_with(StagesView(), meanwhile=lambda: lines.extend(clock.lines_at(10)))
+    assert lines == ["embed: 25%, 1 of 4 chunks, 0.1/s, 30.0 s left"]
+
+
+def test_another_thread_logs_the_lines(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(module, "_LONGEST_SILENCE", 0.02)
+    with caplog.at_level(logging.INFO, "retro"), running("search"):
+        wait_until(lambda: caplog.text.count("search: running for") >= 2)
+
+
+def test_a_bar_on_the_screen_shows_the_status_and_no_line_is_logged(clock: Clock, monkeypatch) -> None:
+    screen = terminal(monkeypatch)
+    with progress("train", total=10, unit="tokens"):
+        module._Handler().emit(logging.makeLogRecord({"msg": "loss [1]", "levelno": STATUS}))
+        module._live[-1].refresh()
+        assert clock.lines_at(10) == []
+    assert "loss [1]" in screen.getvalue()
+
+
 # --- the view of all stages ------------------------------------------------------------------------------------------
 
 
@@ -133,19 +244,6 @@ def test_quiet_view_logs_nothing_and_later_bars_log_again(caplog) -> None:
     assert "train: 1 tokens" in caplog.text
 
 
-def test_long_step_logs_its_progress_repeatedly(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(module, "_LINE_SECONDS", 0.02)
-
-    def progress_lines() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records]
-        return [message for message in messages if "embed: 25%, 1 of 4 chunks" in message]
-
-    with caplog.at_level(logging.INFO, "retro"):
-        build_with(StagesView(), meanwhile=lambda: wait_until(lambda: len(progress_lines()) >= 2))
-    again = progress_lines()
-    assert again[0].endswith("left")
-
-
 def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     module.setup_logging()
@@ -153,7 +251,7 @@ def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.
     with view.shown(["chunk", "embed"]):
         assert module._live
         module._live[-1].refresh()
-        assert screen.getvalue().endswith("chunk   waiting    \nembed   waiting    ")
+        assert screen.getvalue().endswith("chunk   waiting     \nembed   waiting     ")
         with view.stage("chunk"), progress("chunk", total=2000, unit="bytes") as advance:
             advance(1000)
             module._live[-1].refresh()

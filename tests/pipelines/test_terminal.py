@@ -16,6 +16,7 @@ import pytest
 from pipelines.cli import main
 from pipelines.commands import model as model_verbs
 from pipelines.terminal import echo_shaded, one_line, print_rows, printable
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 
@@ -61,7 +62,10 @@ def test_shades_are_colors_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     assert shaded(io.StringIO()) == plain
     colored = shaded(Terminal())
-    assert colored == "same \x1b[32ma\x1b[0m\x1b[1;32mb\x1b[0m \x1b[31mc\x1b[0m\x1b[1;31md\\u001b[0m\x1b[0m\n\n"
+    blue, orange = "38;5;33m", "38;5;166m"
+    assert colored == (
+        f"same \x1b[{blue}a\x1b[0m\x1b[1;{blue}b\x1b[0m \x1b[{orange}c\x1b[0m\x1b[1;{orange}d\\u001b[0m\x1b[0m\n\n"
+    )
     monkeypatch.setenv("NO_COLOR", "1")
     assert shaded(Terminal()) == plain
 
@@ -93,8 +97,13 @@ def test_search_escapes_control_characters_of_the_corpus(tmp_path, capsys) -> No
 
 
 def test_generate_escapes_control_characters_of_the_model(monkeypatch, capsys, tmp_path) -> None:
-    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: SimpleNamespace())
-    monkeypatch.setattr(model_verbs, "generate_texts", lambda model, options: [ATTACK + "\n\tend"])
+    tokens = [GeneratedToken(0, 5, text, 0.0, end) for text, end in ((ATTACK, None), ("\n\tend", "stop"))]
+    model = SimpleNamespace(
+        retriever=None,
+        tokenizer=SimpleNamespace(bos_id=1, encode=lambda text: [2]),
+        generate=lambda *given, **options: iter([[token] for token in tokens]),
+    )
+    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: model)
     assert main(["generate", str(tmp_path), "--prompt", "begin "]) == 0
     printed = capsys.readouterr().out
     assert controls(printed) == set()

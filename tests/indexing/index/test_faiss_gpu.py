@@ -1,13 +1,12 @@
 """Faiss uses the same code with and without GPUs. GPU tests need `faiss-gpu`: pip install '.[gpu]'."""
 
-import logging
-
 import faiss
 import numpy as np
 import pytest
 
 from indexing.index.faiss_files import num_lists, search_index
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
+from indexing.progress import STATUS
 from indexing.vectors.exact_search import exact_search, recall, rerank
 from tests.indexing.index.test_build import D, build, clustered
 
@@ -15,9 +14,9 @@ needs_gpu = pytest.mark.skipif(num_gpus() == 0, reason="no GPU that Faiss can us
 
 
 @pytest.mark.skipif(num_gpus() > 0, reason="Faiss has a GPU")
-def test_without_a_gpu_the_index_stays_on_the_cpu_and_this_is_logged(caplog) -> None:
+def test_without_a_gpu_the_index_stays_on_the_cpu_and_the_status_says_so(caplog) -> None:
     index = faiss.IndexFlatL2(D)
-    with caplog.at_level(logging.INFO, "retro"):
+    with caplog.at_level(STATUS, "retro"):
         assert on_gpus(index, f"a purpose of {__name__}") is index
     assert f"Faiss, a purpose of {__name__}: on the CPU" in caplog.text
     assert on_cpu(index) is index

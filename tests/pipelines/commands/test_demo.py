@@ -1,6 +1,7 @@
 """`retro demo`: its models train for the same steps, as many as fit; a stopped demo resumes; a passage shows what was copied."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from indexing.progress import STATUS, status
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -21,6 +23,7 @@ from pipelines.commands.demo import DemoOptions, _difference, demo
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
+from pipelines.launch.in_process import run_training
 from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece, Section, write_report
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
@@ -46,8 +49,9 @@ class Machine:
     done: dict[str, int] = field(default_factory=dict)
     stop_at: int = 10**9
 
-    def train(self, config: Config, name: str) -> Outcome:
-        steps, before = config.train.steps, self.done.get(name, 0)
+    def train(self, config: Config, *_: Any) -> Outcome:
+        name, steps = config.run.name, config.train.steps
+        before = self.done.get(name, 0)
         for step in range(before, steps):
             self.now += self.seconds(step)
             self.done[name] = step + 1
@@ -115,6 +119,22 @@ def test_a_stopped_training_resumes_with_the_stored_round(small: Config, monkeyp
     before = list(machine.runs)
     assert trained_on(machine, small, machine.now + 100, monkeypatch) == steps  # a finished demo trains no more
     assert machine.runs == [*before, *((name, steps) for name in runs_of(small))]
+
+
+def test_of_a_run_the_demo_logs_only_warnings_and_the_status(small: Config, monkeypatch, caplog) -> None:
+    log = logging.getLogger("retro")
+
+    def train(config: Config, advance: Any) -> None:
+        status("step 1 of 5")
+        log.info("resuming from step 3")
+        log.warning("the loss is high")
+
+    monkeypatch.setattr(demo_training, "train_quietly", train)
+    caplog.set_level(STATUS, "retro")
+    run_training(small, "train plain", demo_training.train_silently)
+    log.info("the next phase")
+    messages = [record.getMessage() for record in caplog.records if not record.getMessage().startswith("train plain: ")]
+    assert messages == ["step 1 of 5", "the loss is high", "the next phase"]
 
 
 @pytest.mark.parametrize(

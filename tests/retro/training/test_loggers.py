@@ -1,5 +1,6 @@
 """Metric loggers other than `metrics.jsonl`."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from indexing.progress import STATUS
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from retro.training.loggers import WeightsAndBiases
+from retro.training.loggers import Console, WeightsAndBiases
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
@@ -80,3 +82,20 @@ def test_a_restarted_run_is_a_new_wandb_run(tmp_path: Path, wandb, monkeypatch) 
     first, resumed, again = (options["id"] for options in given)
     assert first == resumed != again
     assert [options["project"] for options in given] == ["retro"] * 3
+
+
+def test_losses_are_a_status_and_only_evaluations_and_the_last_step_are_lines(caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(steps=1000)
+    caplog.set_level(STATUS, "retro")
+    for step in (100, 200):
+        console.write({"step": step, "tokens": step, "loss": 5.25, "monitor/update_ratio/head": 0.1})
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (STATUS, "step 100 of 1,000, loss 5.25"),
+        (STATUS, "step 200 of 1,000, loss 5.25"),
+    ]
+    caplog.clear()
+    console.write({"step": 200, "tokens": 200, "valid_bits_per_byte_off": 2.5})
+    console.write({"step": 200, "tokens": 200, "monitor/update_ratio/head": 0.1})
+    console.write({"step": 1000, "tokens": 1000, "loss": 4.5})
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["200", "1,000"]

@@ -1,0 +1,169 @@
+"""`retro generate`: continue prompts token by token, and name the sources of copied words.
+
+LanguageModel.generate ─► tokens, prompt by prompt ─┬─► text on standard output as it comes, copied words in blue on a terminal
+                                                    └─► runs copied from neighbors ─► documents, on standard error or in the JSON
+"""
+
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.results import Format, print_result
+from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress
+from retro.inference.settings import GenerationSettings
+
+if TYPE_CHECKING:
+    from retro.inference.generation import GeneratedToken
+    from retro.inference.language_model import LanguageModel
+    from retro.server.schemas import Sources
+    from retro.server.sources import SourceFinder
+
+_SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
+
+
+@dataclass(frozen=True)
+class GenerateOptions(GenerationSettings):
+    """Continue prompts, with retrieval at every chunk boundary.
+
+    The text appears as it is generated. On a terminal, tokens that are copied from a neighbor are blue. The documents that
+    longer runs were copied from follow on standard error.
+    """
+
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue, in one batch; an empty text continues from the beginning of a document."""
+    chat: bool = False
+    """Answer the texts with the chat template of a model that was fine-tuned on instructions, or imported with one."""
+    retrieval: bool = True
+    """Search neighbors for finished chunks (ON)."""
+    k: int = 2
+    """Number of neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the datastore of the training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    format: Format = "text"
+    """Print the texts, or `json` with prompts, texts and sources."""
+
+
+def generate(checkpoint: str, options: GenerateOptions) -> int:
+    """`retro generate CHECKPOINT`."""
+    from retro.inference.language_model import LanguageModel
+
+    model = LanguageModel.open(checkpoint, options.datastore or None, options.device, retrieval=options.retrieval)
+    k = options.k if model.retriever is not None else 0
+    steps = model.generate(_prompts(model, options), options, k, sources=k > 0)
+    tokens = in_order(steps, len(options.prompt))
+    answers = [Answer(prompt, _finder(model, k)) for prompt in options.prompt]
+    if options.format == "text":
+        for number, answer in enumerate(answers):
+            _print_text("───\n" * bool(number) + answer.prompt + "\n" * options.chat, answer.read(tokens))
+            _print_sources(answer.sources())
+        return 0
+    with progress("generate", total=len(answers) * options.max_tokens, unit="tokens") as advance:
+        for answer in answers:
+            for _ in answer.read(tokens):
+                advance(1)
+    rows = [{"prompt": answer.prompt, "text": answer.text, "sources": answer.sources()} for answer in answers]
+    print_result(rows, "", options.format)
+    return 0
+
+
+def in_order(steps: Iterable[list["GeneratedToken"]], num_prompts: int) -> Iterator["GeneratedToken"]:
+    """Yield the tokens of the first prompt as they come, then those of the next one. Prompts of a batch advance together."""
+    waiting = [deque["GeneratedToken"]() for _ in range(num_prompts)]
+    row = 0
+    for step in steps:
+        for token in step:
+            waiting[token.row].append(token)
+        while row < num_prompts and waiting[row]:
+            token = waiting[row].popleft()
+            row += token.finish_reason is not None
+            yield token
+
+
+@dataclass
+class Answer:
+    """The continuation of a prompt.
+
+    Attributes:
+        prompt: the prompt.
+        finder: finds the sources; None without retrieval.
+        text: the continuation so far.
+        parts: sources of each token.
+    """
+
+    prompt: str
+    finder: "SourceFinder | None"
+    text: str = ""
+    parts: list["Sources"] = field(default_factory=list)
+
+    def read(self, tokens: Iterator["GeneratedToken"]) -> Iterator[tuple[str, bool]]:
+        """Take the tokens up to the last one of the answer; yield their texts, and whether each is copied from a neighbor."""
+        for token in tokens:
+            self.text += token.text
+            if self.finder is not None:
+                self.parts.append(self.finder.add(token.text, token.read, token.copied))
+            yield token.text, bool(self.parts and self.parts[-1].copies)
+            if token.finish_reason is not None:
+                return
+
+    def sources(self) -> list[dict[str, Any]]:
+        """The documents that runs were copied from: `document_id`, `title` and `runs`, in the order of the text."""
+        from retro.server.sources import joined
+
+        documents: dict[str, dict[str, Any]] = {}
+        sources = joined(self.parts)
+        hits = {chunk.chunk: chunk.neighbors for chunk in sources.chunks} if sources else {}
+        for run in sources.copies if sources else ():
+            text, hit = self.text[slice(*run.text)], hits[run.chunk][run.neighbor]
+            if run.tokens >= _SHORTEST and text.strip():
+                row = {"document_id": hit.document_id, "title": hit.title, "runs": []}
+                documents.setdefault(hit.document_id, row)["runs"].append(text)
+        return list(documents.values())
+
+
+def _finder(model: "LanguageModel", k: int) -> "SourceFinder | None":
+    if not k or model.retriever is None:
+        return None
+    from retro.server.search_api import NeighborTexts
+    from retro.server.sources import SourceFinder
+
+    return SourceFinder(model.retriever, NeighborTexts(model.retriever))
+
+
+def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
+    """Print a prompt with the first piece of its continuation, then each piece as it comes; on a terminal, copied ones in blue."""
+    colored = is_colored(sys.stdout)
+    try:
+        for text, is_copied in pieces:
+            echo_shaded([(prompt, 0), (text, int(is_copied and colored))], end="")
+            prompt = ""
+    finally:  # also after Ctrl-C
+        echo()
+
+
+def _print_sources(sources: list[dict[str, Any]]) -> None:
+    """Print a line for each document on standard error: its id, its title, and the runs in quotation marks."""
+    if sources:
+        echo("\ncopied from:", sys.stderr)
+    for each in sources:
+        name = one_line("  ".join(filter(None, (each["document_id"], each["title"]))))
+        runs = ", ".join('"' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"' for run in each["runs"])
+        echo(f"   {name}: {runs}", sys.stderr)
+
+
+def _prompts(model: "LanguageModel", options: GenerateOptions) -> list[np.ndarray]:
+    """The tokens of each prompt."""
+    tokenizer = model.tokenizer
+    if options.chat:
+        from retro.finetuning.chat_template import template_of
+        from retro.finetuning.conversations import Message
+
+        template = template_of(tokenizer, model.checkpoint.settings)
+        return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]
+    return [np.append(tokenizer.bos_id, tokenizer.encode(prompt)).astype(np.int64) for prompt in options.prompt]

@@ -1,0 +1,130 @@
+"""`retro generate`: text appears as it is generated, copied words are marked on a terminal, and their sources are named."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from indexing.retrieval.retriever import Retriever
+from pipelines.cli import main
+from pipelines.commands.generate import in_order
+from retro.inference.generation import GeneratedToken
+from retro.inference.language_model import LanguageModel
+
+PROMPT = "the index of a chunk and the neighbor in memory with a vector from the store\n"
+BLUE, END = "\x1b[38;5;33m", "\x1b[0m"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def model(tiny_run: Path) -> LanguageModel:
+    """A model that copies from neighbors with most of its probability."""
+    model = LanguageModel.open(tiny_run, device="cpu")
+    with torch.no_grad():
+        model.model.copy_head.neighbors.agreed.fill_(1.0)
+        model.model.copy_head.neighbors.disagreed.fill_(1.0)
+    return model
+
+
+@pytest.fixture
+def arguments(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: model)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    return ["generate", ".", "--max-tokens", "24", "--temperature", "0", "--k", "3", "--prompt"]
+
+
+def replace_model(steps: Callable[..., Iterator[list[GeneratedToken]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `steps` generate the tokens."""
+    tokenizer = SimpleNamespace(bos_id=1, encode=lambda text: [2])
+    model = SimpleNamespace(retriever=None, tokenizer=tokenizer, generate=steps)
+    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: model)
+
+
+def test_json_names_the_documents_that_runs_of_the_text_were_copied_from(model, arguments, capsys) -> None:
+    assert main([*arguments, PROMPT, "a", "--format", "json"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert [answer["prompt"] for answer in answers] == [PROMPT, "a"]
+    retriever = model.retriever
+    assert isinstance(retriever, Retriever)
+    assert answers[0]["sources"]
+    for source in answers[0]["sources"]:
+        document = retriever.document(source["document_id"], 0, 1024)
+        assert source["title"] == document.title
+        text = "".join(chunk.text for chunk in document.chunks)
+        assert all(run in answers[0]["text"] and run in text for run in source["runs"])
+
+
+def test_a_pipe_gets_only_the_text_and_standard_error_the_sources(arguments, capsys) -> None:
+    assert main([*arguments, PROMPT, "--format", "json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert main([*arguments, PROMPT]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == PROMPT + answer["text"] + "\n"
+    assert answer["sources"]
+    assert all(source["document_id"] in printed.err for source in answer["sources"])
+
+
+def test_copied_words_are_blue_on_a_terminal(arguments, monkeypatch, capsys) -> None:
+    assert main([*arguments, PROMPT]) == 0
+    plain = capsys.readouterr().out
+    assert BLUE not in plain
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    assert main([*arguments, PROMPT]) == 0
+    assert screen.getvalue().count(BLUE) > 1
+    assert screen.getvalue().replace(BLUE, "").replace(END, "") == plain
+
+
+def test_nothing_is_copied_from_neighbors_that_are_not_read(arguments, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    assert main([*arguments, PROMPT, "--k", "0"]) == 0
+    assert BLUE not in screen.getvalue()
+    assert "copied from" not in capsys.readouterr().err
+
+
+def test_several_prompts_are_printed_one_after_the_other(arguments, capsys) -> None:
+    assert main([*arguments, "a", "b", "--format", "json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "a", "b"]) == 0
+    assert capsys.readouterr().out == f"a{first['text']}\n───\nb{second['text']}\n"
+
+
+def test_a_text_is_printed_before_the_next_token_is_computed(arguments, monkeypatch, capsys) -> None:
+    seen = []
+
+    def steps(*_: object, **__: object) -> Iterator[list[GeneratedToken]]:
+        for text, end in (("one", None), (" two", None), (" three", "length")):
+            yield [GeneratedToken(0, 5, text, 0.0, end)]
+            seen.append(capsys.readouterr().out)
+
+    replace_model(steps, monkeypatch)
+    assert main([*arguments, "zero "]) == 0
+    assert seen[:2] == ["zero one", " two"]
+
+
+def test_tokens_of_later_prompts_wait_for_the_first_prompt() -> None:
+    def token(row: int, text: str, end: bool = False) -> GeneratedToken:
+        return GeneratedToken(row, 5, text, 0.0, "stop" if end else None)
+
+    steps = [[token(0, "a"), token(1, "x", end=True)], [token(0, "b")], [token(0, "c", end=True)]]
+    assert [each.text for each in in_order(steps, 2)] == ["a", "b", "c", "x"]
+
+
+def test_ctrl_c_ends_the_line_and_promises_no_resume(arguments, monkeypatch, capsys) -> None:
+    def steps(*_: object, **__: object) -> Iterator[list[GeneratedToken]]:
+        yield [GeneratedToken(0, 5, "one", 0.0)]
+        raise KeyboardInterrupt
+
+    replace_model(steps, monkeypatch)
+    assert main([*arguments, "zero "]) == 130
+    printed = capsys.readouterr()
+    assert printed.out == "zero one\n"
+    assert printed.err == "Stopped.\n"
