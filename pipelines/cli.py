@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         echo(f"error: {error}", sys.stderr)
         return 2
     except ImportError as error:
-        if (error.name or "retro").split(".")[0] in {"retro", "indexing", "pipelines"}:
+        if (error.name or "").split(".")[0] in {"retro", "indexing", "pipelines"}:
             raise
         echo(f"error: a package does not import: {error}. `retro doctor` gives the command that helps.", sys.stderr)
         return 2
