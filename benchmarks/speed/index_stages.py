@@ -36,8 +36,8 @@ from indexing.corpus.scan import read_slice
 from indexing.device import keep_freed_memory
 from indexing.embedders import TransformerEmbedder, open_embedder
 from indexing.index import build as building
-from indexing.index.key import choose_key
 from indexing.index.faiss_files import ivf_of, read_index
+from indexing.index.key import choose_key
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.neighbors.search import NeighborSettings, neighbors_of

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.index.key import choose_key
 from indexing.index import build as index
+from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
