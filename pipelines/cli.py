@@ -211,6 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InputError, FloatingPointError) as error:
         echo(f"error: {error}", sys.stderr)
         return 2
+    except ImportError as error:
+        if (error.name or "").split(".")[0] in {"retro", "indexing", "pipelines"}:
+            raise
+        echo(f"error: a package does not import: {error}. `retro doctor` gives the command that helps.", sys.stderr)
+        return 2
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise

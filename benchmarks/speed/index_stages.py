@@ -37,6 +37,7 @@ from indexing.device import keep_freed_memory
 from indexing.embedders import TransformerEmbedder, open_embedder
 from indexing.index import build as building
 from indexing.index.faiss_files import ivf_of, read_index
+from indexing.index.key import choose_key
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.neighbors.search import NeighborSettings, neighbors_of
@@ -284,7 +285,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
         embeddings = draw(Path(folder), size, dimension, num_shards)
         train = Split(Path(folder), "train", tuple(np.diff(embeddings.starts)), (1,) * num_shards, 64, 0)
         settings = building.IndexSettings(recall_target=0.8, tune_queries=500)
-        key = building.choose_key(size, dimension, settings)
+        key = choose_key(size, dimension, settings)
         for name in ("trained", "tuned", *map(shard_name, range(num_shards))):
             (Path(folder) / "index" / name).mkdir(parents=True)
         sample = building.training_sample(train, key, replace(settings, points_per_list=40))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from indexing.splitmix64 import finalize
+from indexing.store.errors import InputError
 
 # Thai and Lao, Burmese, Khmer, radicals to kana and bopomofo, and the blocks of Han characters.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -81,8 +82,10 @@ class Sketch:
     _empty: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from datasketch import MinHash
-
+        try:
+            from datasketch import MinHash
+        except ImportError as error:
+            raise InputError("[dedup] needs the package datasketch: pip install 'retro[dedup]'.") from error
         # The scheme is fixed because it determines stored bytes. Grams are hashes already, so they are not hashed again.
         empty = MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
         object.__setattr__(self, "_empty", empty)

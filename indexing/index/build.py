@@ -1,4 +1,4 @@
-"""Build a sharded Faiss index from embeddings: choose a key, train, add, tune.
+"""Build a sharded Faiss index from embeddings: train, add, tune. `key.py` chooses which.
 
     sample of all shards → trained.faiss → one filled copy per shard → nprobe tuned to a recall target
     queries → every shard → merged candidates → distances from the stored embeddings → the nearest k
@@ -7,7 +7,6 @@ The default is cheap codes plus exact re-ranking: if 64 candidates are re-ranked
 imported inside functions, so that a machine without it can read the settings.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,6 @@ from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
 
 _BLOCK_ROWS = 65_536
-# With fewer lists, a flat coarse quantizer is faster to build than a graph, exact, and as fast to search.
-_HNSW_LISTS = 16_384
 _MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited
 
 
@@ -39,9 +36,9 @@ class IndexSettings:
     """Which index is built, and its recall target."""
 
     factory: str = ""
-    """Faiss factory string. Empty: autofaiss chooses one from the number of chunks and the settings below."""
+    """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings below."""
     memory: str = "4GB"
-    """Memory budget for the whole index, in autofaiss's notation (`500MB`, `16GB`)."""
+    """Memory budget for the whole index (`500MB`, `16GB`)."""
     flat_below: int = 20_000
     """Datastores with fewer chunks get an exact index (`Flat`)."""
     codes: Literal["fast-scan", "pq"] = "fast-scan"
@@ -70,51 +67,6 @@ class IndexSettings:
             )
         if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", self.memory):
             raise InputError(f"index.memory = {self.memory!r}: must be a size such as '500MB' or '16GB'.")
-
-
-def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str:
-    """Choose the Faiss factory string for this many vectors.
-
-    autofaiss proposes the number of inverted lists and the product quantizer for the memory budget.
-
-    Raises:
-        InputError: no index fits into `index.memory` (autofaiss then returns an empty list).
-    """
-    if settings.factory:
-        return settings.factory
-    if num_vectors < settings.flat_below:
-        return "Flat"
-    from autofaiss.external.optimize import get_optimal_index_keys_v2
-
-    threshold = max(settings.flat_below, 1)
-    proposals = get_optimal_index_keys_v2(
-        num_vectors,
-        dimension,
-        settings.memory,
-        flat_threshold=threshold - 1,
-        quantization_threshold=threshold - 1,
-        ivf_flat_threshold=0,
-        should_be_memory_mappable=True,
-    )
-    if not proposals:
-        raise InputError(
-            f"index.memory = {settings.memory}: no index of {num_vectors:,} × {dimension} fits. "
-            "Raise it, or name a smaller index.factory yourself."
-        )
-    lists = re.search(r"IVF(\d+)", proposals[0])
-    if lists is None:
-        return proposals[0]
-    # At most 4·√N lists, as Faiss advises: autofaiss proposes 65,536 for ten million vectors.
-    nlist = min(int(lists.group(1)), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
-    quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
-    if settings.codes == "pq":
-        return re.sub(r"IVF\d+(_HNSW\d+)?", quantizer, proposals[0])
-    return f"{quantizer},PQ{largest_divisor(dimension, dimension // 2)}x4"
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is at most `at_most`."""
-    return next(divisor for divisor in range(max(at_most, 1), 0, -1) if number % divisor == 0)
 
 
 def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:

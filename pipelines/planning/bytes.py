@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from indexing.index.build import IndexSettings, choose_key
+from indexing.index.build import IndexSettings
+from indexing.index.key import choose_key
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search_cost import Method
 from indexing.store.errors import InputError

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing.index import build as index
+from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
@@ -32,7 +33,7 @@ def run_train_index(config: Config, executor: Executor) -> str:
     )
     out = folder / "index" / "trained"
     if not is_finished(out, recipe):
-        key = index.choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
+        key = choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
         size = index.sample_size(train.num_chunks, key, settings)
         task = shard_task(out, recipe, train, key, settings, size=size)
         run_tasks("train_index", "vectors", train_task, [task], executor, name=f"train-index {key}")

@@ -13,7 +13,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines import terminal
+from pipelines import cli, terminal
 from pipelines.cli import VERBS, main
 from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
@@ -419,3 +419,23 @@ sys.exit(main(["doctor"]))
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert "torch is broken" in process.stdout
+
+
+def test_a_package_that_does_not_import_is_one_message_and_our_own_mistake_is_not(monkeypatch, capsys) -> None:
+    def without_numpy_2(arguments: list[str]) -> int:
+        raise ImportError("pyarrow requires NumPy 2.0 or newer, found 1.26.4")
+
+    monkeypatch.setattr(cli, "run_verb", without_numpy_2)
+    assert cli.main(["index", "a.toml"]) == 2
+    message = capsys.readouterr().err
+    assert "found 1.26.4" in message
+    assert "retro doctor" in message
+
+    def misnamed(arguments: list[str]) -> int:
+        from indexing.store.errors import NoSuchError  # noqa: F401
+
+        return 0
+
+    monkeypatch.setattr(cli, "run_verb", misnamed)
+    with pytest.raises(ImportError):
+        cli.main(["index", "a.toml"])

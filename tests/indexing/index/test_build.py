@@ -1,10 +1,10 @@
-"""Index keys, recall, and searches across several shards."""
+"""Training, recall, and searches across several shards."""
 
 import numpy as np
 import pytest
 import torch
 
-from indexing.index.build import IndexSettings, add_shard, choose_key, train, tune
+from indexing.index.build import IndexSettings, add_shard, train, tune
 from indexing.index.sharded import ShardedIndex
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
@@ -115,24 +115,7 @@ def test_tuning_selects_the_smallest_nprobe_that_reaches_the_target(tmp_path) ->
     assert tuned["nprobe"] > 1
 
 
-@pytest.mark.parametrize(
-    ("chunks", "expected"),
-    [(10, r"Flat"), (19_999, r"Flat"), (60_000, r"IVF\d+,PQ128x4"), (10_000_000, r"IVF\d+_HNSW32,PQ128x4")],
-)
-def test_key_follows_from_the_number_of_chunks(chunks: int, expected: str) -> None:
-    import re
-
-    assert re.fullmatch(expected, choose_key(chunks, 256, IndexSettings()))
-
-
-def test_factory_setting_overrides_the_key_and_codes_select_autofaiss() -> None:
-    assert choose_key(10, 256, IndexSettings(factory="IVF4,SQ8")) == "IVF4,SQ8"
-    assert choose_key(100_000, 256, IndexSettings(codes="pq")).startswith("OPQ")
-
-
-def test_too_little_memory_unknown_key_and_too_few_vectors_are_refused(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"index\.memory = 1MB"):
-        choose_key(10_000_000, 256, IndexSettings(memory="1MB"))
+def test_unknown_key_and_too_few_vectors_are_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"index\.factory = 'IVF4,Nonsense'"):
         train(tmp_path, "IVF4,Nonsense", clustered(100).astype(np.float32), IndexSettings())
     with pytest.raises(InputError, match=r"100 training vectors"):

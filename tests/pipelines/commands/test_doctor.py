@@ -9,7 +9,6 @@ from pipelines.commands.doctor import Finding, conflicts, examine, faiss_conflic
 @pytest.mark.parametrize(
     ("versions", "topic", "level"),
     [
-        ({"numpy": "2.1.0", "autofaiss": "2.18.0"}, "numpy", "error"),
         ({"numpy": "1.26.4", "pyarrow": "26.0.0"}, "pyarrow", "error"),
         ({"torch": "2.14.0"}, "torch", "warning"),
         ({"torch": "2.9.1+cu128"}, "torch", "warning"),
@@ -23,6 +22,7 @@ def test_known_conflict_is_found_with_the_command_that_repairs_it(versions, topi
 
 def test_compatible_versions_have_no_conflict() -> None:
     assert conflicts({"numpy": "1.26.4", "pyarrow": "25.0.1", "autofaiss": "2.18.0", "torch": "2.13.0+cpu"}) == []
+    assert conflicts({"numpy": "2.5.0", "pyarrow": "26.0.1", "autofaiss": "2.18.0", "torch": "2.13.0"}) == []
 
 
 def test_examination_of_this_machine_passes(capsys) -> None:
@@ -55,13 +55,25 @@ def test_broken_package_is_reported_and_the_rest_is_still_examined(monkeypatch: 
     assert print_findings(list(findings.values())) == 1
 
 
-def test_python_version_unsupported_by_autofaiss_is_an_error() -> None:
-    assert [doctor.check_python(version).level for version in ((3, 10), (3, 11), (3, 12), (3, 13))] == [
-        "error",
-        "ok",
-        "ok",
-        "error",
-    ]
+def test_versions_of_python_from_3_11_are_fine_and_untested_ones_are_a_warning() -> None:
+    levels = [doctor.check_python((3, minor)).level for minor in (10, 11, 12, 13, 15)]
+    assert levels == ["error", "ok", "ok", "ok", "warning"]
+
+
+def test_autofaiss_that_does_not_import_is_an_error_and_none_at_all_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.importlib.import_module
+
+    def without_pipes(name: str):
+        if name.startswith("autofaiss"):
+            raise ModuleNotFoundError("No module named 'pipes'")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", without_pipes)
+    versions = doctor.installed_versions() | {"autofaiss": "2.18.0"}
+    monkeypatch.setattr(doctor, "installed_versions", lambda: versions)
+    assert {finding.topic: finding.level for finding in examine()}["autofaiss"] == "error"
+    del versions["autofaiss"]
+    assert {finding.topic: finding.level for finding in examine()}["autofaiss"] == "ok"
 
 
 @pytest.mark.parametrize(
