@@ -57,7 +57,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             advance=advance,
         )
     echo(
-        f"loss on {fit.num_tokens:,} tokens of training text: {fit.without:.3f} OFF, {fit.after:.3f} ON with {options.k} "
+        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON with {options.k} "
         "neighbors; `retro eval perplexity` measures held-out text"
     )
     echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, datastore {folder}")

@@ -239,7 +239,9 @@ def test_a_penalty_changes_a_text_as_alone_next_to_one_with_neighbors(penalty: f
     """A copy head that reads neighbors only has nothing to copy from in a text without them."""
     model, own = build("rope", **{"copy_head.neighbors": True}), replace(GREEDY, repetition_penalty=penalty)
     searches = (retriever(2), None, None)
-    mixed = [Text(*each, joins=0, stays=1000) for each in zip(prompts_of(M + 1, 2 * M, 3), [own] * 3, searches)]
+    mixed = [
+        Text(*each, joins=0, stays=1000) for each in zip(prompts_of(M + 1, 2 * M, 3), [own] * 3, searches, strict=True)
+    ]
     together(model, mixed)
     for text in mixed:
         assert [token.token for token in text.new] == [token.token for token in alone(model, text)]

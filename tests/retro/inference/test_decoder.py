@@ -178,9 +178,9 @@ def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
 def test_rows_are_independent_with_and_without_neighbors(scheme: str) -> None:
     only = {"copy_head.neighbors": True}  # nothing to copy from without neighbors
     model, prompts = cached_model(scheme) if scheme in SCHEMES else build(**only), rows(*LENGTHS)
-    searches = [retriever(2), None] * len(prompts)
+    searches = [retriever(2 * (row % 2)) for row in range(len(prompts))]
     together = Together(model, FLOAT32, 4 * M, *searches)
-    alone = [Together(model, FLOAT32, 4 * M, retrieve) for _, retrieve in zip(prompts, searches)]
+    alone = [Together(model, FLOAT32, 4 * M, retrieve) for retrieve in searches]
     new = prompts
     for step in range(M + 1):
         expected = torch.cat([decoder.read([tokens]) for decoder, tokens in zip(alone, new, strict=True)])
