@@ -137,10 +137,11 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     tokens = _tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
     limited = replace(config.evaluation, max_tokens=tokens)
     settings, length = PerplexitySettings(**vars(limited), k=(_K,)), config.data.sequence_length
+    use = config.data.neighbor_use
     echo()
     results = {
         name: measure_all(
-            model, held_out, settings, placement, sequence_length=length, by_chunk=model.settings.retrieves
+            model, held_out, settings, placement, sequence_length=length, use=use, by_chunk=model.settings.retrieves
         )
         for name, model in models.items()
     }
