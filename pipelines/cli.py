@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from indexing.store.errors import InputError
+from indexing.store.errors import InputError, in_words
 from indexing.store.remote import url_of
 from pipelines.settings.load import load
 from pipelines.terminal import echo, running, setup_logging
@@ -164,6 +164,11 @@ GROUPS: dict[str, dict[str, Verb]] = {
 
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
+_MADE_BY = {
+    "DATASTORE": "`retro index CONFIG` builds a datastore.",
+    "CHECKPOINT": "`retro train CONFIG` trains a model.",
+    "RUN": "`retro train CONFIG` starts a run.",
+}
 _HELP_FLAGS = {"-h", "--help"}
 _ENDLESS = {"serve", "mcp"}  # verbs that wait for requests, in silence
 _HELP = """{version}
@@ -219,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        echo(f"error: {error}", sys.stderr)  # a full disk, a folder without write permission, …
+        echo(f"error: {in_words(error)}", sys.stderr)  # a full disk, a folder without write permission, …
         return 2
     except Stopped as stopped:
         echo(stopped, sys.stderr)
@@ -275,10 +280,11 @@ def require_paths(verb: Verb, given: Sequence[str]) -> None:
         InputError: one does not exist.
     """
     names = verb.positional * len(given) if _takes_several(verb) else verb.positional
-    for name, value in zip(names, given, strict=False):
+    for name, value in zip((name.rstrip("…") for name in names), given, strict=False):
         if name != "TEXT" and not url_of(value) and not Path(value.removesuffix("@best")).exists():
+            hints = [f" {_MADE_BY[kind]}" for kind in name.split("|") if kind in _MADE_BY]
             raise InputError(
-                f"{value} does not exist; {name.rstrip('…')} must be a file or folder that exists, or a URL."
+                f"{value} does not exist; {name} must be a file or folder that exists, or a URL.{''.join(hints)}"
             )
 
 

@@ -67,6 +67,7 @@ class ResultOptions:
         print_result(results, text, self.format)
         if not self.output:
             return
+        Path(self.output).parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(self.output), results)
         if write_page is not None:
             page = Path(self.output).with_suffix(".html")

@@ -1,4 +1,19 @@
-"""Errors that tell a user that their input is wrong."""
+"""Errors that tell a user what is wrong, and errors of the operating system in words."""
+
+import errno
+import os
+from pathlib import Path
+
+_NO_SPACE = "free some space and run the same command again"
+_PERMISSION = "change the permissions, or name another path"
+_ADVICE = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EFBIG: _NO_SPACE,
+    errno.EROFS: "name a path that can be written",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+}
 
 
 class InputError(ValueError):
@@ -11,3 +26,21 @@ class InputError(ValueError):
 
 class NotFound(InputError):
     """Nothing has the requested id; over HTTP this is status 404."""
+
+
+def in_words(error: OSError) -> str:
+    """An error of the operating system as a sentence: the path that is in the way, the reason, and what to do."""
+    reason = str(error.strerror or error)
+    if error.errno in _ADVICE and reason == os.strerror(error.errno):
+        reason += f"; {_ADVICE[error.errno]}"
+    if not isinstance(error.filename, str | bytes):
+        return f"{reason}."
+    path = Path(os.fsdecode(error.filename))
+    upward = (path, *path.parents)
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and (files := [part for part in upward if part.is_file()]):
+        return f"{files[0]} is a file, but a folder is needed in its place. Name another path, or move the file away."
+    if error.errno == errno.EISDIR:
+        return f"{path} is a folder, but a file is needed in its place. Name a file."
+    if error.errno == errno.ENOENT and (missing := [part for part in upward if not part.exists()]):
+        return f"{missing[-1]} does not exist. Create it, or name another path."
+    return f"{path}: {reason}."

@@ -38,7 +38,9 @@ class SentencePiece:
         try:
             self.processor.load(str(path))
         except (RuntimeError, OSError) as error:
-            raise InputError(f"{path} is not a SentencePiece model: {error}") from error
+            raise InputError(
+                f"{path} is not a SentencePiece model, or it is damaged. Copy it again, or name another file."
+            ) from error
         self.symbol_ids: list[int] = []
         byte_ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in META_SYMBOL.encode()]
         adds_blank = self.processor.id_to_piece(self.processor.encode("a")[0]).startswith(META_SYMBOL)

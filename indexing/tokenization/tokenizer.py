@@ -295,8 +295,8 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
             raise InputError(
                 f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model), or a folder with a {SENTENCEPIECE_MODEL}."
             )
+        model = SentencePiece(source)
         write_bytes(folder / MODEL, source.read_bytes())
-        model = SentencePiece(folder / MODEL)
         _write_facts(folder, settings.kind, model, model.special_ids())
         return
     source = source / HUGGINGFACE_MODEL if source.is_dir() else source
@@ -305,8 +305,8 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
             f"tokenizer.path: {source} does not exist. Name a folder with a {HUGGINGFACE_MODEL} (a 'fast' tokenizer). "
             "Convert older tokenizers with transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)."
         )
+    fast = HuggingFace(source)
     write_bytes(folder / HUGGINGFACE_MODEL, source.read_bytes())
-    fast = HuggingFace(folder / HUGGINGFACE_MODEL)
     names = _special_names(source.parent)
     special = {role: fast.tokenizer.token_to_id(name) for role, name in names.items()}
     if special.get("bos") is None and special.get("eos") is None:

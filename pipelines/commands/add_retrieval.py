@@ -37,6 +37,7 @@ class AddRetrievalOptions:
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     """`retro add-retrieval CHECKPOINT --output FILE.safetensors`."""
     from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
     from retro.training import added_retrieval
 
@@ -57,8 +58,9 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             advance=advance,
         )
     echo(
-        f"loss on {fit.num_tokens:,} tokens of training text: {fit.without:.3f} OFF, {fit.after:.3f} ON with {options.k} "
+        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON with {options.k} "
         "neighbors; `retro eval perplexity` measures held-out text"
     )
+    echo(f"neighbors: {DataSettings(**checkpoint.neighbor_rules).neighbor_use.rule}")
     echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, datastore {folder}")
     return 0

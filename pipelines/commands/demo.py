@@ -137,6 +137,7 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     tokens = _tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
     limited = replace(config.evaluation, max_tokens=tokens)
     settings, length = PerplexitySettings(**vars(limited), k=(_K,)), config.data.sequence_length
+    use = config.data.neighbor_use
     echo()
     results = {
         name: measure_all(
@@ -145,6 +146,7 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
             settings,
             placement,
             sequence_length=length,
+            use=use,
             by_chunk=model.settings.retrieves,
             note=f", {NAMES[name]},",
         )

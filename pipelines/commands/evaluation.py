@@ -22,6 +22,9 @@ class EvalOptions(ResultOptions):
 
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
+    max_overlap: float | None = None
+    """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
+    of it, for all models. 1 = skip none; None = the `data.max_overlap` of each model's run."""
     against: str = ""
     """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
     datastore: str = ""
@@ -36,8 +39,8 @@ class EvalOptions(ResultOptions):
 
     @property
     def settings(self) -> PerplexitySettings:
-        """The section and `k`."""
-        return PerplexitySettings(**vars(self.evaluation), k=self.k)
+        """The section, `k` and `max_overlap`."""
+        return PerplexitySettings(**vars(self.evaluation), k=self.k, max_overlap=self.max_overlap)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
@@ -84,7 +87,8 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         **eval_fractions.as_json(fractions),
     }
     tables = {title: table for title, table in tables_of(results).items() if table.rows}
-    options.deliver(results, "\n\n".join(f"{title}\n{table.text}" for title, table in tables.items()), write_eval_page)
+    blocks = [eval_report.rules_of(opened, settings), *(f"{title}\n{table.text}" for title, table in tables.items())]
+    options.deliver(results, "\n\n".join(filter(None, blocks)), write_eval_page)
     return 0
 
 

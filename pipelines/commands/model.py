@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
+from indexing.store.files import MANIFEST
+from indexing.store.remote import url_of
 from pipelines.commands import datastore as datastore_verbs
 from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
@@ -73,6 +75,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     path = (
         Path(options.output) if options.output else folders[0] / ("comparison.html" if folders[1:] else "report.html")
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     echo(write_run_report(folders, path).text)
     echo(f"report: {path}")
     return 0
@@ -90,6 +93,11 @@ def inspect(path: str, options: InspectOptions) -> int:
     """`retro inspect DATASTORE|CHECKPOINT`."""
     if is_checkpoint(Path(path)):
         return inspect_checkpoint(Path(path), options.format)
+    if not url_of(path) and not (Path(path) / MANIFEST).exists():
+        raise InputError(
+            f"{path} is neither a datastore ({MANIFEST} is missing; `retro index CONFIG` builds one) nor a run with a "
+            "checkpoint (`retro train CONFIG` makes one)."
+        )
     return datastore_verbs.inspect_datastore(Path(path), options.format)
 
 

@@ -5,7 +5,7 @@ chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ t/
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from indexing.store.errors import InputError
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
-from retro.data.neighbor_choice import NeighborSource, NeighborUse
+from retro.data.neighbor_choice import NeighborUse
+from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
@@ -76,12 +77,12 @@ def measure_all(
     placement: Placement,
     *,
     sequence_length: int,
-    source: NeighborSource = "nearest",
+    use: NeighborUse,
     by_chunk: bool = False,
     note: str = "",
 ) -> list[SetResult]:
     """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars, whose names have `note`."""
-    uses = [NeighborUse(k, source) for k in ((0, *settings.k) if model.settings.retrieves else (0,))]
+    uses = [replace(use, k=k) for k in ((0, *settings.k) if model.settings.retrieves else (0,))]
     return [
         measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk, note=note)
         for use in uses
@@ -151,13 +152,26 @@ def measure_checkpoints(
                 settings,
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
-                source=checkpoint.settings["data"].get(
-                    "neighbor_source", "nearest"
-                ),  # a control keeps random neighbors
+                use=neighbor_use_of(checkpoint, settings),
                 by_chunk=bool(settings.leakage_tokens) and (source or each.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]
     return measured
+
+
+def neighbor_use_of(checkpoint: Checkpoint, settings: PerplexitySettings) -> NeighborUse:
+    """How a model's neighbors are chosen: as in its run, except for `settings.max_overlap`. A control keeps random ones."""
+    rules = checkpoint.neighbor_rules | ({} if settings.max_overlap is None else {"max_overlap": settings.max_overlap})
+    return DataSettings(**rules).neighbor_use
+
+
+def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> str:
+    """The rule by which the neighbors of each model are chosen, a line for each model that retrieves."""
+    return "\n".join(
+        f"{name} neighbors: {neighbor_use_of(checkpoint, settings).rule}".strip()
+        for name, checkpoint in zip(_names(checkpoints), checkpoints, strict=True)
+        if checkpoint.model.retrieves
+    )
 
 
 def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -258,6 +272,11 @@ def settings_of(
         "datastores": {each.name: f"{each.datastore.folder}:{each.split_name}" for each in sets},
         "leakage_from": str(source.folder) if source else None,
         "sequence_length": checkpoints[0].settings["data"]["sequence_length"],
+        "neighbors": {
+            str(each.path): {"neighbor_source": use.source, "max_overlap": use.max_overlap, "seed": use.seed}
+            for each in checkpoints
+            if each.model.retrieves and (use := neighbor_use_of(each, settings))
+        },
         "evaluation": asdict(settings),
     }
 

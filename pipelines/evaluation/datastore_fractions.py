@@ -4,17 +4,16 @@ chunks, fractions of the datastore → new search of neighbors → Measured (OFF
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from indexing.store.errors import InputError
-from pipelines.evaluation.bits_per_byte import Change, Measured, measure, rows_and_changes
+from pipelines.evaluation.bits_per_byte import Change, Measured, measure, neighbor_use_of, rows_and_changes
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
-from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_inference_placement
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
@@ -82,12 +81,16 @@ def measure_fractions(
     off = [each for each in measured if not each.result.k]
     scored = int(np.flatnonzero(off[0].result.bytes_by_document)[-1])
     num_chunks = evaluation_set.split.chunk_range(scored)[1]
+    uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
+    depth = max(settings.k)
+    if any(use.max_overlap < 1 for use in uses):  # the next neighbors replace those that are skipped
+        depth = max(depth, evaluation_set.split.neighbor_ids.row_shape[0])
     with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
         parts = list(
             search_fractions(
                 evaluation_set,
                 num_chunks,
-                max(settings.k),
+                depth,
                 settings.datastore_fractions,
                 seed=settings.seed,
                 device=device,
@@ -104,12 +107,12 @@ def measure_fractions(
                     evaluation_set,
                     settings,
                     placement,
-                    NeighborUse(k, found=part.found),
+                    replace(use, k=k, found=part.found),
                     length,
                     note=f" {part.fraction:g}",
                 ),
             )
-            for name, model in zip(names, models, strict=True)
+            for name, model, use in zip(names, models, uses, strict=True)
             if model.settings.retrieves
             for k in settings.k
         ]

@@ -14,12 +14,16 @@ class PerplexitySettings(EvaluationSettings):
 
     k: tuple[int, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
+    max_overlap: float | None = None
+    """Used in place of the run's `data.max_overlap`; None = the run's."""
 
     def __post_init__(self) -> None:
-        """As `EvaluationSettings`; and check the numbers of neighbors."""
+        """As `EvaluationSettings`; and check the numbers of neighbors and their rule."""
         super().__post_init__()
         if any(k < 1 for k in self.k):
             raise InputError(f"k = {self.k}: each number of neighbors must be at least 1.")
+        if self.max_overlap is not None and not 0 <= self.max_overlap <= 1:
+            raise InputError(f"max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
 
 
 @dataclass(frozen=True)

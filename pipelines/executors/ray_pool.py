@@ -13,7 +13,7 @@ from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.ray_cluster import connect
 from pipelines.executors.settings import ExecutorSettings, Resources
-from pipelines.executors.tasks import StageName, Task, reason, use_threads
+from pipelines.executors.tasks import StageName, Task, log_failure, use_threads
 
 log = logging.getLogger("retro")
 
@@ -149,7 +149,7 @@ class _Pool:
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            log.error("%s failed: %s", self.tasks[number].name, reason(error.cause))
+            log_failure(self.tasks[number].name, error.cause)
             # A user's mistake and a full disk keep type and message. Other errors keep the remote traceback.
             if isinstance(error.cause, (InputError, OSError)):
                 raise error.cause from None
@@ -160,7 +160,6 @@ class _Pool:
         name, reason = self.tasks[number].name, " ".join(str(error).split())
         self.losses[number] += 1
         if self.losses[number] >= _ATTEMPTS:
-            log.error("%s failed: its worker died %d times: %s", name, _ATTEMPTS, reason)
             raise InputError(
                 f"{name}: its worker died {_ATTEMPTS} times ({reason}). The usual cause is too little memory: "
                 f"lower executor.{self.stage}.workers or raise executor.{self.stage}.memory. Finished work is kept."

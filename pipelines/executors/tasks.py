@@ -58,7 +58,7 @@ class LocalExecutor:
             try:
                 result = function(*task.arguments, advance=advance)
             except Exception as error:
-                log.error("%s failed: %s", task.name, reason(error))
+                log_failure(task.name, error)
                 raise
             yield result
 
@@ -72,7 +72,7 @@ def use_threads(num_threads: int) -> None:
     faiss.omp_set_num_threads(num_threads)
 
 
-def reason(error: BaseException | None) -> str:
-    """An error in one line: the message, after the type unless it is a user's mistake."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, (InputError, OSError)) else f"{type(error).__name__}: {text}"
+def log_failure(name: str, error: BaseException | None) -> None:
+    """Log which task failed and why, in one line. Errors that name a file are left to the command line, which prints them."""
+    if not isinstance(error, (InputError, OSError)):
+        log.error("%s failed: %s: %s", name, type(error).__name__, " ".join(str(error).split()))

@@ -95,6 +95,12 @@ class Checkpoint:
         return TuningSettings(**_with_tuples(self.settings.get("tuning", {})))
 
     @property
+    def neighbor_rules(self) -> dict[str, Any]:
+        """The settings of [data] that decide which neighbors the run read; without those that its version did not have."""
+        data = self.settings["data"]
+        return {key: data[key] for key in ("neighbor_source", "max_overlap", "seed") if key in data}
+
+    @property
     def folders(self) -> list[str]:
         """Folders or URLs of the datastores that it was trained on.
 

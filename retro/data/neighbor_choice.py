@@ -42,6 +42,12 @@ class NeighborUse:
     materialized: bool = False
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def rule(self) -> str:
+        """Which neighbors are read, in words."""
+        limit = f"at most {self.max_overlap:g}" if self.max_overlap < 1 else "not limited"
+        return f"{self.source}, overlap with the chunk or the next one {limit}"
+
 
 @dataclass(frozen=True)
 class Queries:

@@ -38,7 +38,15 @@ class CopyVotes:
         self._votes: _Votes | None = None
 
     def mixed(self, rows: Sequence[Row], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix logits [N, V] with what the copy head votes for, given activations [N, D] of the rows' last tokens."""
+        """Log-probabilities of the next tokens: logits [N, V] mixed with what the copy head votes for.
+
+        They are normalized for rows without votes too: a penalty would otherwise depend on the other rows.
+
+        Args:
+            rows: N rows.
+            logits: of the vocabulary.
+            hidden: activations [N, D] of the rows' last tokens.
+        """
         head = self._head
         width = max(len(row.tokens) for row in rows)
         padded = np.full((len(rows), width), -1, np.int64)
@@ -52,7 +60,7 @@ class CopyVotes:
             keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
             found.append(Found(head.neighbors, matches, keys=keys))
         self._votes = _Votes(hidden, found)
-        return head.mixed(logits[:, None], hidden[:, None], found)[:, 0] if found else logits
+        return head.mixed(logits[:, None], hidden[:, None], found)[:, 0]
 
     def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
         """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""

@@ -156,7 +156,8 @@ class Decoder:
         """Read one token of each row that has one left, and one window of the first few others.
 
         Returns:
-            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32.
+            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32. With a
+                copy head they are log-probabilities.
         """
         unread = [row for row in self.rows if row.num_unread]
         single = [row for row in unread if row.num_unread == 1]

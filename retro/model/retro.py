@@ -228,7 +228,7 @@ class Retro(nn.Module):
     ) -> Tensor:
         """Compute the logits of every next token, [B, T, V]. The arguments are those of `hidden`.
 
-        With a copy head they are log-probabilities.
+        They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with neighbors.
         """
         hidden = self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths)
         return self.mixed(self.logits(hidden), hidden, tokens, documents, neighbors, neighbor_lengths)
@@ -250,7 +250,7 @@ class Retro(nn.Module):
         neighbor_lengths: Tensor | None = None,
         kept: Tensor | slice = slice(None),
     ) -> Tensor:
-        """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged without a copy head.
+        """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged if there is nothing to copy from.
 
         Args:
             logits: from `logits`.

@@ -42,6 +42,8 @@ def add_retrieval(
 ) -> CopyFit:
     """Write a model that copies from neighbors, and otherwise equals the checkpoint, as one file.
 
+    The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
+
     Args:
         checkpoint: the model.
         folder: folder or URL of a datastore with neighbors. The file names it as its own.
@@ -69,7 +71,7 @@ def add_retrieval(
         raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
-    data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k)
+    data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     source = TrainingData(data.datastores, data, retrieval=True)
     model = _with_copying(load_model(checkpoint, placement.device), settings)
     batches = read_batches(source, -(-num_tokens // length), 1, placement)

@@ -33,13 +33,13 @@ class CopyFit(NamedTuple):
 
     Attributes:
         num_tokens: number of these tokens.
-        without: loss without copying from neighbors.
+        off: loss with retrieval OFF. Cross-attention reads no neighbors either.
         before: loss with the initial tables.
         after: loss with the fitted tables.
     """
 
     num_tokens: int
-    without: float
+    off: float
     before: float
     after: float
 
@@ -76,35 +76,40 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
     assert head is not None
     assert head.neighbors is not None
     model.eval()
-    parts = [
+    reads = [
         _read(model, head, batch, placement)
         for batch in batches
         if batch["neighbors"] is not None and batch["neighbors"].numel()
     ]
     model.train(training)
-    if not parts:
+    if not reads:
         log.warning("copying from neighbors is not fitted: the batches have no neighbors")
         return CopyFit(0, 0.0, 0.0, 0.0)
+    parts, off = zip(*reads, strict=True)
     tokens = Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
     source = copy.deepcopy(head.neighbors).cpu()
-    fit = fit_source(source, tokens)
+    before, after = fit_source(source, tokens)
     head.neighbors.load_state_dict(source.state_dict())
+    fit = CopyFit(len(tokens.nats), float(torch.cat(off).sum()) / max(1, len(tokens.nats)), before, after)
     log.info(
-        "copying from neighbors is fitted to %s tokens: loss %.4f before, %.4f after, %.4f without it",
-        *(f"{fit.num_tokens:,}", fit.before, fit.after, fit.without),
+        "copying from neighbors is fitted to %s tokens: loss %.4f before, %.4f after, %.4f with retrieval OFF",
+        *(f"{fit.num_tokens:,}", fit.before, fit.after, fit.off),
     )
     return fit
 
 
 @torch.no_grad()
-def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> Tokens:
+def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> tuple[Tokens, Tensor]:
+    """The tokens of a batch that can read a neighbor, and their losses with retrieval OFF, float32 [n]."""
     labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
     read: dict[str, Any] = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
     *others, own = model.found(**read)
     with placement.autocast():
         hidden = model.hidden(**inputs)
         copying = head.mixture_of(hidden, labels, others)
-        nats = token_losses(hidden, model.output_weight, labels, copying)
+        off = nats = token_losses(hidden, model.output_weight, labels, copying)
+        if model.settings.retrieval.cca_layers:
+            off = model.token_losses(labels, **inputs | {"neighbors": None, "neighbor_lengths": None})
     longest, agree = longest_match(own.matches)
     counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)
     by_query = (
@@ -114,11 +119,11 @@ def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement
         longest,
         agree,
     )
-    return Tokens(*(each[counted].cpu() for each in by_query))
+    return Tokens(*(each[counted].cpu() for each in by_query)), own.split(off)[counted].cpu()
 
 
-def fit_source(source: CopySource, tokens: Tokens) -> CopyFit:
-    """Fit the tables of a source on the CPU."""
+def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
+    """Fit the tables of a source on the CPU; returns the mean loss before and after."""
     tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
     optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
     number = max(1, len(tokens.nats))
@@ -137,7 +142,7 @@ def fit_source(source: CopySource, tokens: Tokens) -> CopyFit:
     optimizer.zero_grad()
     with torch.no_grad():
         after = float(nats_with_copying(source, tokens).sum() / number)
-    return CopyFit(len(tokens.nats), float(tokens.nats.sum() / number), before, after)
+    return before, after
 
 
 def nats_with_copying(source: CopySource, tokens: Tokens) -> Tensor:

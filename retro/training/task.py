@@ -9,7 +9,6 @@ from torch import Tensor
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource
-from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import open_sets
@@ -65,7 +64,8 @@ class DocumentTask:
         self.extra_sections: Mapping[str, Any] = {}
         self.num_ids = int(datastore.manifest["vocab_size"])
         self.tokenizer = tokenizer_fingerprint(datastore.folder)
-        self._use = NeighborUse(data.k if retrieval else 0, data.neighbor_source, seed=data.seed)
+        # An evaluation set can be in a datastore without copies of neighbors.
+        self._use = replace(data.neighbor_use, k=data.k if retrieval else 0, materialized=False)
         self._sets = open_sets(
             settings.evaluation.sets, data.datastores, self.settings.model, self._use.k, data.reading
         )

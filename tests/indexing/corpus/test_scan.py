@@ -304,6 +304,20 @@ def test_undecodable_bytes_are_replaced_and_reported_with_their_line(tmp_path):
     assert problems[0].detail == "2 replaced by U+FFFD, the first is 0xff"
 
 
+def test_file_that_is_mostly_not_utf_8_is_left_out_and_reported(tmp_path):
+    random = np.random.default_rng(0)
+    for content in (
+        random.bytes(20_000), random.bytes(400), "plain text in sixteen bits".encode("utf-16"), "你好，世界".encode("gbk"),
+        b"\x7fELF" + random.bytes(50) + bytes(100) + b".shstrtab .text .data " * 10,
+    ):  # fmt: skip
+        documents, problems = read(write(tmp_path / "a.txt", content))
+        assert (documents, kinds(problems)) == ([], [("not UTF-8", 1)])
+    accents = "L'été dernier, à la forêt, nous avons rêvé près de la rivière."
+    documents, problems = read(write(tmp_path / "a.txt", accents.encode("latin-1")))
+    assert len(documents[0].text) == len(accents)
+    assert kinds(problems) == [("undecodable bytes", 1)]
+
+
 def test_empty_file_contains_no_document(tmp_path):
     for name, suffix in (("a.txt", ""), ("b.md.gz", ".gz"), ("c.rst.zst", ".zst")):
         documents, problems = read(write(tmp_path / name, compress(b" \n", suffix)))

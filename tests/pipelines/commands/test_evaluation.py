@@ -23,6 +23,7 @@ from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
 from retro.question_answering.question_sets import Question
+from retro.training.run_folder import read_metrics
 from tests.conftest import change_tokenizer, tiny_config
 
 
@@ -76,6 +77,34 @@ def test_fractions_of_the_datastore_are_measured_and_printed(trained: Path, tmp_
     (overlap,) = written["overlap"]
     assert overlap["chunks"] == Datastore.open(trained / "datastore").valid.num_chunks
     assert sum(overlap["share_of_chunks"]) == pytest.approx(1)
+
+
+def test_evaluation_and_added_retrieval_keep_the_neighbor_rules_of_the_run(
+    trained: Path, tmp_path: Path, capsys
+) -> None:
+    run, out, file = tmp_path / "run", tmp_path / "out.json", tmp_path / "added.safetensors"
+    rules = ["--data.max-overlap", "0.3", "--data.seed", "5", "--train.eval-tokens", "0", "--train.eval-every", "8"]
+    assert main(["train", str(trained / "run.toml"), "--run", str(run), *rules]) == 0
+    assert main(["add-retrieval", str(run), "--output", str(file), "--k", "2", "--tokens", "1000"]) == 0
+    assert "at most 0.3" in capsys.readouterr().out
+
+    def measured(checkpoint: Path, *options: str) -> tuple[float, dict]:
+        whole = ["--evaluation.leakage-tokens", *options, "--output", str(out)]
+        assert main(["eval", "perplexity", str(checkpoint), *whole]) == 0
+        written, path = json.loads(out.read_text()), open_checkpoint(checkpoint).path
+        return written["results"][1]["bits_per_byte"], written["settings"]["neighbors"][str(path)]
+
+    by_rule, rule = measured(run)
+    assert "at most 0.3" in capsys.readouterr().out
+    assert rule == {"neighbor_source": "nearest", "max_overlap": 0.3, "seed": 5}
+    assert by_rule == pytest.approx(read_metrics(run)[-1]["valid_bits_per_byte_on"], rel=1e-6)
+    with_copies, other = measured(run, "--max-overlap", "1")
+    assert other == rule | {"max_overlap": 1}
+    assert with_copies != by_rule
+    assert measured(file)[1] == rule
+    measured(run, "--evaluation.datastore-fractions", "1")
+    (whole,) = json.loads(out.read_text())["datastore_fractions"]
+    assert whole["results"][1]["bits_per_byte"] == pytest.approx(by_rule, rel=1e-3)  # stored neighbors are exact
 
 
 @pytest.mark.slow

@@ -121,13 +121,12 @@ def test_verbs_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: 
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-def test_failing_shard_is_named_and_finished_shards_are_kept(config, caplog) -> None:
+def test_failing_shard_is_named_and_finished_shards_are_kept(config) -> None:
     shutil.rmtree(config.datastore / "embeddings")
     victim = config.datastore / "chunks/00002/train/tokens.npy"
     victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is correct
     with pytest.raises(InputError, match=r"00002/train/tokens\.npy cannot be read"):
         build_local(config)
-    assert "embeddings/00002 failed" in caplog.text
     assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
 
 
@@ -220,9 +219,9 @@ def test_build_resumes_after_a_file_reached_its_size_limit(tmp_path, tiny_corpus
     assert failed.returncode == 2
     last = failed.stderr.splitlines()[-1]
     assert re.search(
-        r"^error: .*File too large; free some space and run the same command again.*embeddings/\d{5}/train\.npy'$", last
+        r"^error: .*embeddings/\d{5}/train\.npy: File too large; free some space and run the same command again", last
     )
-    assert re.search(r"embeddings/\d{5} failed", failed.stderr)
+    assert failed.stderr.count("File too large") == 1
     assert nothing_half_written(config.datastore)
     finished = times(config.datastore)
     subprocess.run(command, check=True, capture_output=True)

@@ -1,7 +1,7 @@
 """Texts that join and leave a batch at any step continue as alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -232,3 +232,16 @@ def test_several_continuations_of_a_prompt_leave_before_and_after_it_is_read() -
     part = run(lambda step: [1, 3] if step == 4 else [])  # after a token each
     assert part == {copy: tokens[: 1 if copy in (1, 3) else None] for copy, tokens in whole.items()}
     assert run(lambda step: [0, 1, 2, 3] if step == 2 else []) == {}
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.5])
+def test_a_penalty_changes_a_text_as_alone_next_to_one_with_neighbors(penalty: float) -> None:
+    """A copy head that reads neighbors only has nothing to copy from in a text without them."""
+    model, own = build("rope", **{"copy_head.neighbors": True}), replace(GREEDY, repetition_penalty=penalty)
+    searches = (retriever(2), None, None)
+    mixed = [
+        Text(*each, joins=0, stays=1000) for each in zip(prompts_of(M + 1, 2 * M, 3), [own] * 3, searches, strict=True)
+    ]
+    together(model, mixed)
+    for text in mixed:
+        assert [token.token for token in text.new] == [token.token for token in alone(model, text)]

@@ -18,7 +18,7 @@ from retro.model import attention
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
-from tests.retro.small_model import M, R, T, Together, V, build, cached_model, every_scheme
+from tests.retro.small_model import SCHEMES, M, R, T, Together, V, build, cached_model, every_scheme
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
@@ -174,11 +174,13 @@ def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
     assert remaining_length(2 * M, 2 * M + 1) == M + 1
 
 
-@every_scheme
-def test_rows_are_independent(scheme: str) -> None:
-    model, prompts = cached_model(scheme), rows(*LENGTHS)
-    together = Together(model, FLOAT32, 4 * M, retriever(2))
-    alone = [Together(model, FLOAT32, 4 * M, retriever(2)) for _ in prompts]
+@pytest.mark.parametrize("scheme", [*SCHEMES, "copying from neighbors only"])
+def test_rows_are_independent_with_and_without_neighbors(scheme: str) -> None:
+    only = {"copy_head.neighbors": True}  # nothing to copy from without neighbors
+    model, prompts = cached_model(scheme) if scheme in SCHEMES else build(**only), rows(*LENGTHS)
+    searches = [retriever(2 * (row % 2)) for row in range(len(prompts))]
+    together = Together(model, FLOAT32, 4 * M, *searches)
+    alone = [Together(model, FLOAT32, 4 * M, retrieve) for retrieve in searches]
     new = prompts
     for step in range(M + 1):
         expected = torch.cat([decoder.read([tokens]) for decoder, tokens in zip(alone, new, strict=True)])

@@ -67,7 +67,7 @@ def test_off_equals_the_base_to_the_bit_and_on_copies(
     assert torch.equal(logits(found), logits(base))
     neighbors = torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 40
     assert not torch.equal(logits(found, neighbors), logits(base, neighbors))
-    assert fit.after < fit.without
+    assert fit.after < fit.off
 
     text = tiny_datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
     of_base = LanguageModel.open(base.path, tiny_datastore.folder).score([text])[0]
