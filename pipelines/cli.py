@@ -81,7 +81,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT"),
         ),
         "delete": Verb(
-            "Remove documents from search and training",
+            "Remove documents from search, training and evaluation",
             "commands.datastore", "delete", "DeleteOptions", ("DATASTORE",),
         ),
     },

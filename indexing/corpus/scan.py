@@ -7,7 +7,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,14 @@ class Cut:
         start, stop: records.
         text_bytes: sum of their `Document.size`.
         offset: byte at which record `start` begins in an uncompressed JSON Lines file, else 0.
+        left_out: records of deleted documents, which are skipped.
     """
 
     start: int
     stop: int
     text_bytes: int
     offset: int = 0
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,7 @@ class FileScan:
             be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
         id_lines: [documents] int64, 1-based line of each.
+        left_out: number of deleted documents, which are counted nowhere else.
     """
 
     documents: int
@@ -77,17 +80,19 @@ class FileScan:
     checksum: str
     id_hashes: np.ndarray = field(repr=False)
     id_lines: np.ndarray = field(repr=False)
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The documents among the records [start, stop) of one file. `offset` and `text_bytes` as in `Cut`."""
+    """The documents among the records [start, stop) of one file. `offset`, `text_bytes` and `left_out` as in `Cut`."""
 
     file: CorpusFile
     start: int
     stop: int
     offset: int = 0
     text_bytes: int = 0
+    left_out: tuple[int, ...] = ()
 
 
 def strict_problem(problem: CorpusProblem) -> None:
@@ -116,7 +121,12 @@ def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[Corp
     for given in settings.paths:
         for file in _files_at(given, key):
             files.setdefault(os.path.realpath(file.path) if os.path.isabs(file.path) else file.path, file)
-    return sorted(files.values(), key=lambda file: (file.name, file.path))
+    return sorted(files.values(), key=file_order)
+
+
+def file_order(file: CorpusFile) -> tuple[str, str]:
+    """The key by which the files of a corpus are sorted."""
+    return file.name, file.path
 
 
 def _files_at(given: str, key: str) -> list[CorpusFile]:
@@ -210,9 +220,18 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
 
 
 def scan_file(
-    file: CorpusFile, settings: CorpusSettings, on_document: Callable[[Document], None] | None = None
+    file: CorpusFile,
+    settings: CorpusSettings,
+    on_document: Callable[[Document], None] | None = None,
+    deleted: Collection[str] = (),
 ) -> FileScan:
-    """Read one file once as a stream: count, check, and choose the cuts. `on_document` receives every document.
+    """Read one file once as a stream: count, check, and choose the cuts.
+
+    Args:
+        file: the file.
+        settings: how it is read.
+        on_document: receives every document.
+        deleted: ids of documents to leave out.
 
     Raises:
         InputError: at the first problem, if `settings.strict`.
@@ -229,6 +248,7 @@ def scan_file(
 
     hashes, lines = bytearray(), bytearray()  # 8 bytes per document instead of a Python object
     cuts: list[Cut] = []
+    deleted, omitted, left_out = frozenset(deleted), list[int](), 0  # omitted: records since the piece began
     text_bytes = documents = piece_start = piece_offset = piece_stop = piece_bytes = 0
     checksum = ""
     with opened(file, on_problem) as stored:
@@ -238,8 +258,12 @@ def scan_file(
                 checksum = raw.finish()
                 stored.seek(0)
             for document in read(stored if checksum else raw, ReadRequest(file, settings, on_problem)):
+                if document.id in deleted:
+                    omitted.append(document.record)
+                    left_out += 1
+                    continue
                 if not piece_bytes:
-                    piece_start, piece_offset = document.record, document.offset
+                    piece_start, piece_offset, omitted = document.record, document.offset, []
                 piece_stop = document.record + 1
                 piece_bytes += document.size
                 text_bytes += document.size
@@ -247,16 +271,16 @@ def scan_file(
                 hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
                 lines += piece_stop.to_bytes(8, "little")
                 if piece_bytes >= settings.shard_bytes:
-                    cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset))
+                    cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
                     piece_bytes = 0
                 if on_document is not None:
                     on_document(document)
             checksum = checksum or raw.finish()
     if piece_bytes:
-        cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset))
+        cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
     return FileScan(
         documents, text_bytes, problems, examples, cuts, checksum,
-        np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"),
+        np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"), left_out,
     )  # fmt: skip
 
 
@@ -280,7 +304,7 @@ def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_by
             if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
                 shards.append([])
                 filled = 0
-            shards[-1].append(FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes))
+            shards[-1].append(FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes, cut.left_out))
             filled += cut.text_bytes
     return shards
 
@@ -333,4 +357,6 @@ def read_slice(
 ) -> Iterator[Document]:
     """Read the documents of one slice of a file, in order."""
     window = {"start": file_slice.start, "stop": file_slice.stop, "offset": file_slice.offset}
-    return read_documents(file_slice.file, settings, **window, on_problem=on_problem)
+    documents = read_documents(file_slice.file, settings, **window, on_problem=on_problem)
+    left_out = frozenset(file_slice.left_out)
+    return (document for document in documents if document.record not in left_out)

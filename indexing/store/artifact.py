@@ -102,7 +102,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             lines.append(f"{key} was {before!r}, now {after!r}")
     for key in sorted({*old["inputs"], *new["inputs"]}):
         if old["inputs"].get(key) != new["inputs"].get(key):
-            lines.append(f"its input '{key}' has changed")
+            change = "is new" if key not in old["inputs"] else "has changed" if key in new["inputs"] else "is not given"
+            lines.append(f"its input '{key}' {change}")
     if old["version"] != new["version"]:
         lines.append(f"its format was version {old['version']}, this program writes version {new['version']}")
     return lines or ["its manifest was edited"]

@@ -11,13 +11,13 @@
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
-      deleted.npy                   chunk ids of deleted documents, if there are any
+      deleted.json                  ids and chunks of deleted documents, if there are any
 
 A chunk's id is its row in the concatenation of its split's shards: 64-bit, in order of document. Ids of stored neighbors are ids
 of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.deletions import deleted_ranges, without_deleted
+from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
 from indexing.store.files import read_checked, write_checked
@@ -184,9 +184,19 @@ class Split:
             lengths[continued] += read_lengths[len(present) :]
         return tokens, lengths
 
+    @property
+    def deleted(self) -> np.ndarray:
+        """The chunk ranges [n, 2] int64 of deleted documents; see `deletions.py`."""
+        return deleted_ranges(self.folder, self.name)
+
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
-        """Replace chunk ids [...] int64 of deleted documents by -1. Only `train` is searched, so other splits stay unchanged."""
-        return without_deleted(ids, deleted_ranges(self.folder)) if self.name == "train" else ids
+        """Replace chunk ids [...] int64 of deleted documents by -1."""
+        return without_deleted(ids, self.deleted)
+
+    @property
+    def deleted_documents(self) -> np.ndarray:
+        """The numbers [n] int64 of deleted documents, in order."""
+        return self.documents_of(self.deleted[:, 0])[0]
 
     @cached_property
     def documents(self) -> DocumentTable:
@@ -194,24 +204,15 @@ class Split:
         folders = [self.folder / "chunks" / shard_name(s) / self.name for s in range(len(self.document_rows))]
         return DocumentTable([folder / "documents.parquet" for folder in folders], self.document_rows)
 
-    def find_documents(self, ids: Sequence[str]) -> list[int]:
-        """The numbers of all documents with these ids; several documents may share an id.
-
-        Raises:
-            InputError: no document has one of the ids.
-        """
-        wanted, found = set(ids), list[int]()
-        missing = set(wanted)
-        for first, table in self.documents.scan(["id"]):
-            names = table["id"].to_pylist()
-            found += [first + row for row, name in enumerate(names) if name in wanted]
-            missing.difference_update(names)
-        if missing:
-            raise InputError(
-                f"{self.folder} has no document {sorted(missing)[0]!r} among its {self.num_documents:,} of {self.name}"
-                + (f" ({len(missing):,} of the ids are unknown)." if len(missing) > 1 else ".")
-            )
-        return found
+    def find_documents(self, ids: Collection[str]) -> dict[int, str]:
+        """The numbers of all documents with these ids, in order, and the id of each; several documents may share an id."""
+        wanted = set(ids)
+        return {
+            first + row: name
+            for first, table in self.documents.scan(["id"])
+            for row, name in enumerate(table["id"].to_pylist())
+            if name in wanted
+        }
 
     def metadata(self, documents: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of `documents.parquet` for these document numbers, as dictionaries."""
@@ -304,17 +305,58 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """One fingerprint over every finished stage and the deletions. `sparse`, `materialize` and `merge` are left out, because they
-        only rearrange data of other stages."""
+        """One fingerprint over every finished stage and the deletions."""
         from indexing.store.artifact import fingerprint
 
-        stages = {
-            name: value
-            for name, value in self.manifest["fingerprints"].items()
-            if name not in ("sparse", "materialize", "merge")
-        }
-        deleted = deleted_ranges(self.folder).tolist()
-        return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
+        deleted = {split.name: split.deleted.tolist() for split in map(self.split, SPLITS) if len(split.deleted)}
+        return fingerprint([self.built, deleted]) if deleted else self.built
+
+    @property
+    def built(self) -> str:
+        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `materialize` and `merge` are left out,
+        because they only rearrange data of other stages."""
+        from indexing.store.artifact import fingerprint
+
+        return fingerprint(
+            {
+                name: value
+                for name, value in self.manifest["fingerprints"].items()
+                if name not in ("sparse", "materialize", "merge")
+            }
+        )
+
+
+def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:
+    """Delete all documents with these ids, in every split; returns the numbers of newly deleted documents and of their chunks.
+
+    Raises:
+        InputError: no document has one of the ids; then none is deleted.
+    """
+    with locked(folder):
+        datastore, old = Datastore.open(folder), read_deletions(folder)
+        named = [name for split in map(datastore.split, SPLITS) for name in split.find_documents(ids).values()]
+        if missing := set(ids) - set(named) - old.documents.keys():
+            more = f" ({len(missing):,} of the ids are unknown)" if len(missing) > 1 else ""
+            raise InputError(f"{folder} has no document {min(missing)!r}{more}. Nothing was deleted.")
+        known = dict.fromkeys(named, len(datastore.train.chunk_rows)) | dict(old.documents)
+        new = record_deletions(datastore, known)
+    before, after = (np.concatenate([np.empty((0, 2), np.int64), *each.chunks.values()]) for each in (old, new))
+    return len(after) - len(before), int(np.diff(after).sum() - np.diff(before).sum())
+
+
+def record_deletions(datastore: Datastore, documents: Mapping[str, int]) -> Deletions:
+    """Write and return these deleted documents with their chunks in the datastore; the caller holds the lock."""
+    deletions = Deletions(documents, deleted_chunks(datastore, documents))
+    write_deletions(datastore.folder, deletions)
+    return deletions
+
+
+def deleted_chunks(datastore: Datastore, ids: Collection[str]) -> dict[str, np.ndarray]:
+    """The chunk ranges [n, 2] int64 of the documents with these ids, by split."""
+    return {
+        split.name: split.chunk_ranges(np.array([*split.find_documents(ids)], dtype=np.int64))
+        for split in map(datastore.split, SPLITS)
+    }
 
 
 def read_datastore_manifest(folder: Path) -> dict[str, Any]:

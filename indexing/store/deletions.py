@@ -1,27 +1,45 @@
-"""Deleted documents: their chunks stay in place, because ids are positions, but searches and batches skip them.
+"""Deleted documents, by id. Chunk ids are positions, so chunks stay in place until a rebuild, and every reader skips them.
 
-`deleted.npy` in the datastore's folder: [n, 2] int64, first and stop of the chunk ids of each document, in the `train` split, in
-order. It is read again whenever it changes, so a process that has the datastore open notices. From a URL it is fetched whenever
-the datastore is opened.
+`deleted.json` in the datastore's folder:
+
+    documents   id → number of shards when it was deleted; shards made later leave the document out, 0 = all shards
+    chunks      split → first and stop of the chunk ids of each deleted document that is in the shards, in order
+
+No rebuild removes it. It is read again whenever it changes, so a process that has the datastore open notices. From a URL it is
+fetched whenever the datastore is opened.
 """
 
+import contextlib
 import fcntl
-import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import DAMAGED_ARRAY, NpyWriter, sync_folder
-from indexing.store.remote import publish_file
+from indexing.store.files import read_checked, write_checked
 
-FILE = "deleted.npy"
-REPAIR = "Remove it, and run `retro delete` again with the ids of all deleted documents."
+FILE = "deleted.json"
 
 
-def deleted_ranges(folder: Path) -> np.ndarray:
-    """The chunk ranges of deleted documents: [n, 2] int64, sorted and disjoint, empty without deletions.
+@dataclass(frozen=True)
+class Deletions:
+    """The content of `deleted.json`.
+
+    Attributes:
+        documents: deleted ids, each with the number of shards that may hold the document.
+        chunks: split → [n, 2] int64 ranges of chunk ids, sorted and disjoint.
+    """
+
+    documents: Mapping[str, int] = field(default_factory=dict)
+    chunks: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def read_deletions(folder: Path) -> Deletions:
+    """The deleted documents of a datastore.
 
     Raises:
         InputError: the file is damaged.
@@ -29,26 +47,35 @@ def deleted_ranges(folder: Path) -> np.ndarray:
     try:
         found = (folder / FILE).stat()
     except FileNotFoundError:
-        return np.empty((0, 2), dtype=np.int64)
+        return Deletions()
     return _kept(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
 
 
 @lru_cache(maxsize=16)
-def _kept(path: Path, _: tuple[int, ...]) -> np.ndarray:
-    return read_ranges(path)
+def _kept(path: Path, _: tuple[int, ...]) -> Deletions:
+    try:
+        stored = read_checked(path)
+        ranges = {name: np.array(rows, dtype=np.int64).reshape(-1, 2) for name, rows in stored["chunks"].items()}
+        return Deletions(stored["documents"], ranges)
+    except (ValueError, KeyError) as error:
+        raise InputError(
+            f"{path} has changed since it was written ({error}). Restore it from a copy, or remove it and run `retro delete` "
+            "again with the ids of all deleted documents."
+        ) from error
 
 
-def read_ranges(path: Path) -> np.ndarray:
-    """Read `deleted_ranges` of an existing file, without the cache.
+def deleted_ranges(folder: Path, split: str = "train") -> np.ndarray:
+    """The chunk ranges of the deleted documents of a split: [n, 2] int64, sorted and disjoint, empty without deletions.
 
     Raises:
         InputError: the file is damaged.
     """
-    try:
-        ranges: np.ndarray = np.load(path, allow_pickle=False)
-    except DAMAGED_ARRAY as error:
-        raise InputError(f"{path} cannot be read: {error}. {REPAIR}") from error
-    return ranges
+    return read_deletions(folder).chunks.get(split, np.empty((0, 2), dtype=np.int64))
+
+
+def left_out(folder: Path, first_shard: int) -> list[str]:
+    """The ids of deleted documents that shards from this one on are made without, sorted."""
+    return sorted(name for name, shards in read_deletions(folder).documents.items() if shards <= first_shard)
 
 
 def without_deleted(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
@@ -64,19 +91,17 @@ def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     return (place >= 0) & (ids < ranges[np.maximum(place, 0), 1])
 
 
-def delete_ranges(folder: Path, ranges: np.ndarray) -> int:
-    """Add ranges [n, 2] of whole documents to the deleted ones, with one rename; returns how many are new.
-
-    Processes that delete at the same time wait for each other.
-    """
-    work = folder / f".{FILE}.tmp"
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Change the deletions or the shards of a datastore alone. The newest deletions are there, also those made at its URL."""
     with open(folder / f".{FILE}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        old = deleted_ranges(folder)
-        merged = np.unique(np.concatenate([old, ranges]), axis=0)
-        with NpyWriter(work, np.int64, (2,)) as file:
-            file.append(merged)
-        os.replace(work, folder / FILE)
-        sync_folder(folder)
-        publish_file(folder / FILE)
-    return len(merged) - len(old)
+        remote.refresh(folder, (FILE,))
+        yield
+
+
+def write_deletions(folder: Path, deletions: Deletions) -> None:
+    """Replace `deleted.json` with one rename; the caller holds the lock."""
+    chunks = {name: ranges.tolist() for name, ranges in deletions.chunks.items()}
+    write_checked(folder / FILE, {"documents": dict(deletions.documents), "chunks": chunks})
+    remote.publish_file(folder / FILE)

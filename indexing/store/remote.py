@@ -22,7 +22,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
 
-_READ_ON_OPEN = (MANIFEST, "deleted.npy")
+_READ_ON_OPEN = (MANIFEST, "deleted.json")
 _TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # files of a datastore that belong to no artifact
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
@@ -72,12 +72,12 @@ def is_away(path: Path) -> bool:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def refresh(folder: Path) -> None:
-    """Fetch the manifest and the deletions of a mirrored datastore. If the manifest has changed, drop artifacts that changed at
+def refresh(folder: Path, names: Sequence[str] = _READ_ON_OPEN) -> None:
+    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts that changed at
     the URL."""
     if url_of(folder) is None:
         return
-    for name in _READ_ON_OPEN:
+    for name in names:
         missing = (FileNotFoundError,) if name == MANIFEST else _MISSING
         data, path = _read(f"{url_of(folder)}/{name}", missing), folder / name
         if data is None:

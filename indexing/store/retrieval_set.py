@@ -112,6 +112,12 @@ class RetrievalSet:
             out[present] = neighbor_ids(number, kept)
         return out
 
+    @property
+    def deleted_documents(self) -> set[int]:
+        """The deleted documents, numbered like chunks."""
+        numbered = ((number, split.deleted_documents.tolist()) for number, split in enumerate(self.splits))
+        return {(number << CHUNK_ID_BITS) | document for number, documents in numbered for document in documents}
+
     def among(self, ids: np.ndarray, ranges: Sequence[np.ndarray]) -> np.ndarray:
         """Replace ids [...] int64 by -1 that are in none of the ranges [r, 2] of chunk ids of their datastore."""
         out = np.full_like(ids, -1)

@@ -14,9 +14,9 @@ from indexing.index.faiss_files import ivf_of, read_index
 from indexing.sparse.index import FOLDER as SPARSE_FOLDER
 from indexing.sparse.index import SparseIndex
 from indexing.store.artifact import parse_manifest
-from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
-from indexing.store.deletions import FILE, REPAIR, read_ranges
-from indexing.store.files import npy_header, read_json
+from indexing.store.datastore import SPLITS, Datastore, Split, deleted_chunks, shard_name
+from indexing.store.deletions import FILE, read_deletions
+from indexing.store.files import read_json
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.store.sharded_array import open_array
 
@@ -84,20 +84,12 @@ def check_chunks(datastore: Datastore, shard: int) -> Iterator[str]:
 
 
 def check_deleted(datastore: Datastore) -> Iterator[str]:
-    """Check that deleted chunks are whole documents of `train`, in order."""
-    path = datastore.folder / FILE
-    if not path.exists():
-        return
-    ranges = read_ranges(path)
-    whole = ranges.ndim == 2 and ranges.shape[1] == 2 and ranges.dtype == np.int64
-    if whole and len(ranges):
-        firsts = ranges[:, 0]
-        whole = firsts.min() >= 0 and firsts.max() < datastore.train.num_chunks and (np.diff(firsts) > 0).all()
-    if whole:
-        _, first, stop = datastore.train.documents_of(ranges[:, 0])
-        whole = np.array_equal(ranges, np.stack([first, stop], axis=1))
-    if not whole or path.read_bytes() != npy_header(ranges.dtype, ranges.shape) + ranges.tobytes():
-        yield f"{path} holds other chunks than those of whole documents. {REPAIR}"
+    """Check that the recorded chunks are those of all documents with a deleted id."""
+    documents = read_deletions(datastore.folder).documents
+    for name, ranges in deleted_chunks(datastore, documents).items() if documents else ():
+        if not np.array_equal(ranges, datastore.split(name).deleted):
+            path = datastore.folder / FILE
+            yield f"{path} lists other chunks of {name} than those of the deleted documents: `retro index CONFIG` finds them again."
 
 
 def check_embeddings(datastore: Datastore, shard: int) -> Iterator[str]:

@@ -357,7 +357,7 @@ def _check_contents(
 
 
 def _check_deleted(datastore: Datastore, problems: Sequence[DatastoreProblem]) -> Iterator[DatastoreProblem]:
-    """Check the deleted documents if the chunks are intact. They belong to no artifact, so `retro index` cannot restore them."""
+    """Check the deleted documents if the chunks are intact. Their ids belong to no artifact, so `retro index` cannot restore them."""
     if any(stage_of(problem.artifact) == "chunks" for problem in problems):
         return
     try:

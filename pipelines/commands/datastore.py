@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
 from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore, shard_name
-from indexing.store.deletions import deleted_ranges
+from indexing.store.datastore import SPLITS, Datastore, delete_documents, shard_name
+from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.remote import present
@@ -32,9 +30,11 @@ class IndexOptions(Config):
     stage: Literal["all", "chunk", "embed", "train-index", "add", "sparse", "neighbors", "materialize", "merge"] = "all"
     """Run one stage only; `all` runs them in order (`materialize` only if neighbors.materialized is set)."""
     rebuild: bool = False
-    """First remove the files of this stage and of all later stages."""
+    """First remove the files of this stage and of all later stages. Deleted documents stay deleted (`retro delete`): new chunks are made
+    without them."""
     append: bool = False
-    """First add new files of the corpus as new shards. The trained index stays as it is."""
+    """First add the files of `corpus.paths` that the datastore does not have, as new shards. Files that it has need not be named.
+    The trained index stays as it is."""
     strict: bool = False
     """Stop at the first problem in the corpus instead of counting it."""
 
@@ -170,7 +170,10 @@ def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class DeleteOptions:
-    """Delete documents by id. Searches and training batches no longer return their chunks."""
+    """Delete all documents with some ids, training and held-out ones. From then on they are in no result of a search, no neighbors,
+    no training batch (as text, their tokens are neither learned nor read as context) and no evaluation. Rebuilds and `--append`
+    leave documents with these ids out. Their bytes stay in the files until `retro index CONFIG --rebuild`, which keeps them out of
+    chunks, embeddings and index. Trained models, caches and reports are not changed."""
 
     ids: tuple[str, ...] = ()
     """Ids of documents, as `retro search` prints them."""
@@ -180,17 +183,11 @@ class DeleteOptions:
 
 def delete(datastore: str, options: DeleteOptions) -> int:
     """`retro delete DATASTORE --ids ID …`."""
-    from indexing.store.deletions import delete_ranges
-
-    opened = Datastore.open(datastore)
-    wanted = [*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())]
-    numbers = opened.train.find_documents([each for each in wanted if each])
-    if not numbers:
+    ids = {*options.ids, *(Path(options.ids_from).read_text().split("\n") if options.ids_from else ())} - {""}
+    if not ids:
         raise InputError("no documents to delete: set --ids ID …, or --ids-from FILE with one id per line.")
-    ranges = np.array([opened.train.chunk_range(number) for number in numbers], dtype=np.int64)
-    echo(
-        f"{datastore}: {delete_ranges(opened.folder, ranges):,} documents deleted, {int(np.diff(ranges).sum()):,} chunks"
-    )
+    documents, chunks = delete_documents(Datastore.open(datastore).folder, ids)
+    echo(f"{datastore}: {documents:,} documents deleted, {chunks:,} chunks")
     return 0
 
 
@@ -211,7 +208,8 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "stages": list(datastore.manifest["fingerprints"]),
         "tokenizer": asdict(read_meta(folder / "tokenizer")),
         "chunk_length": datastore.chunk_length,
-        "deleted_documents": len(deleted_ranges(folder)),
+        "deleted_documents": len(read_deletions(folder).documents),
+        "deleted_documents_on_disk": sum(len(datastore.split(name).deleted) for name in SPLITS),
         "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         "splits": totals,
         "problems": read_json(present(folder / "corpus" / "problems.json"))["counts"],
@@ -231,7 +229,10 @@ def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
         ["finished stages", ", ".join(metadata["stages"])],
         ["tokenizer", f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {lossless}"],
         ["chunk length", str(metadata["chunk_length"])],
-        ["deleted", f"{metadata['deleted_documents']:,} documents"],
+        [
+            "deleted",
+            f"{metadata['deleted_documents']:,} ids, {metadata['deleted_documents_on_disk']:,} documents on disk until a rebuild",
+        ],
         ["on disk", human_bytes(metadata["disk_bytes"])],
     ]
     corpus = []

@@ -177,7 +177,7 @@ def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2)
         near, distances = (
             array.gather(np.array([chunk_id]))[0][:k] for array in (split.neighbor_ids, split.neighbor_distances)
         )
-        hits = retriever.hits(near, distances)
+        hits = retriever.hits(retriever.retrieval.without_deleted(near), distances)
         out.append(
             report.NeighborExample(
                 chunk=retriever.tokenizer.decode(tokens),
@@ -195,6 +195,7 @@ def sample_examples(retriever: Retriever, count: int = _EXAMPLES) -> list[report
     """A few full held-out chunks with their neighbors, drawn at random."""
     ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
     split = retriever.datastore.split(name)
+    ids = ids[split.without_deleted(ids) >= 0]
     full = ids[split.lengths.gather(ids) == split.chunk_length]
     drawn = np.random.default_rng(2).permutation(full if len(full) else ids)[:count]
     return examples_of(retriever, drawn, split)

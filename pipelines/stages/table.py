@@ -17,7 +17,14 @@ from typing import Any
 
 from indexing.store import remote
 from indexing.store.artifact import remove
-from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, write_datastore_manifest
+from indexing.store.datastore import (
+    SPLITS,
+    Datastore,
+    read_datastore_manifest,
+    record_deletions,
+    write_datastore_manifest,
+)
+from indexing.store.deletions import locked, read_deletions, write_deletions
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
@@ -68,14 +75,16 @@ def build(
         config: the settings.
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
-        rebuild: first remove the artifacts of this stage and of all later ones.
-        append: first add the files of the corpus that the datastore does not have, as new shards.
+        rebuild: first remove the artifacts of this stage and of all later ones. Deleted documents stay deleted.
+        append: first add the files of the corpus that the datastore does not have, as new shards. Other files need not be named.
         view: shows the stages; afterwards it holds their results and times.
 
     Raises:
         InputError: a finished artifact was made with other settings, an earlier stage is missing, the input is invalid, or another
             process is building the same datastore.
     """
+    if rebuild and append:
+        raise InputError("--rebuild removes what --append adds to: run one after the other.")
     folder = remote.local_folder(config.datastore)
     config = replace(config, datastore=folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,15 +93,27 @@ def build(
     with lock(folder), view.shown(names):
         remote.pull(folder)
         if rebuild:
+            if names[0] == "chunk":
+                corpus_stage.list_files_before_rebuild(config)
             _remove_from(folder, names[0])
         if append:
-            corpus_stage.append(config, executor)
+            new = corpus_stage.files_to_append(config, executor)
+            appended, config = config, replace(config, corpus=replace(config.corpus, paths=()))
+            if new and _manifest_so_far(folder) and not corpus_stage.missing_generation(folder):
+                for name in names:  # nothing is added unless every finished stage agrees with the settings
+                    _run(config, executor, name)
+            if new:
+                corpus_stage.append(appended, new)
         for name in names:
             with view.stage(name):
-                _require_earlier(folder, name)
-                result = STAGES[name].run(config, executor)
-                _write_manifest(config, name, result)
+                _run(config, executor, name)
     return Datastore.open(folder)
+
+
+def _run(config: Config, executor: Executor, name: str) -> None:
+    _require_earlier(config.datastore, name)
+    result = STAGES[name].run(config, executor)
+    _write_manifest(config, name, result)
 
 
 @contextlib.contextmanager
@@ -119,6 +140,10 @@ def _remove_from(folder: Path, first: str) -> None:
     names = list(STAGES)
     later = names[names.index(first) :]
     manifest = _manifest_so_far(folder)
+    if first == names[0] and read_deletions(folder).documents:
+        with locked(folder):  # all shards will be made without them
+            deletions = read_deletions(folder)
+            write_deletions(folder, replace(deletions, documents=dict.fromkeys(deletions.documents, 0)))
     if manifest:
         kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
         write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
@@ -183,12 +208,16 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
         manifest["extra_datastores"] = (
             sharing.manifest_entries(config) if name == "neighbors" else old.get("extra_datastores", [])
         )
-    if manifest != {key: value for key, value in old.items() if key != "format_version"}:
+    if name == "chunk" and read_deletions(folder).documents:
+        with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded
+            record_deletions(Datastore(folder, manifest), read_deletions(folder).documents)
+            write_datastore_manifest(folder, manifest)
+    elif manifest != {key: value for key, value in old.items() if key != "format_version"}:
         write_datastore_manifest(folder, manifest)
 
 
 STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*", "deleted.npy")),
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
     "embed": Stage(run_embed, ("embedder", "embeddings/*")),
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),

@@ -6,6 +6,7 @@ Every step is a pure function of the seed and the sample number. So the position
 depend on the number of processes, and resuming needs no state.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
+from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
 from retro.data.datastore_mixture import MixtureEntry, announce, shares
@@ -22,6 +24,8 @@ from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
 from retro.model.loss import IGNORED_LABEL
+
+log = logging.getLogger("retro")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def read_sequences(
     use: NeighborUse,
     epochs: Sequence[int] = (),
 ) -> Batch:
-    """Read ranges of chunks as a batch, padded to equal length.
+    """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
 
     Args:
         split: the split of the sequences.
@@ -68,12 +72,12 @@ def read_sequences(
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
-    real, m = ids < stop, split.chunk_length
+    real, m = (ids < stop) & ~inside(ids, split.deleted), split.chunk_length
     tokens = np.full((*ids.shape, m), split.pad_id, dtype=np.int64)
     tokens[real] = split.tokens.gather(ids[real])
     lengths = np.zeros(ids.shape, dtype=np.int64)
     lengths[real] = split.lengths.gather(ids[real])
-    # Padding chunks form a separate document.
+    # Padding chunks form a separate document, also between others.
     documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, split.num_chunks), 0 * ids])
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = None
@@ -93,7 +97,8 @@ def read_sequences(
         )
         neighbors = np.full((*ids.shape, use.k, 2 * m), split.pad_id, dtype=np.int64)  # [B, U, K, R]
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
-        neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
+        if real.any():
+            neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
     return Batch(
         tokens=tokens.reshape(len(ids), -1),
         labels=_labels(tokens, lengths, documents),
@@ -217,8 +222,8 @@ class TrainingData:
 
     @property
     def fingerprints(self) -> list[str]:
-        """Fingerprints of the datastores, in order."""
-        return [datastore.fingerprint for datastore in self.datastores]
+        """Fingerprints of the datastores, in order. A run can resume after a deletion."""
+        return [datastore.built for datastore in self.datastores]
 
     def plan(self, num_samples: int) -> list[MixtureEntry]:
         """Compute and log what a run of `num_samples` samples reads from each datastore."""
@@ -228,6 +233,12 @@ class TrainingData:
         sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
         found = shares(folders, sizes, self.weights, tokens)
         announce(found)
+        for datastore in self.datastores:
+            if deleted := int(np.diff(datastore.train.deleted).sum()):
+                total = f"{deleted:,} of {datastore.train.num_chunks:,}"
+                log.info(
+                    "data: %s: %s chunks of deleted documents are padding until a rebuild", datastore.folder, total
+                )
         return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
@@ -292,8 +303,8 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
             f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "
             "and run `retro index CONFIG --stage materialize`."
         )
-    if datastore.train.num_chunks == 0:
-        raise InputError(f"{datastore.folder} has no training chunks.")
+    if datastore.train.num_chunks == np.diff(datastore.train.deleted).sum():
+        raise InputError(f"{datastore.folder} has no training chunks that are not deleted.")
     if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
         raise InputError(
             f"data.k = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored)."

@@ -81,7 +81,7 @@ def leakage_of(
         tokens, lengths = split.tokens.gather(block), split.lengths.gather(block)
         if not np.array_equal(tokens, known.tokens.gather(block)):
             raise _other_chunks(source, evaluation_set)
-        near = known.neighbor_ids.gather(block)[:, :num_neighbors]
+        near = retrieval.without_deleted(known.neighbor_ids.gather(block)[:, :num_neighbors])
         rows, columns = np.nonzero(near >= 0)
         neighbors, neighbor_lengths = retrieval.with_continuation(near[rows, columns])
         shared = overlap(tokens[rows], lengths[rows], neighbors, neighbor_lengths)

@@ -75,7 +75,7 @@ def overlap_statistics(
     empty, distance, nearest_same, any_same, names = 0, 0.0, 0, 0, set[str]()
     for start in range(0, len(ids), _BLOCK_CHUNKS):
         block = ids[start : start + _BLOCK_CHUNKS]
-        near = known.neighbor_ids.gather(block)[:, :num_neighbors]
+        near = retrieval.without_deleted(known.neighbor_ids.gather(block)[:, :num_neighbors])
         nearest = known.neighbor_distances.gather(block)[:, 0]
         own = _sources((split,), block, column)
         names |= set(own.tolist())

@@ -54,9 +54,16 @@ class EvaluationSet:
         return self.datastore.split(self.split_name)
 
     @property
+    def is_empty(self) -> bool:
+        """True without documents that are not deleted."""
+        return self.split.num_documents == len(self.split.deleted)
+
+    @property
     def tokens(self) -> int:
-        """Number of tokens in the split."""
-        return int(sum(self.datastore.manifest["splits"][self.split_name]["tokens"]))
+        """Number of tokens in the split, without deleted documents."""
+        deleted = [np.arange(*chunks) for chunks in self.split.deleted]
+        without = self.split.lengths.gather(np.concatenate(deleted)).sum() if deleted else 0
+        return int(sum(self.datastore.manifest["splits"][self.split_name]["tokens"]) - without)
 
     @property
     def token_bytes(self) -> np.ndarray:
@@ -72,9 +79,9 @@ class EvaluationSet:
         """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this set."""
         where = f"evaluation set {self.name!r}: {self.datastore.folder}"
         check_fits(model, self.datastore.manifest, where)
-        if not self.split.num_documents:
+        if self.is_empty:
             raise InputError(
-                f"{where} has no {self.split_name} documents. Give {self.split_name} a weight in corpus.split and rebuild, "
+                f"{where} has no {self.split_name} documents that are not deleted. Give {self.split_name} a weight in corpus.split and rebuild, "
                 "or remove the set from evaluation.sets."
             )
         if k:
@@ -135,7 +142,7 @@ def open_sets(
     sets = []
     for name, folder in zip(names, unique, strict=True):
         opened = EvaluationSet(name, Datastore.open(folder, reading))
-        if opened.split.num_documents:
+        if not opened.is_empty:
             opened.check(model, k)
             sets.append(opened)
         else:

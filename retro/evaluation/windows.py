@@ -1,5 +1,6 @@
 """Sliding windows over texts, and batches of windows over held-out documents. Each token is scored once."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,14 +50,15 @@ def sliding_windows(
 
 
 def document_windows(split: Split, num_chunks: int, stride: int) -> Iterator[ScoringWindow]:
-    """Slide a window over every document of a split; positions are chunk ids.
+    """Slide a window over every document of a split that is not deleted; positions are chunk ids.
 
     Args:
         split: usually `valid`.
         num_chunks: chunks in a window.
         stride: chunks between the starts of two windows; the paper's 2048/1024 is half a window.
     """
-    for document in range(split.num_documents):
+    deleted = set(split.deleted_documents.tolist())
+    for document in itertools.filterfalse(deleted.__contains__, range(split.num_documents)):
         yield from sliding_windows(document, *split.chunk_range(document), size=num_chunks, stride=stride)
 
 

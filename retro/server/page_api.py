@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
+from indexing.store.deletions import inside
 from retro.server import schemas
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
@@ -45,8 +46,10 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     Without held-out documents, the documents are from the datastore itself and find themselves.
     """
     datastore = retriever.datastore
-    split = next((each for each in (datastore.valid, datastore.test) if each.num_documents), datastore.train)
+    held_out = (each for each in (datastore.valid, datastore.test) if each.num_documents > len(each.deleted))
+    split = next(held_out, datastore.train)
     ranges = split.chunk_ranges(np.arange(min(split.num_documents, _MOST_DOCUMENTS)))  # [n, 2]
+    ranges[inside(ranges[:, 0], split.deleted)] = 0
     is_long = np.diff(ranges)[:, 0] >= chunks
     documents = np.flatnonzero(is_long if is_long.any() else np.diff(ranges)[:, 0] > 0)
     documents = documents[np.argsort(_distances(datastore, split, ranges[documents], chunks), kind="stable")]
@@ -99,8 +102,10 @@ def column_values(retriever: Retriever, column: str, contains: str, count: int) 
     """Return the values whose text contains `contains`; of large datastores, those of the first documents."""
     found: Counter[schemas.Value] = Counter()
     scanned, wanted = 0, contains.casefold()
-    for _, table in retriever.retrieval.scan_documents([column]):
-        found.update(value for value in table[column].to_pylist() if _is_offered(value, wanted))
+    deleted = retriever.retrieval.deleted_documents
+    for first, table in retriever.retrieval.scan_documents([column]):
+        values = enumerate(table[column].to_pylist(), start=first)
+        found.update(value for number, value in values if number not in deleted and _is_offered(value, wanted))
         scanned += len(table)
         if scanned >= _SCANNED_DOCUMENTS:
             break

@@ -114,7 +114,7 @@ def _write(checkpoint: Checkpoint, model: Retro, data: DataSettings, datastore: 
     made_of = [checkpoint.fingerprint, settings["model"], {name: tensor.tolist() for name, tensor in added.items()}]
     state |= {
         "settings": settings,
-        "datastores": [datastore.fingerprint],
+        "datastores": [datastore.built],
         "num_ids": int(datastore.manifest["vocab_size"]),
         "tokenizer": tokenizer_fingerprint(datastore.folder),
         "started_from": checkpoint.fingerprint,

@@ -67,7 +67,8 @@ def last_checkpoint(
         changed.append("the datastore has changed, or the examples that it is fine-tuned on")
     if changed:
         raise InputError(
-            f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`."
+            f"{run} holds a run with other settings: {'; '.join(changed)}. Set them back or choose another `run`; "
+            "`train.init_from` starts it from the weights of this one."
         )
     for folder, problem in damaged.items():
         aside = folder.with_name(f"damaged-{folder.name}")

@@ -556,3 +556,18 @@ def test_larger_held_out_weights_take_documents_only_from_train():
     assert members((95, 3, 2), "test") > test
     assert members((97, 2, 1), "test") == test
     assert not members((9, 1, 0), "test")
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 200, 10**6])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_deleted_documents_are_in_no_slice_and_counted_nowhere(tmp_path: Path, shard_bytes: int, step: int) -> None:
+    lines = [json.dumps({"id": f"d{number}", "text": "word " * (number % 7 + 1)}) for number in range(40)]
+    file = only_file(write(tmp_path / "a.jsonl", "\n".join(lines).encode()))
+    settings, deleted = CorpusSettings(shard_bytes=shard_bytes), {f"d{number}" for number in range(0, 40, step)}
+    scan = scan_file(file, settings, deleted=deleted)
+    kept = [document for document in read_documents(file, settings, on_problem=print) if document.id not in deleted]
+    plan = plan_shards([file], [scan], shard_bytes)
+    read = [document for shard in plan for each in shard for document in read_slice(each, settings, print)]
+    assert read == kept
+    assert (scan.documents, scan.left_out) == (len(kept), len(deleted))
+    assert scan.text_bytes == sum(document.size for document in kept) == sum(cut.text_bytes for cut in scan.cuts)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.filters import check_filters, matching_chunks
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 
 
@@ -42,7 +41,7 @@ def test_filters_match_values_lists_and_several_columns(tiny_datastore: Datastor
 def test_deleted_documents_match_no_filter(tiny_datastore: Datastore, tmp_path: Path) -> None:
     datastore = Datastore.open(shutil.copytree(tiny_datastore.folder, tmp_path / "copy"))
     split = datastore.train
-    delete_ranges(datastore.folder, split.chunk_ranges(np.array([5, 6])))
+    delete_documents(datastore.folder, [row["id"] for row in split.metadata([5, 6])])
     start, stop = split.chunk_range(5)[0], split.chunk_range(6)[1]
     assert matching_chunks(split, {"file": ["corpus.jsonl"]}).tolist() == [[0, start], [stop, split.num_chunks]]
 

@@ -13,8 +13,7 @@ from indexing.retrieval.candidates import PartsMissing
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
-from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents, read_datastore_manifest, write_datastore_manifest
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS
 from indexing.vectors.exact_search import exact_search
@@ -123,8 +122,7 @@ def test_deleted_documents_are_found_by_no_term(tiny_datastore: Datastore, tmp_p
     folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
     opened = Retriever.open(folder)
     victims = [hit.document_id for hit in opened.search(["title 42"], 3, retrieval=way).hits[0]]
-    split = Datastore.open(folder).train
-    delete_ranges(folder, split.chunk_ranges(np.array(split.find_documents(victims))))
+    delete_documents(folder, victims)
     hits = opened.search(["title 42"], 40, retrieval=way).hits[0]
     assert len(hits) == 40
     assert not {hit.document_id for hit in hits} & set(victims)
@@ -171,8 +169,7 @@ def test_filters_omit_deleted_documents(tiny_datastore: Datastore, tmp_path: Pat
     filters = {"title": ["Title 8", "Title 9"]}
     before = opened.search(["memory"], 500, filters=filters).hits[0]
     victim = before[0].document_id
-    split = Datastore.open(folder).train
-    delete_ranges(folder, split.chunk_ranges(np.array(split.find_documents([victim]))))
+    delete_documents(folder, [victim])
     after = opened.search(["memory"], 500, filters=filters).hits[0]
     assert {hit.document_id for hit in before} - {hit.document_id for hit in after} == {victim}
     with pytest.raises(NotFound, match="deleted"):

@@ -12,14 +12,13 @@ import pytest
 
 from indexing.corpus.readers import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import delete_documents
 from indexing.verification.datastore import verify_datastore
 from pipelines.cli import main
 from pipelines.config import Config
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.npy.lock")  # no other file depends on these
+UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.json.lock")  # no other file depends on these
 TIME = 10**18  # nanoseconds; modification time of all files
 RNG = np.random.default_rng(0)
 
@@ -48,8 +47,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Config:
     for count in (2, 3):
         config = replace(config, corpus=replace(config.corpus, paths=files[:count]))
         build_local(config, append=True)
-    train = Datastore.open(config.datastore).train
-    delete_ranges(config.datastore, train.chunk_ranges(np.array([1, 2, 20])))
+    delete_documents(config.datastore, ["doc-1", "doc-7"])
     return config
 
 
@@ -86,11 +84,11 @@ def flipped(data: bytes) -> bytes:
 
 def damages(path: Path) -> list[Damage]:
     data = path.read_bytes()
-    changed = [flipped(data) for _ in range(12 if path.name in ("manifest.json", "deleted.npy") else 1)]
+    changed = [flipped(data) for _ in range(12 if path.name in ("manifest.json", "deleted.json") else 1)]
     changed += [data[:-1], data[: int(RNG.integers(len(data)))]]
     found = [Damage(path, f"{len(each)} bytes", data, each) for each in changed]
-    # If deleted.npy is missing, no documents are deleted, which is a valid state.
-    return found if path.name == "deleted.npy" else [*found, Damage(path, "deleted", data, None)]
+    # If deleted.json is missing, no documents are deleted, which is a valid state.
+    return found if path.name == "deleted.json" else [*found, Damage(path, "deleted", data, None)]
 
 
 def trials(folder: Path) -> Iterator[list[Damage]]:
@@ -135,7 +133,7 @@ def break_all(folders: set[Path], victim: str) -> None:
     for folder in sorted(folders):
         path = folder / "manifest.json"
         if victim == "file":
-            skipped = (*UNCHECKED, "deleted.npy", path.name)
+            skipped = (*UNCHECKED, "deleted.json", path.name)
             names = [each.name for each in sorted(folder.iterdir()) if each.is_file() and each.name not in skipped]
             path = folder / (names[0] if names else path.name)
         data = path.read_bytes()

@@ -13,8 +13,7 @@ import pytest
 
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.artifact import fingerprint
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, write_checked
 from indexing.verification.contents import check_deleted, ids_of, wrong_neighbors
@@ -333,9 +332,9 @@ def test_fingerprint_of_a_stage_is_computed_from_its_shards(tiny_datastore) -> N
 def test_any_flipped_bit_of_deleted_documents_is_found(folder) -> None:
     datastore = Datastore.open(folder)
     assert list(check_deleted(datastore)) == []
-    delete_ranges(folder, datastore.train.chunk_ranges(np.array([1, 5, 100])))
+    delete_documents(folder, [row["id"] for row in datastore.train.metadata([1, 5, 100])])
     assert list(check_deleted(datastore)) == []
-    path = folder / "deleted.npy"
+    path = folder / "deleted.json"
     whole = path.read_bytes()
     changed = [
         bytes(a ^ (1 << bit) * (n == at) for n, a in enumerate(whole)) for at in range(len(whole)) for bit in (0, 3, 5)

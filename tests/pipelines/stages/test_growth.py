@@ -1,6 +1,5 @@
-"""An appended datastore equals one built at once with the same trained index. Deleted documents appear in no result."""
+"""An appended datastore equals one built at once with the same trained index."""
 
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,15 +12,13 @@ from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges, deleted_ranges
 from indexing.store.errors import InputError
-from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.cli import main
 from pipelines.config import Config
+from pipelines.executors.factory import make_executor
 from pipelines.reports.datastore import measure
-from retro.data.batches import read_sequences
-from retro.data.neighbor_choice import NeighborUse
+from pipelines.stages import corpus as corpus_stage
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "lists": "IVF8,PQ8x4"}
@@ -157,8 +154,11 @@ def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog) ->
     build_local(config_of(tmp_path, files[:1]))
     with pytest.raises(InputError, match=r"without 1 files .*b\.jsonl.*--append"):
         build_local(config_of(tmp_path, files[:2]))
+    before = contents(tmp_path / "datastore")
+    caplog.set_level("INFO", "retro")
     build_local(config_of(tmp_path, files[:1]), append=True)
-    assert "names no file" in caplog.text
+    assert "names no file that" in caplog.text
+    assert contents(tmp_path / "datastore") == before
 
 
 def test_files_with_the_same_name_are_distinguished_by_folder(tmp_path) -> None:
@@ -176,62 +176,130 @@ def test_files_with_the_same_name_are_distinguished_by_folder(tmp_path) -> None:
     assert build_local(config_of(tmp_path, files)).fingerprint == grown.fingerprint
 
 
-# --- deleting --------------------------------------------------------------------------------------------------------
+def test_new_files_alone_can_be_appended(tmp_path, caplog) -> None:
+    files = corpora(tmp_path)
+    _, whole = grown(tmp_path / "whole", "exact")
+    build_local(config_of(tmp_path, files[:1]))
+    caplog.set_level("INFO", "retro")
+    for file in files[1:]:
+        build_local(config_of(tmp_path, [file]), append=True)
+        assert "append: 1 new files with 60 documents" in caplog.text
+        caplog.clear()
+        build_local(config_of(tmp_path, files[:1]))  # the original command
+    ours, theirs = (contents(folder) for folder in (tmp_path / "datastore", whole.folder))
+    described = ("files.json", "plan.json", "manifest.json", "report.json")  # with paths and times of the files
+    assert {name: data for name, data in ours.items() if not name.endswith(described)} == {
+        name: data for name, data in theirs.items() if not name.endswith(described)
+    }
+    assert main(["verify", str(tmp_path / "datastore")]) == 0
+    build_local(config_of(tmp_path, files))  # all files, as if they had been named from the beginning
+    build_local(config_of(tmp_path, files[1:2]))
+    assert contents(tmp_path / "datastore") == ours
 
 
-@pytest.fixture
-def searched(tmp_path, tiny_datastore: Datastore) -> tuple[Datastore, Retriever]:
-    """A copy of the datastore, opened for search before any document is deleted."""
-    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "copy")
-    return Datastore.open(folder), Retriever.open(folder)
+def test_original_command_finishes_a_killed_append_of_new_files(tmp_path) -> None:
+    files = corpora(tmp_path)
+    first = build_local(config_of(tmp_path, files[:1]))
+    config = config_of(tmp_path, files[1:2])
+    corpus_stage.append(config, corpus_stage.files_to_append(config, make_executor(config.executor)))
+    finished = build_local(config_of(tmp_path, files[:1]))
+    assert finished.train.num_documents > 1.5 * first.train.num_documents
+    assert main(["verify", str(finished.folder)]) == 0
 
 
-def test_deleted_documents_disappear_from_results_at_once(searched, capsys) -> None:
-    datastore, retriever = searched
-    text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([40]))[0])
-    hits = retriever.search([text], 5).hits[0]
-    victims = sorted({hit.document["id"] for hit in hits})
-    print_before = datastore.fingerprint
-    assert main(["delete", str(datastore.folder), "--ids", *victims]) == 0
-    assert f"{len(victims)} documents deleted" in capsys.readouterr().out
-    after = retriever.search([text], 5).hits[0]  # the retriever opened before the deletion
-    assert len(after) == 5
-    assert not {hit.document["id"] for hit in after} & set(victims)
-    assert datastore.fingerprint != print_before
-
-    split = datastore.train
-    gone = {chunk for number in split.find_documents(victims) for chunk in range(*split.chunk_range(number))}
-    assert set(split.neighbor_ids.read(0, split.num_chunks).ravel().tolist()) & gone
-    batch = read_sequences(split, RetrievalSet.of(datastore), [(0, split.num_chunks)], split.num_chunks, NeighborUse(2))
-    assert batch.neighbors is not None
-    texts = {tuple(row) for row in split.with_continuation(np.array(sorted(gone)))[0].tolist()}
-    others = np.array([chunk for chunk in range(split.num_chunks) if chunk not in gone])
-    texts -= {tuple(row) for row in split.with_continuation(others)[0].tolist()}  # also in other documents
-    read = {tuple(row) for row in batch.neighbors.reshape(-1, 2 * split.chunk_length).tolist()}
-    assert texts
-    assert not texts & read
+def test_append_adds_the_new_ones_among_all_files(tmp_path, caplog) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1]))
+    caplog.set_level("INFO", "retro")
+    build_local(config_of(tmp_path, files[:2]), append=True)
+    assert "append: 1 new files" in caplog.text
 
 
-def test_remaining_document_is_found_after_deleting_all_others(searched) -> None:
-    datastore, retriever = searched
-    ids = [row["id"] for row in datastore.train.metadata(range(datastore.train.num_documents))]
-    assert main(["delete", str(datastore.folder), "--ids", *ids[1:]]) == 0
-    hits = retriever.search(["alpha beta"], 3).hits[0]
-    assert {hit.document["id"] for hit in hits} == {ids[0]}
+def test_append_adds_a_file_that_has_the_name_of_another(tmp_path) -> None:
+    """Such as a file of every day: its name is no reason to take it for the indexed one."""
+    for number, name in enumerate(("2024", "2025")):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "docs.jsonl", 60, number)
+    first = build_local(config_of(tmp_path, [tmp_path / "2024"]))
+    for repeat in range(2):
+        both = build_local(config_of(tmp_path, [tmp_path / "2025"]), append=not repeat)
+        assert both.train.num_documents > 1.5 * first.train.num_documents
+    build_local(config_of(tmp_path, [tmp_path / "2024"]))
+    folder = tmp_path / "datastore"
+    before = contents(folder)
+    build_local(config_of(tmp_path, [tmp_path / "20*" / "*"]))  # found by another pattern, so with another name
+    assert contents(folder) == before
 
 
-def test_deletions_with_equal_modification_times_are_all_read(tmp_path) -> None:
-    for number in range(3):
-        delete_ranges(tmp_path, np.array([[10 * number, 10 * number + 5]]))
-        os.utime(tmp_path / "deleted.npy", (1, 1))
-        assert len(deleted_ranges(tmp_path)) == number + 1
+def changed(file: Path, files: list[Path]) -> list[Path]:
+    write_corpus(files[0], 30, seed=7)
+    return [files[0], file]
 
 
-def test_unknown_id_is_refused_and_nothing_is_deleted(searched, capsys, tmp_path) -> None:
-    datastore, _ = searched
-    listed = tmp_path / "ids.txt"
-    known = datastore.train.metadata([0])[0]["id"]
-    listed.write_text(f"{known}\nno-such-id\n")
-    assert main(["delete", str(datastore.folder), "--ids-from", str(listed)]) == 2
-    assert "no document 'no-such-id'" in capsys.readouterr().err
-    assert not (datastore.folder / "deleted.npy").exists()
+def copied(file: Path, files: list[Path]) -> list[Path]:
+    return [shutil.copy(files[0], file.with_name("copy.jsonl")), file]
+
+
+def empty(file: Path, files: list[Path]) -> list[Path]:
+    file.with_name("empty.jsonl").write_text("")
+    return [file.with_name("empty.jsonl")]
+
+
+REFUSED = {
+    changed: r"a\.jsonl has changed since .*datastore was built; --append only adds files",
+    copied: r"copy\.jsonl is a copy of .*a\.jsonl, which .* already has",
+    empty: "hold no document with text",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_append_refuses_before_it_writes(tmp_path, make) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1]))
+    before = contents(tmp_path / "datastore")
+    with pytest.raises(InputError, match=REFUSED[make]):
+        build_local(config_of(tmp_path, make(files[1], files)), append=True)
+    assert contents(tmp_path / "datastore") == before
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("corpus", "text_key", "title"), ("tokenizer", "vocab_size", 500), ("neighbors", "stored", 5)],
+)
+def test_append_with_other_settings_writes_nothing(tmp_path, section: str, key: str, value: object) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1]))
+    before = contents(tmp_path / "datastore")
+    config = config_of(tmp_path, files[1:2])
+    config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    with pytest.raises(InputError, match=f"{section}.{key} was"):
+        build_local(config, append=True)
+    assert contents(tmp_path / "datastore") == before
+
+
+def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsys) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1]))
+    folder = build_local(config_of(tmp_path, files[1:2]), append=True).folder
+    before = contents(folder)
+    (folder / "appended" / "00001" / "plan.json").write_text("{}")
+    assert main(["verify", str(folder), "--repair"]) == 1
+    assert "appended/00001" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"appended/00001 is missing: .*--append"):
+        build_local(config_of(tmp_path, files[:1]))
+    with pytest.raises(InputError, match=r"appended/00001 is missing, and corpus\.paths names other files"):
+        build_local(config_of(tmp_path, files[2:]), append=True)
+    build_local(config_of(tmp_path, files[1:2]), append=True)
+    assert contents(folder) == before
+
+
+def test_rebuild_checks_the_files_first_and_names_appended_ones_that_it_leaves_out(tmp_path, caplog) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1]))
+    build_local(config_of(tmp_path, files[1:2]), append=True)
+    before = contents(tmp_path / "datastore")
+    with pytest.raises(InputError, match="does not exist"):
+        build_local(config_of(tmp_path, [tmp_path / "typing-eror.jsonl"]), rebuild=True)
+    assert contents(tmp_path / "datastore") == before
+    build_local(config_of(tmp_path, files[:1]), rebuild=True)
+    assert re.search(r"1 appended files are left out.*b\.jsonl", caplog.text)

@@ -210,13 +210,13 @@ def test_deletion_at_a_url_is_visible_from_every_machine(url, another_machine, c
     here = another_machine()
     assert main(["delete", url, "--ids", victim]) == 0
     assert "1 documents deleted" in capsys.readouterr().out
-    assert "deleted.npy" in fetched(here)
+    assert "deleted.json" in fetched(here)
     there = another_machine()
     assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
-    assert "deleted.npy" in fetched(there)
+    assert "deleted.json" in fetched(there)
     assert Datastore.open(url).fingerprint != whole.fingerprint
     filesystem, root = fsspec.core.url_to_fs(url)
-    filesystem.rm_file(f"{root}/deleted.npy")  # the URL is authoritative, not the cache
+    filesystem.rm_file(f"{root}/deleted.json")  # the URL is authoritative, not the cache
     assert Datastore.open(url).fingerprint == whole.fingerprint
     assert main(["verify", url]) == 2
     assert "Copy the datastore" in capsys.readouterr().err

@@ -10,8 +10,7 @@ from indexing import device
 from indexing.neighbors.search import NeighborSettings
 from indexing.overlap import overlap
 from indexing.store.artifact import fingerprint
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
@@ -102,8 +101,8 @@ def test_the_block_size_does_not_change_results(
 def test_deleted_documents_are_in_no_fraction(held_out: EvaluationSet, tmp_path: Path) -> None:
     copy = EvaluationSet("copy", Datastore.open(shutil.copytree(held_out.datastore.folder, tmp_path / "copy")))
     train = copy.datastore.train
-    gone = [train.chunk_range(number) for number in range(0, train.num_documents, 2)]
-    delete_ranges(copy.datastore.folder, np.array(gone))
+    gone = [row["id"] for row in train.metadata(range(0, train.num_documents, 2))]
+    delete_documents(copy.datastore.folder, gone)
     (part,) = search_fractions(copy, 20, 4, (1.0,))
     assert part.documents == train.num_documents - len(gone)
     assert all(number % 2 for number in documents_of(part, copy))

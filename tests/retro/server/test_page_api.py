@@ -44,7 +44,7 @@ def test_examples_are_beginnings_of_held_out_documents(client: TestClient, retri
     assert len(answer["examples"]) == 3
     for example in answer["examples"]:
         assert example["document_id"] in ids
-        document = stored.find_documents([example["document_id"]])[0]
+        document = next(iter(stored.find_documents([example["document_id"]])))
         first = stored.chunk_range(document)[0]
         assert example["text"].startswith(retriever.tokenizer.decode(stored.tokens.read(first, first + 1)[0])[:20])
         assert len(retriever.tokenizer.encode(example["text"])) <= 2 * retriever.datastore.chunk_length + 1
