@@ -42,11 +42,16 @@ def read_deletions(folder: Path) -> Deletions:
     """The deleted documents of a datastore.
 
     Raises:
-        InputError: the file is damaged.
+        InputError: the file is damaged, or the deletions were recorded by a version that did not record ids.
     """
     try:
         found = (folder / FILE).stat()
     except FileNotFoundError:
+        if (folder / "deleted.npy").exists():
+            raise InputError(
+                f"{folder / 'deleted.npy'} was written by an earlier version and names no ids. Remove it and run `retro delete` "
+                "again with the ids of all deleted documents."
+            ) from None
         return Deletions()
     return _kept(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
 

@@ -194,6 +194,12 @@ def test_deletions_with_equal_modification_times_are_all_read(tmp_path) -> None:
         assert len(deleted_ranges(tmp_path)) == number + 1
 
 
+def test_deletions_of_an_earlier_version_are_not_forgotten_silently(tmp_path) -> None:
+    np.save(tmp_path / "deleted.npy", np.array([[3, 5]]))
+    with pytest.raises(InputError, match=r"deleted\.npy.*retro delete"):
+        read_deletions(tmp_path)
+
+
 def test_unknown_id_is_refused_and_nothing_is_deleted(datastore: Datastore, capsys, tmp_path) -> None:
     listed = tmp_path / "ids.txt"
     listed.write_text(f"{ids_of(datastore)[0]}\nno-such-id\n")
