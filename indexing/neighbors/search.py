@@ -346,7 +346,7 @@ def _search_once(
     if chunks.live:
         ids = train.without_deleted(ids)
     if chunks.tokens is not None and settings.max_overlap < 1:
-        ids[_too_similar(ids, train, chunks.tokens, settings.max_overlap)] = -1
+        ids = np.where(_too_similar(ids, train, chunks.tokens, settings.max_overlap), -1, ids)
     if settings.rerank != "none" or not index.by_codes:
         distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
