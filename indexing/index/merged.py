@@ -44,7 +44,7 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
         )
     merge_ondisk(index, [str(shard / "vectors.faiss") for shard in shards], str(work / LISTS))
     # The name without its temporary folder: equal input gives equal bytes, and `open_merged` looks only for the name.
-    lists: Any = faiss.downcast_InvertedLists(ivf.invlists)
+    lists: Any = faiss.downcast_InvertedLists(ivf.invlists)  # type: ignore[arg-type]
     lists.filename = LISTS
     write_index(work / "merged.faiss", index)
     advance(int(index.ntotal))

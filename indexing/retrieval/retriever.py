@@ -180,25 +180,29 @@ class Retriever:
         Without stored neighbors, the nearest. Scores are cosines. docs/explanation/neighbor-search.md says when the stored
         neighbors of a chunk can differ.
         """
+        import torch
+
         settings = self._neighbor_settings
         settings = replace(settings, stored=max(k, settings.stored), candidates=max(k, settings.candidates))
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
         vectors = to_float32(self.embedder.embed(chunks, lengths).astype(np.float16))  # as the stored embeddings
         missing: dict[str, None] = {}
-        searched = [
-            OpenIndex(index if isinstance(index, _HERE) else _Elsewhere(index, missing), split, number)
-            for number, (index, split) in enumerate(zip(self._neighbor_indexes, self.retrieval.splits, strict=True))
-        ]
-        by_terms = settings.retrieval != "dense"
-        ids, distances, _ = find_neighbors(
-            vectors,
-            (chunks, lengths),
-            searched if settings.retrieval != "sparse" else (),
-            settings,
-            order=self._order,
-            terms=Terms(self._term_search, self.tokenizer) if by_terms else None,
-            live=True,
-        )
+        with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
+            searched = [
+                OpenIndex(index if isinstance(index, _HERE) else _Elsewhere(index, missing), split, number)
+                for number, (index, split) in enumerate(
+                    zip(self._neighbor_indexes, self.retrieval.splits, strict=False)
+                )
+            ]
+            ids, distances, _ = find_neighbors(
+                vectors,
+                (chunks, lengths),
+                searched,
+                settings,
+                order=self._order,
+                terms=Terms(self._term_search, self.tokenizer) if settings.retrieval != "dense" else None,
+                live=True,
+            )
         ids, distances = ids[:, :k], distances[:, :k]
         return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
 
@@ -217,10 +221,12 @@ class Retriever:
 
     @cached_property
     def _neighbor_indexes(self) -> tuple[Index | SearchableIndex, ...]:
-        """The indexes that `rank_neighbors` searches.
+        """The indexes that `rank_neighbors` searches; none for retrieval by terms only.
 
         They are those that found the stored neighbors, unless embeddings exceed `MEMORY` or the index is in other processes.
         """
+        if self.neighbor_retrieval == "sparse":
+            return ()
         method = self._stored[1] if self._stored else "index"
         if method not in ("exact", "lists"):
             return self.indexes
