@@ -124,10 +124,14 @@ _WORDS = [
 ]
 
 
-def write_corpus(path: Path, num_documents: int, seed: int = 0) -> Path:
-    """Write documents of random sentences as JSON Lines. Many share whole paragraphs, so retrieval finds matches."""
+def write_corpus(path: Path, num_documents: int, seed: int = 0, num_paragraphs: int = 0) -> Path:
+    """Write documents of random sentences as JSON Lines. Many share whole paragraphs, so retrieval finds matches.
+
+    A document has one to five of `num_paragraphs` paragraphs; 0 makes one for three documents.
+    """
     rng = np.random.default_rng(seed)
-    paragraphs = [" ".join(rng.choice(_WORDS, 60)) + ".\n" for _ in range(max(4, num_documents // 3))]
+    num_paragraphs = num_paragraphs or max(4, num_documents // 3)
+    paragraphs = [" ".join(rng.choice(_WORDS, 60)) + ".\n" for _ in range(num_paragraphs)]
     with open(path, "w", encoding="utf-8") as file:
         for number in range(num_documents):
             parts = [paragraphs[i] for i in rng.integers(0, len(paragraphs), rng.integers(1, 6))]

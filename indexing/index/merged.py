@@ -14,6 +14,8 @@ from indexing.store.artifact import parse_manifest
 from indexing.store.errors import InputError
 from indexing.store.remote import fetch_manifest, present
 
+LISTS = "merged.ivfdata"
+
 
 def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: Advance) -> int:
     """Write `work/merged.faiss` and `work/merged.ivfdata`. Memory holds one list of every shard at a time.
@@ -40,7 +42,10 @@ def merge_shards(work: Path, trained: Path, shards: Sequence[Path], *, advance: 
         raise InputError(
             f"{trained}: only inverted lists of plain codes can be merged on disk. Search the shards without merging."
         )
-    merge_ondisk(index, [str(shard / "vectors.faiss") for shard in shards], str(work / "merged.ivfdata"))
+    merge_ondisk(index, [str(shard / "vectors.faiss") for shard in shards], str(work / LISTS))
+    # The name without its temporary folder: equal input gives equal bytes, and `open_merged` looks only for the name.
+    lists: Any = faiss.downcast_InvertedLists(ivf.invlists)  # type: ignore[arg-type]
+    lists.filename = LISTS
     write_index(work / "merged.faiss", index)
     advance(int(index.ntotal))
     return int(index.ntotal)

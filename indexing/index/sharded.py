@@ -32,6 +32,8 @@ class ShardedIndex:
         big_batch: search list by list, with all queries that visit a list at once (`faiss.contrib.big_batch_search`).
     """
 
+    by_codes = True
+
     def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False) -> None:
         self._shards = list(shards)
         self.big_batch = big_batch

@@ -73,6 +73,8 @@ class ListIndex:
         device: `auto`, `cpu`, `cuda` …
     """
 
+    by_codes = False
+
     def __init__(
         self,
         trained: Any,

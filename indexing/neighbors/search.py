@@ -13,9 +13,9 @@ left with fewer neighbors than `neighbors.stored` are searched again with more c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from indexing.progress import Advance, status
 from indexing.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
-from indexing.store.datastore import Split
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
@@ -36,7 +37,7 @@ from indexing.vectors.exact_search import order_by_distance, rerank
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
 
-Index = ShardedIndex | ProductIndex | ListIndex
+Method = Literal["index", "big-batch", "exact", "lists"]
 
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
 _OVERLAP_ROWS = 4096
@@ -58,7 +59,7 @@ class NeighborSettings:
     rerank: Literal["embeddings", "tokens", "none"] = "embeddings"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
-    (docs/explanation/neighbor-search.md). `none`: by the index's codes."""
+    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes."""
     search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
     """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
     (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings
@@ -73,8 +74,8 @@ class NeighborSettings:
 
     @property
     def precise_candidates(self) -> int:
-        """Candidates of a search by the embeddings: 1.5 times the stored neighbors, because bfloat16 products are not exact."""
-        return min(self.candidates, self.kept + max(8, self.kept // 2))
+        """Candidates of a search by the embeddings: 1.5 times the kept ones, because bfloat16 products are not exact."""
+        return self.kept + max(8, self.kept // 2)
 
     @property
     def kept(self) -> int:
@@ -100,6 +101,59 @@ class NeighborSettings:
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
+
+
+class Index(Protocol):
+    """Finds candidates for many queries, such as `ShardedIndex`, `ProductIndex` and `ListIndex`.
+
+    Attributes:
+        num_vectors: chunks in the index.
+        nprobe, max_nprobe: inverted lists that a search visits, and how many there are.
+        by_codes: whether it compares codes, in whose order `rerank` = "none" leaves the candidates, instead of embeddings.
+    """
+
+    num_vectors: int
+    nprobe: int
+    max_nprobe: int
+    by_codes: bool
+
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int,
+        excluded: tuple[np.ndarray, np.ndarray] | None = None,
+        nprobe: int | None = None,
+    ) -> np.ndarray:
+        """See `ListIndex.search`."""
+
+
+def open_index(train: Split, shards: range, method: Method, device: str = "auto", *, keep: bool = False) -> Index:
+    """Open the index over some shards of a training split.
+
+    Args:
+        train: the split.
+        shards: shard numbers.
+        method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings.
+        device: of a search by embeddings.
+        keep: keep the embeddings in memory, for searches of few queries.
+    """
+    if method in ("index", "big-batch"):
+        return ShardedIndex.open(train.folder / "index", shards, big_batch=method == "big-batch")
+    opened = None
+    if method == "lists":
+        opened = ListIndex.open(train.folder / "index", train.embeddings, shards, device)
+    rows = (int(train.tokens.starts[shards.start]), int(train.tokens.starts[shards.stop]))
+    return opened or ProductIndex(train.embeddings, device, rows, keep=keep)
+
+
+def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
+    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors."""
+    if not datastore.has("neighbors"):
+        return None
+    manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
+    stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
+    known = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
+    return NeighborSettings(**{"retrieval": "dense"} | known), manifest["counts"]["search"]
 
 
 @dataclass(frozen=True)
@@ -155,20 +209,69 @@ class _QueryChunks:
         vectors: [n, d] float32 embeddings.
         own: first and stop [n] of the ids of each chunk's own document; None for held-out chunks.
         tokens: tokens [n, m] and lengths [n], needed for `max_overlap`; None without it.
+        live: see `find_neighbors`.
     """
 
     vectors: np.ndarray
     own: tuple[np.ndarray, np.ndarray] | None
     tokens: tuple[np.ndarray, np.ndarray] | None
+    live: bool
 
     def take(self, rows: np.ndarray) -> "_QueryChunks":
         own = (self.own[0][rows], self.own[1][rows]) if self.own is not None else None
         tokens = (self.tokens[0][rows], self.tokens[1][rows]) if self.tokens is not None else None
-        return _QueryChunks(self.vectors[rows], own, tokens)
+        return _QueryChunks(self.vectors[rows], own, tokens, self.live)
 
     def own_sizes(self) -> np.ndarray:
         """Chunks [n] int64 of each chunk's own document, 0 for held-out chunks."""
         return self.own[1] - self.own[0] if self.own is not None else np.zeros(len(self.vectors), dtype=np.int64)
+
+
+def find_neighbors(
+    vectors: np.ndarray,
+    tokens: tuple[np.ndarray, np.ndarray],
+    searched: Sequence[OpenIndex],
+    settings: NeighborSettings,
+    *,
+    own: tuple[np.ndarray, np.ndarray] | None = None,
+    order: SharedTokens | None = None,
+    terms: Terms | None = None,
+    known: tuple[np.ndarray, np.ndarray] | None = None,
+    live: bool = False,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Find the neighbors of some chunks. Stored neighbors and those of a live search are the results of this function.
+
+    Args:
+        vectors: [n, d] float32, embeddings rounded to float16 as the stored ones.
+        tokens: tokens [n, m] and lengths [n] of the chunks.
+        searched: the indexes; none for `retrieval` = "sparse".
+        settings: the rules.
+        own: first and stop [n] of the ids of each chunk's own document, in datastore 0; None for chunks outside of it.
+        order: for `rerank` = "tokens".
+        terms: for `retrieval` = "sparse" or "hybrid".
+        known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or terms.
+        live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
+
+    Returns:
+        ids [n, stored] int64 of the retrieval set (-1 = none), distances [n, stored] float32 (+inf), and the number of queries
+        searched again.
+    """
+    found, deeper = [], 0
+    for each in searched:
+        excluded = own if each.number == 0 else None
+        ids, distances, more = neighbors_of(
+            vectors, each.index, each.train, settings, excluded=excluded, tokens=tokens, live=live
+        )
+        found.append((neighbor_ids(each.number, ids), distances))
+        deeper += more
+    if known is not None:
+        found.append(known)
+    if terms is not None:
+        found = [_by_terms(vectors, tokens, own, found, settings, terms, live)]
+    ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
+    if order is not None:
+        ids, distances = order.best(tokens[0], ids, distances, settings.stored)
+    return ids, distances, deeper
 
 
 def neighbors_of(
@@ -180,8 +283,9 @@ def neighbors_of(
     excluded: tuple[np.ndarray, np.ndarray] | None = None,
     tokens: tuple[np.ndarray, np.ndarray] | None = None,
     nprobe: int | None = None,
+    live: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Find the neighbors to store for some chunks.
+    """Find the candidates of some chunks in one index, nearest first or in the order of its codes.
 
     Args:
         queries: [n, d] float32 embeddings.
@@ -191,13 +295,14 @@ def neighbors_of(
         excluded: first and stop [n] of the ids of each query's own document; None for held-out chunks.
         tokens: tokens [n, m] and lengths [n] of the queries, needed for `max_overlap`.
         nprobe: inverted lists that the first search visits; None = the index's `nprobe`.
+        live: see `find_neighbors`.
 
     Returns:
         ids [n, kept] int64 (-1 = none), distances [n, kept] float32 (+inf), and the number of queries searched again.
     """
-    chunks = _QueryChunks(queries, excluded, tokens)
+    chunks = _QueryChunks(queries, excluded, tokens, live)
     nprobe = index.nprobe if nprobe is None else nprobe
-    first = settings.candidates if isinstance(index, ShardedIndex) else settings.precise_candidates
+    first = settings.candidates if index.by_codes else settings.precise_candidates
     ids, distances = _search_once(chunks, index, train, settings, first, nprobe)
     if first >= index.num_vectors and nprobe >= index.max_nprobe:
         return ids, distances, 0  # the search has compared everything
@@ -238,9 +343,11 @@ def _search_once(
     chunks: _QueryChunks, index: Index, train: Split, settings: NeighborSettings, depth: int, nprobe: int
 ) -> tuple[np.ndarray, np.ndarray]:
     ids = index.search(chunks.vectors, depth, chunks.own, nprobe)  # [n, depth]
+    if chunks.live:
+        ids = train.without_deleted(ids)
     if chunks.tokens is not None and settings.max_overlap < 1:
-        ids[_too_similar(ids, train, chunks.tokens, settings.max_overlap)] = -1
-    if settings.rerank != "none":
+        ids = np.where(_too_similar(ids, train, chunks.tokens, settings.max_overlap), -1, ids)
+    if settings.rerank != "none" or not index.by_codes:
         distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
         # Keep the index's order, but store exact distances.
@@ -309,15 +416,17 @@ def neighbor_shard(
         for start in range(*rows, step):
             stop = min(start + step, rows[1])
             status("searching for chunks %s to %s", f"{start:,}", f"{stop:,}")
-            found, deeper = _search_block(split, (start, stop), searched, settings)
-            if known:
-                found.append((known[0][start - rows[0] : stop - rows[0]], known[1][start - rows[0] : stop - rows[0]]))
-            if terms is not None:
-                found = [_by_terms(split, (start, stop), found, settings, terms)]
-            ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
-            if order is not None:
-                status("ordering candidates of chunks %s to %s by shared tokens", f"{start:,}", f"{stop:,}")
-                ids, distances = order.best(split.tokens.read(start, stop), ids, distances, settings.stored)
+            rows_of = slice(start - rows[0], stop - rows[0])
+            ids, distances, deeper = find_neighbors(
+                to_float32(split.embeddings.read(start, stop)),
+                (split.tokens.read(start, stop), split.lengths.read(start, stop)),
+                searched,
+                settings,
+                own=split.documents_of(np.arange(start, stop, dtype=np.int64))[1:] if split.name == "train" else None,
+                order=order,
+                terms=terms,
+                known=(known[0][rows_of], known[1][rows_of]) if known else None,
+            )
             id_file.append(ids)
             distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
@@ -337,43 +446,29 @@ def _block_rows(searched: Sequence[OpenIndex]) -> int:
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
 
 
-def _search_block(
-    split: Split, block: tuple[int, int], searched: Sequence[OpenIndex], settings: NeighborSettings
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """Search every index for the chunks [first, stop) of a split: ids and distances [n, kept] of each, and queries searched again."""
-    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
-    tokens = (split.tokens.read(*block), split.lengths.read(*block)) if settings.max_overlap < 1 else None
-    queries = to_float32(split.embeddings.read(*block))
-    found, deeper = [], 0
-    for each in searched:
-        excluded = own if each.number == 0 else None
-        ids, distances, more = neighbors_of(queries, each.index, each.train, settings, excluded=excluded, tokens=tokens)
-        found.append((neighbor_ids(each.number, ids), distances))
-        deeper += more
-    return found, deeper
-
-
 def _by_terms(
-    split: Split,
-    block: tuple[int, int],
+    vectors: np.ndarray,
+    tokens: tuple[np.ndarray, np.ndarray],
+    own: tuple[np.ndarray, np.ndarray] | None,
     found: list[tuple[np.ndarray, np.ndarray]],
     settings: NeighborSettings,
     terms: Terms,
+    live: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates of the chunks [first, stop) by terms, joined with those of a hybrid's indexes: ids and distances [n, candidates]."""
-    tokens, lengths = split.tokens.read(*block), split.lengths.read(*block)
-    own = split.documents_of(np.arange(*block, dtype=np.int64))[1:] if split.name == "train" else None
-    texts = terms.tokenizer.decode_batch([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+    """Candidates by terms, joined with those of a hybrid's indexes: ids and distances [n, candidates]."""
+    texts = terms.tokenizer.decode_batch([row[:length] for row, length in zip(*tokens, strict=True)])
+    retrieval = terms.search.retrieval
 
     def kept(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         if own is not None:
             ids = np.where((ids >= own[0][rows, None]) & (ids < own[1][rows, None]), -1, ids)
+        if live:
+            ids = retrieval.without_deleted(ids)
         if settings.max_overlap < 1:
-            retrieval, queries = terms.search.retrieval, (tokens[rows], lengths[rows])
+            queries = (tokens[0][rows], tokens[1][rows])
             ids = np.where(_too_similar(ids, retrieval, queries, settings.max_overlap), -1, ids)
         return ids
 
-    vectors = to_float32(split.embeddings.read(*block))
     if not found:
         ids, _, distances = terms.search.search(texts, vectors, settings.candidates, kept)
     else:

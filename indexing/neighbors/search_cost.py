@@ -11,12 +11,11 @@ from typing import Literal
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.list_search import rows_at_a_time, waves
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.search import Method, NeighborSettings
 from indexing.store.datastore import Split
 from indexing.store.files import read_json
 from indexing.store.remote import present
 
-Method = Literal["index", "big-batch", "exact", "lists"]
 Hardware = Literal["bfloat16", "float32", "cuda"]
 """What computes matrix products: a CPU in the faster of two precisions, or a GPU."""
 

@@ -89,7 +89,7 @@ def find_candidates(
         depth = min(deepest, wanted * index.num_vectors // allowed)
     restricted = among is not None or len(deleted_ranges(split.folder)) > 0
     while True:
-        found, names = _search(index, vectors, depth)
+        found, names = search_available(index, vectors, depth)
         missing |= dict.fromkeys(names)
         found = split.without_deleted(found) if among is None else np.where(inside(found, among), found, -1)
         lacking = np.flatnonzero((found >= 0).sum(axis=1) < k) if restricted else np.empty(0, dtype=np.int64)
@@ -109,7 +109,8 @@ def few_chunks(among: Sequence[np.ndarray]) -> list[int] | None:
     return sorted({chunk for ranges in among for first, stop in ranges.tolist() for chunk in range(first, stop)})
 
 
-def _search(index: SearchableIndex, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, tuple[str, ...]]:
+def search_available(index: SearchableIndex, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Candidates [n, depth] int64 from the parts of an index that answer, and the names of those that do not."""
     try:
         return index.search(vectors, depth), ()
     except PartsMissing as partial:

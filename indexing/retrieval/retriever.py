@@ -11,29 +11,41 @@ read-only, so several threads can search at once.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
 from indexing.embedders import Embedder, open_embedder, token_weights
-from indexing.index.sharded import ShardedIndex
+from indexing.index.sharded import MEMORY, ShardedIndex
+from indexing.neighbors.list_search import ListIndex
+from indexing.neighbors.search import (
+    Index,
+    Method,
+    NeighborSettings,
+    OpenIndex,
+    Terms,
+    find_neighbors,
+    open_index,
+    stored_settings,
+)
 from indexing.progress import status
-from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
+from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates, search_available
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
 from indexing.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
-from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
 from indexing.vectors.exact_search import order_by_distance
+from indexing.vectors.floats import to_float32
+from indexing.vectors.product_search import ProductIndex
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""
@@ -41,6 +53,7 @@ Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 CANDIDATES = 64
 """Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins both."""
 _FILTERS_KEPT = 8
+_HERE = (ShardedIndex, ProductIndex, ListIndex)  # indexes in this process
 _PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
 
 
@@ -104,7 +117,7 @@ class Retriever:
                 known.add(other.folder.resolve())
         tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
         embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode)
-        opened = tuple(indexes) if indexes is not None else tuple(map(open_index, retrieval.splits))
+        opened = tuple(indexes) if indexes is not None else tuple(map(_open_codes, retrieval.splits))
         return cls(datastore, tokenizer, embedder, opened, retrieval)
 
     # --- vectors ----------------------------------------------------------------------------------------------------
@@ -164,42 +177,72 @@ class Retriever:
         return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), found.ids, found.distances
 
     def rank_neighbors(self, chunks: np.ndarray, k: int) -> Ranked:
-        """The k neighbors of full chunks [n, m], found and ordered as the datastore's stored ones.
+        """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted chunks.
 
-        `neighbors.retrieval` and `neighbors.rerank` of the stored neighbors say how. Scores are cosines.
+        Without stored neighbors, the nearest. Scores are cosines. docs/explanation/neighbor-search.md says when the stored
+        neighbors of a chunk can differ.
         """
-        vectors = self.embedder.embed(chunks, np.full(len(chunks), chunks.shape[1], dtype=np.int64))
-        candidates = max(k, self._stored.get("neighbors.candidates", k))
-        found: Candidates | Ranked
-        if self.neighbor_retrieval == "dense":
-            found = self._candidates(vectors, CANDIDATES if self._order is None else candidates, k, None)
-        else:
-            wanted = k if self._order is None else candidates
-            found = self._by_terms(chunks, vectors, wanted, self.neighbor_retrieval, candidates)
-        ids, distances = found.ids[:, :k], found.distances[:, :k]
-        if self._order is not None:
-            ids, distances = self._order.best(chunks, found.ids, found.distances, k)
-        return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, found.missing)
+        import torch
+
+        settings = self._neighbor_settings
+        settings = replace(settings, stored=max(k, settings.stored), candidates=max(k, settings.candidates))
+        lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
+        vectors = to_float32(self.embedder.embed(chunks, lengths).astype(np.float16))  # as the stored embeddings
+        missing: dict[str, None] = {}
+        with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
+            searched = [
+                OpenIndex(index if isinstance(index, _HERE) else _Elsewhere(index, missing), split, number)
+                for number, (index, split) in enumerate(
+                    zip(self._neighbor_indexes, self.retrieval.splits, strict=False)
+                )
+            ]
+            ids, distances, _ = find_neighbors(
+                vectors,
+                (chunks, lengths),
+                searched,
+                settings,
+                order=self._order,
+                terms=Terms(self._term_search, self.tokenizer) if settings.retrieval != "dense" else None,
+                live=True,
+            )
+        ids, distances = ids[:, :k], distances[:, :k]
+        return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
 
     @property
     def neighbor_retrieval(self) -> Retrieval:
         """How `neighbors` finds chunks: `neighbors.retrieval` of the stored neighbors."""
-        retrieval: Retrieval = self._stored.get("neighbors.retrieval", "dense")
-        return retrieval
+        return self._neighbor_settings.retrieval
 
     @cached_property
-    def _stored(self) -> dict[str, Any]:
-        """The settings of the stored neighbors, `neighbors.key` → value; empty without any."""
-        if not self.datastore.has("neighbors"):
-            return {}
-        recipe = read_manifest(self.datastore.folder / "neighbors" / shard_name(0))["recipe"]
-        settings: dict[str, Any] = recipe["settings"]
-        return settings
+    def _stored(self) -> tuple[NeighborSettings, Method] | None:
+        return stored_settings(self.datastore)
+
+    @property
+    def _neighbor_settings(self) -> NeighborSettings:
+        return self._stored[0] if self._stored else NeighborSettings(rerank="embeddings")
+
+    @cached_property
+    def _neighbor_indexes(self) -> tuple[Index | SearchableIndex, ...]:
+        """The indexes that `rank_neighbors` searches; none for retrieval by terms only.
+
+        They are those that found the stored neighbors, unless embeddings exceed `MEMORY` or the index is in other processes.
+        """
+        if self.neighbor_retrieval == "sparse":
+            return ()
+        method = self._stored[1] if self._stored else "index"
+        if method not in ("exact", "lists"):
+            return self.indexes
+        opened = list[Index | SearchableIndex](self.indexes)
+        for number, split in enumerate(self.retrieval.splits):
+            size = split.num_chunks * split.embeddings.row_shape[0] * 4
+            if isinstance(self.indexes[number], ShardedIndex) and size <= MEMORY:
+                opened[number] = open_index(split, range(len(split.chunk_rows)), method, "cpu", keep=True)
+        return tuple(opened)
 
     @cached_property
     def _order(self) -> SharedTokens | None:
         """The order by tokens, if the stored neighbors have it."""
-        if self._stored.get("neighbors.rerank") != "tokens":
+        if self._neighbor_settings.rerank != "tokens":
             return None
         return SharedTokens(token_weights(self.datastore.folder / "embedder"), self.retrieval)
 
@@ -416,6 +459,32 @@ class Retriever:
         ]
 
 
-def open_index(split: Split) -> ShardedIndex:
-    """Open the index over the chunks of a datastore's training split."""
+class _Elsewhere:
+    """An index in other processes, as `find_neighbors` searches it: without exclusion, and with its own number of lists.
+
+    Args:
+        index: the index.
+        missing: receives the names of the parts that do not answer.
+    """
+
+    nprobe = max_nprobe = 1
+    by_codes = True
+
+    def __init__(self, index: SearchableIndex, missing: dict[str, None]) -> None:
+        self.index, self.missing, self.num_vectors = index, missing, index.num_vectors
+
+    def search(
+        self,
+        queries: np.ndarray,
+        k: int,
+        excluded: tuple[np.ndarray, np.ndarray] | None = None,
+        nprobe: int | None = None,
+    ) -> np.ndarray:
+        """See `Index`."""
+        ids, names = search_available(self.index, queries, k)
+        self.missing |= dict.fromkeys(names)
+        return ids
+
+
+def _open_codes(split: Split) -> ShardedIndex:
     return ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))

@@ -99,12 +99,12 @@ class Split:
 
     @cached_property
     def neighbor_ids(self) -> ShardedArray:
-        """[chunks, stored k] int64, nearest first, -1 where there is none."""
+        """[chunks, stored k] int64, best first by `neighbors.rerank` (nearest only with `embeddings`); -1 where there is none."""
         return self._array("neighbors", f"{self.name}/ids")
 
     @cached_property
     def neighbor_distances(self) -> ShardedArray:
-        """[chunks, stored k] float32 squared L2 distances, +inf where there is no neighbor."""
+        """[chunks, stored k] float32 squared L2 distances of `neighbor_ids`, +inf where there is no neighbor."""
         return self._array("neighbors", f"{self.name}/distances")
 
     @cached_property

@@ -7,7 +7,7 @@ again of 16, while they are in the cache. Only the last step reads single chunks
 miss a neighbor: products are bfloat16 if the hardware supports it, and the caller re-ranks the candidates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +36,11 @@ class ProductIndex:
         device: `auto`, `cpu`, `cuda` …
         rows: first and stop of the chunks to search; all by default.
         ids: [n] int64 of the chunks to search, ascending, instead of `rows`; such a search takes no `excluded`.
+        keep: keep all chunks in memory after the first search, for searches of few queries.
     """
 
     nprobe = max_nprobe = 1
+    by_codes = False
 
     def __init__(
         self,
@@ -46,10 +48,12 @@ class ProductIndex:
         device: str = "auto",
         rows: tuple[int, int] | None = None,
         ids: np.ndarray | None = None,
+        keep: bool = False,
     ) -> None:
         import torch
 
-        self.embeddings, self.ids = embeddings, ids
+        self.embeddings, self.ids, self.keep = embeddings, ids, keep
+        self._kept: list[tuple[int, Tensor, int]] | None = None
         self.first, self.stop = (0, len(ids)) if ids is not None else rows or (0, len(embeddings))
         self.num_vectors = self.stop - self.first
         self.device = devices.resolve(device)
@@ -65,7 +69,7 @@ class ProductIndex:
         """Find the k candidates of each query.
 
         Args:
-            queries: [n, d] float32, of unit length. Pass many at once: each call reads and converts all chunks.
+            queries: [n, d] float32, of unit length. Pass many at once: without `keep`, each call reads and converts all chunks.
             k: candidates per query.
             excluded: first and stop [n] of a range of ids that a query must not find.
             nprobe: ignored, since there are no lists.
@@ -83,7 +87,7 @@ class ProductIndex:
         kind = self.device.partition(":")[0]
         rows = max(1, min(_SHAPES[kind][0], _MEMBERS[kind] // (_FANS[0] * k * queries.shape[1])))
         with one_thread_each(None if kind == "cpu" else 1) as run:
-            for start, columns, real in self._blocks():
+            for start, columns, real in self._all_blocks():
 
                 def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
                     block = slice(first, first + rows)
@@ -96,6 +100,13 @@ class ProductIndex:
                 run(look, range(0, len(queries), rows))
         places = ids.masked_fill_(scores == -torch.inf, -1).numpy()
         return places if self.ids is None else np.where(places < 0, -1, self.ids[places])
+
+    def _all_blocks(self) -> Iterable[tuple[int, "Tensor", int]]:
+        if not self.keep:
+            return self._blocks()
+        if self._kept is None:
+            self._kept = list(self._blocks())
+        return self._kept
 
     def _blocks(self) -> Iterator[tuple[int, "Tensor", int]]:
         """Yield first id, chunks [c, d] padded with zeros to whole tiles, and the number of chunks without padding."""

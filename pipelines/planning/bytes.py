@@ -8,7 +8,7 @@ from typing import Any
 from indexing.index.build import IndexSettings
 from indexing.index.key import choose_key
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.search_cost import Method
+from indexing.neighbors.search import Method
 from indexing.store.errors import InputError
 
 NUM_SPLITS = 3

@@ -27,7 +27,7 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of
 from indexing.embedders import EmbedderSettings
 from indexing.memory import usable_memory
-from indexing.neighbors.search_cost import Method
+from indexing.neighbors.search import Method
 from indexing.progress import status
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from indexing.index.build import sample_size
-from indexing.neighbors.search_cost import Method, SearchSize, cheapest, compared_centroids
+from indexing.neighbors.search import Method
+from indexing.neighbors.search_cost import SearchSize, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.planning.bytes import NUM_SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes

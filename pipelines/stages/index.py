@@ -126,7 +126,7 @@ def run_merge(config: Config, executor: Executor) -> str:
     """The shards of the index → one index with its lists on disk, for serving."""
     folder = config.datastore
     made = shards(folder, "index")
-    recipe = Recipe("merge", 1, {}, {path.name: fingerprint_of(path) for path in made})
+    recipe = Recipe("merge", 2, {}, {path.name: fingerprint_of(path) for path in made})
     out = folder / "index" / "merged"
     if not is_finished(out, recipe):
         size = Datastore.open(folder).train.num_chunks

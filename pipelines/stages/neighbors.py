@@ -8,10 +8,9 @@ from typing import Any
 
 from indexing.device import has_bfloat16, keep_freed_memory, resolve
 from indexing.embedders import token_weights
-from indexing.index.sharded import ShardedIndex
 from indexing.neighbors import search as neighbors
-from indexing.neighbors.list_search import ListIndex
-from indexing.neighbors.search_cost import Hardware, Method, cheapest, describe
+from indexing.neighbors.search import Method
+from indexing.neighbors.search_cost import Hardware, cheapest, describe
 from indexing.progress import Advance
 from indexing.shared_tokens import SharedTokens
 from indexing.sparse.term_search import TermSearch
@@ -29,7 +28,6 @@ from indexing.store.artifact import (
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import Executor
@@ -129,7 +127,7 @@ def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[
     dense = ("retrieval",) if config.neighbors.retrieval == "dense" else ()  # as in datastores without a sparse index
     return Recipe(
         stage="neighbors",
-        version=5,
+        version=6,
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized", *dense))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
@@ -162,15 +160,7 @@ def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list
     opened = []
     for part in searched:
         train = Datastore.open(part.folder).train
-        index: neighbors.Index | None = None
-        if method in ("index", "big-batch"):
-            index = ShardedIndex.open(part.folder / "index", part.shards, big_batch=method == "big-batch")
-        elif method == "lists":
-            index = ListIndex.open(part.folder / "index", train.embeddings, part.shards)
-        if index is None:  # an index without lists is small, so search it exhaustively
-            rows = (int(train.tokens.starts[part.shards.start]), int(train.tokens.starts[part.shards.stop]))
-            index = ProductIndex(train.embeddings, rows=rows)
-        opened.append(neighbors.OpenIndex(index, train, part.number))
+        opened.append(neighbors.OpenIndex(neighbors.open_index(train, part.shards, method), train, part.number))
     return opened
 
 

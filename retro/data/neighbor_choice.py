@@ -31,7 +31,7 @@ class NeighborUse:
             this fraction of its length; 1 = skip none.
         seed: of the random draws, which differ between epochs.
         materialized: read the text from the copy next to the chunk, if there is one.
-        found: [chunks, s] int64 ids of neighbors for each chunk of the split, nearest first, to use instead of the stored
+        found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
     """
 

@@ -10,18 +10,16 @@ With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ord
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from indexing.embedders import token_weights
-from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of
+from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of, stored_settings
 from indexing.progress import Advance
 from indexing.shared_tokens import SharedTokens
 from indexing.splitmix64 import mix
-from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.vectors.floats import to_float32
@@ -107,20 +105,15 @@ def points_of(documents: np.ndarray, number: int, seed: int) -> np.ndarray:
 
 def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
-    stored: dict[str, Any] = {}
-    if datastore.has("neighbors"):
-        stored = read_manifest(datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    retrieval = stored.get("neighbors.retrieval", "dense")
-    if retrieval != "dense":
+    stored = stored_settings(datastore)
+    settings = stored[0] if stored else NeighborSettings(rerank="embeddings")
+    if settings.retrieval != "dense":
         raise InputError(
             f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with "
-            f"neighbors.retrieval = {retrieval!r}. Fractions are searched by embeddings, so only 'dense' is accepted."
+            f"neighbors.retrieval = {settings.retrieval!r}. Fractions are searched by embeddings, so only 'dense' is accepted."
         )
-    max_overlap = stored.get("neighbors.max_overlap", 1.0)
-    if stored.get("neighbors.rerank") == "tokens":
-        candidates = max(k, stored["neighbors.candidates"])
-        return NeighborSettings(stored=k, candidates=candidates, rerank="tokens", max_overlap=max_overlap)
-    return NeighborSettings(stored=k, candidates=4 * k + 16, max_overlap=max_overlap)
+    candidates = max(k, settings.candidates) if settings.rerank == "tokens" else 4 * k + 16
+    return replace(settings, stored=k, candidates=candidates, materialized=0)
 
 
 def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:

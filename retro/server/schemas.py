@@ -146,7 +146,7 @@ class NeighborTokensRequest(Request):
 
 
 class NeighborTokensResponse(BaseModel):
-    """The neighbors of each chunk with their continuations, nearest first: k rows of 2 · chunk_length token ids."""
+    """The neighbors of each chunk with their continuations, best first: k rows of 2 · chunk_length token ids."""
 
     tokens: list[list[list[int]]]
     lengths: list[list[int]] = Field(description="Number of ids that are not padding; 0 = no neighbor.")
@@ -239,7 +239,7 @@ class FilterValuesResponse(BaseModel):
 
 
 class ReadChunk(BaseModel):
-    """A complete chunk and its neighbors, nearest first. The model reads them for the tokens of the next chunk."""
+    """A complete chunk and its neighbors, best first. The model reads them for the tokens of the next chunk."""
 
     chunk: int = Field(description="Its number in what the model reads (prompt and continuation), from 0.")
     text: str

@@ -63,13 +63,6 @@ def test_neighbors_of_sparse_retrieval_have_the_highest_bm25(datastore: Datastor
     np.testing.assert_array_equal(valid.neighbor_ids.read(0, 30), best)
 
 
-def test_live_search_returns_the_stored_neighbors(datastore: Datastore) -> None:
-    valid = datastore.valid
-    full = np.flatnonzero(valid.lengths.read(0, valid.num_chunks) == datastore.chunk_length)[:20]
-    found = Retriever.open(datastore.folder).neighbors_with_ids(valid.tokens.gather(full).astype(np.int64), 3)[2]
-    assert (found == valid.neighbor_ids.gather(full)[:, :3]).all(axis=1).mean() > 0.9  # candidates in bfloat16
-
-
 def test_report_names_the_terms_and_has_no_recall(datastore: Datastore) -> None:
     measured = measure(Retriever.open(datastore.folder))
     assert measured["recall"] == {}

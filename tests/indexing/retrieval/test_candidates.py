@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from indexing.index.sharded import ShardedIndex
 from indexing.retrieval import candidates
 from indexing.retrieval.candidates import PartsMissing, find_candidates
-from indexing.retrieval.retriever import open_index
 from indexing.store.datastore import Datastore, Split
 from indexing.vectors.exact_search import exact_search
 from indexing.vectors.floats import to_float32
@@ -95,7 +95,7 @@ def test_exhaustive_search_among_ranges_equals_filtering_all_results(tiny_datast
 
 def test_missing_index_parts_are_named_and_the_others_are_used(tiny_datastore: Datastore) -> None:
     split = tiny_datastore.train
-    whole = open_index(split)
+    whole = ShardedIndex.open(split.folder / "index", range(len(split.chunk_rows)))
 
     class Partly:
         num_vectors = whole.num_vectors

@@ -4,11 +4,13 @@ import base64
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import NotFound
@@ -210,8 +212,8 @@ def test_neighbor_tokens_are_found_as_the_stored_neighbors(
 ) -> None:
     chunks, k = tiny_datastore.train.tokens.read(40, 60).astype(np.int64), 2
     dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, k)[0]
-    stored = {f"neighbors.{key}": value for key, value in settings.items()} | {"neighbors.candidates": 24}
-    monkeypatch.setattr(Retriever, "_stored", stored)
+    stored = replace(NeighborSettings(stored=6, candidates=24, rerank="embeddings"), **settings)
+    monkeypatch.setattr(Retriever, "_stored", (stored, "exact"))
     retriever = Retriever.open(tiny_datastore.folder)
     expected = retriever.neighbors(chunks, k)[0]
     assert (expected != dense).any()

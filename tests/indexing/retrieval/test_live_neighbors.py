@@ -1,0 +1,147 @@
+"""Live search returns the stored neighbors of held-out chunks: generation reads what training read."""
+
+import itertools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.index.build import IndexSettings
+from indexing.neighbors.search import NeighborSettings
+from indexing.overlap import overlap
+from indexing.retrieval.retriever import Retriever
+from indexing.sparse.candidates import Retrieval
+from indexing.store.datastore import Datastore
+from indexing.store.deletions import delete_ranges
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from pipelines.config import Config
+from tests.conftest import build_local, tiny_config, write_corpus
+
+SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="embeddings", search="exact")
+RULES = list(itertools.product(("embeddings", "tokens", "none"), (1.0, 0.3)))
+
+
+def small_config(folder: Path, num_documents: int, **changes) -> Config:
+    """Settings for a datastore whose held-out documents, a third of all, share some paragraphs with the others."""
+    corpus = write_corpus(folder / "corpus.jsonl", num_documents, seed=3, num_paragraphs=2 * num_documents)
+    config = tiny_config(folder, corpus, neighbors=SETTINGS)
+    return replace(config, corpus=replace(config.corpus, split=(667, 333, 0)), **changes)
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A datastore whose index has lists and codes."""
+    index = IndexSettings(factory="IVF16,PQ8x4", tune_queries=100)
+    config = small_config(tmp_path_factory.mktemp("listed"), 60, index=index)
+    build_local(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = small_config(tmp_path_factory.mktemp("small"), 15)
+    build_local(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, small: Config) -> Path:
+    """A datastore of other documents with the tokenizer and the embedder of `small`."""
+    folder = tmp_path_factory.mktemp("other")
+    model = str(small.datastore / "tokenizer" / "sentencepiece.model")
+    config = replace(
+        tiny_config(folder, write_corpus(folder / "corpus.jsonl", 10, seed=5, num_paragraphs=20)),
+        tokenizer=replace(small.tokenizer, kind="sentencepiece", path=model),
+        embedder=replace(small.embedder, path=str(small.datastore)),
+    )
+    return build_local(config).folder
+
+
+def full_chunks(datastore: Datastore) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens [n, m] of the full held-out chunks, and their stored neighbors [n, stored]."""
+    valid = datastore.valid
+    full = np.flatnonzero(valid.lengths.read(0, valid.num_chunks) == datastore.chunk_length)
+    return valid.tokens.gather(full).astype(np.int64), valid.neighbor_ids.gather(full)
+
+
+def assert_equal_neighbors(train: RetrievalSet, live: np.ndarray, stored: np.ndarray) -> None:
+    """Ids [n, k] are equal, except among chunks with equal tokens: a search may cut equal distances anywhere."""
+    rows, columns = np.nonzero(live != stored)
+    np.testing.assert_array_equal(live[rows, columns] < 0, stored[rows, columns] < 0)
+    np.testing.assert_array_equal(train.chunks(live[rows, columns])[0], train.chunks(stored[rows, columns])[0])
+    assert len(rows) < 0.05 * live.size
+
+
+def assert_live_equals_stored(datastore: Datastore) -> None:
+    tokens, stored = full_chunks(datastore)
+    assert len(tokens) > 30
+    assert (stored >= 0).mean() > 0.9
+    retriever = Retriever.open(datastore.folder)
+    with torch.inference_mode():  # as in generation
+        alone = np.concatenate([retriever.rank_neighbors(row[None], 2).ids for row in tokens[:20]])
+    assert_equal_neighbors(retriever.retrieval, alone, stored[:20, :2])
+    assert_equal_neighbors(retriever.retrieval, retriever.rank_neighbors(tokens, stored.shape[1]).ids, stored)
+
+
+@pytest.mark.parametrize("search", ["exact", "lists", "index"])
+@pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
+def test_live_search_follows_the_stored_rules(listed: Config, search, rerank, max_overlap: float) -> None:
+    settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap)
+    assert_live_equals_stored(build_local(replace(listed, neighbors=settings), only="neighbors", rebuild=True))
+
+
+@pytest.mark.parametrize("retrieval", get_args(Retrieval)[1:])
+@pytest.mark.parametrize(("rerank", "max_overlap"), [("embeddings", 0.3), ("tokens", 1.0)])
+def test_live_search_by_terms_follows_the_stored_rules(
+    small: Config, retrieval: Retrieval, rerank, max_overlap: float
+) -> None:
+    settings = replace(SETTINGS, retrieval=retrieval, rerank=rerank, max_overlap=max_overlap)
+    assert_live_equals_stored(build_local(replace(small, neighbors=settings), only="neighbors", rebuild=True))
+
+
+@pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
+def test_live_search_finds_the_stored_chunks_of_other_datastores(
+    tmp_path: Path, small: Config, other: Path, rerank, max_overlap: float
+) -> None:
+    shutil.copytree(small.datastore, tmp_path / "datastore")
+    settings = replace(SETTINGS, rerank=rerank, max_overlap=max_overlap, extra_datastores=(other,))
+    config = replace(small, datastore=tmp_path / "datastore", neighbors=settings)
+    datastore = build_local(config, only="neighbors", rebuild=True)
+    assert_live_equals_stored(datastore)
+    assert (full_chunks(datastore)[1] >> CHUNK_ID_BITS == 1).any()
+
+
+def test_more_neighbors_than_stored_begin_with_the_stored_ones(listed: Config) -> None:
+    settings = replace(SETTINGS, rerank="tokens")
+    datastore = build_local(replace(listed, neighbors=settings), only="neighbors", rebuild=True)
+    tokens, stored = full_chunks(datastore)
+    found = Retriever.open(datastore.folder).rank_neighbors(tokens, 12).ids
+    assert_equal_neighbors(RetrievalSet.of(datastore), found[:, :6], stored)
+    assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("retrieval", get_args(Retrieval))
+def test_live_search_replaces_deleted_chunks_by_the_next_ones(
+    tmp_path: Path, small: Config, retrieval: Retrieval
+) -> None:
+    shutil.copytree(small.datastore, tmp_path / "datastore")
+    neighbors = replace(SETTINGS, retrieval=retrieval, max_overlap=0.5)
+    config = replace(small, datastore=tmp_path / "datastore", neighbors=neighbors)
+    datastore = build_local(config, only="neighbors", rebuild=True)
+    tokens, stored = full_chunks(datastore)
+    train = datastore.train
+    delete_ranges(datastore.folder, train.chunk_ranges(np.unique(train.documents_of(stored[:, 0])[0])[::2]))
+    left = train.without_deleted(stored)
+    assert (left[:, 0] < 0).any()
+    found = Retriever.open(datastore.folder).rank_neighbors(tokens, 6).ids
+    assert (found >= 0).all()
+    order = np.argsort(left < 0, axis=1, kind="stable")
+    kept = np.take_along_axis(left, order, 1)
+    assert_equal_neighbors(RetrievalSet.of(datastore), np.where(kept < 0, -1, found), kept)
+    rows, _ = np.nonzero(found >= 0)
+    texts, lengths = train.with_continuation(found.ravel())
+    assert overlap(tokens[rows], np.full(len(rows), tokens.shape[1]), texts, lengths).max() <= 0.5
