@@ -15,8 +15,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from pipelines.config import Config
 from tests.conftest import build_local, tiny_config, write_corpus
@@ -134,7 +133,8 @@ def test_live_search_replaces_deleted_chunks_by_the_next_ones(
     datastore = build_local(config, only="neighbors", rebuild=True)
     tokens, stored = full_chunks(datastore)
     train = datastore.train
-    delete_ranges(datastore.folder, train.chunk_ranges(np.unique(train.documents_of(stored[:, 0])[0])[::2]))
+    numbers = np.unique(train.documents_of(stored[:, 0])[0])[::2]
+    delete_documents(datastore.folder, {row["id"] for row in train.metadata(numbers.tolist())})
     left = train.without_deleted(stored)
     assert (left[:, 0] < 0).any()
     found = Retriever.open(datastore.folder).rank_neighbors(tokens, 6).ids
