@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from retro.inference.settings import BOUNDS
+
 Retrieval = Literal["dense", "sparse", "hybrid"]
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -21,6 +23,12 @@ class Request(BaseModel):
     """Base of all requests: rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def bounded(name: str, default: Any = ..., description: str | None = None) -> Any:
+    """Return the field of a generation setting with its least and largest value."""
+    least, largest = BOUNDS[name]
+    return Field(default, ge=least, le=largest, description=description)
 
 
 def _example(**fields: Any) -> ConfigDict:
@@ -313,7 +321,7 @@ class GenerateRequest(Request):
     retrieval: bool = True
     k: int = Field(2, ge=1)
     max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.8, ge=0, le=100, description="Below 0.001, the likeliest token is chosen.")
+    temperature: float = bounded("temperature", 0.8, "Below 0.001, the likeliest token is chosen.")
     top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k likeliest tokens; 0 = all.")
     top_p: float = Field(0.95, gt=0, le=1)
     seed: Seed = 0

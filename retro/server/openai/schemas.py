@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from retro.server.schemas import RETURN_SOURCES, Request, Seed, Sources, TokenId, absent_if_none
+from retro.server.schemas import RETURN_SOURCES, Request, Seed, Sources, TokenId, absent_if_none, bounded
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, bounded("logit_bias")]
 
 
 def example(**fields: Any) -> ConfigDict:
@@ -38,15 +38,13 @@ class SamplingRequest(LenientRequest):
     """Fields of completions and chat. Model `NAME` has retrieval ON, `NAME:off` has it OFF."""
 
     model: str
-    temperature: float | None = Field(1, ge=0, le=100)
+    temperature: float | None = bounded("temperature", 1)
     top_p: float | None = Field(1, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from the k likeliest tokens; 0 and -1 = all.")
-    min_p: float | None = Field(
-        0, ge=0, le=1, description="Least probability of a token, relative to the likeliest token's."
-    )
-    presence_penalty: float | None = Field(0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0, ge=-2, le=2)
-    repetition_penalty: float | None = Field(1, gt=0, le=100)
+    min_p: float | None = bounded("min_p", 0, "Least probability of a token, relative to the likeliest token's.")
+    presence_penalty: float | None = bounded("presence_penalty", 0)
+    frequency_penalty: float | None = bounded("frequency_penalty", 0)
+    repetition_penalty: float | None = bounded("repetition_penalty", 1)
     logit_bias: dict[str, Bias] | None = Field(
         None, max_length=1024, description="Token id → number that is added to its logit, -100 to 100."
     )
