@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from retro.server.schemas import RETURN_SOURCES, Request, Seed, Sources, TokenId, absent_if_none, bounded
+from retro.server.schemas import (
+    INTEGER,
+    RETURN_SOURCES,
+    Integer,
+    Natural,
+    Positive,
+    Request,
+    Seed,
+    Sources,
+    TokenId,
+    absent_if_none,
+    bounded,
+)
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
@@ -40,7 +52,9 @@ class SamplingRequest(LenientRequest):
     model: str
     temperature: float | None = bounded("temperature", 1)
     top_p: float | None = Field(1, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from the k likeliest tokens; 0 and -1 = all.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), INTEGER] = Field(
+        0, description="Sample from the k likeliest tokens; 0 and -1 = all."
+    )
     min_p: float | None = bounded("min_p", 0, "Least probability of a token, relative to the likeliest token's.")
     presence_penalty: float | None = bounded("presence_penalty", 0)
     frequency_penalty: float | None = bounded("frequency_penalty", 0)
@@ -52,10 +66,10 @@ class SamplingRequest(LenientRequest):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = Field(False, description="Continue after the end of the document.")
-    n: int | None = Field(1, ge=1, description="Number of continuations.")
+    n: Positive | None = Field(1, description="Number of continuations.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
+    k: Positive = Field(2, description="Neighbors of each chunk; used if retrieval is ON.")
     return_sources: bool = Field(False, description=RETURN_SOURCES)
     user: str | None = None
 
@@ -66,10 +80,10 @@ class CompletionRequest(SamplingRequest):
     model_config = example(model="retro", prompt="import os\n", max_tokens=16, temperature=0)
 
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: Natural | None = 16
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=5)
-    best_of: int | None = Field(None, description="Only null or n.")
+    logprobs: Annotated[int, Field(ge=0, le=5), INTEGER] | None = None
+    best_of: Integer | None = Field(None, description="Only null or n.")
     suffix: str | None = Field(None, description="Only null.")
 
 
@@ -123,7 +137,7 @@ class EmbeddingRequest(LenientRequest):
     model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, description="Only null or the embedder's dimension.")
+    dimensions: Integer | None = Field(None, description="Only null or the embedder's dimension.")
     user: str | None = None
 
 
