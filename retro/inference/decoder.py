@@ -105,6 +105,10 @@ class Decoder:
         self.rows: list[Row] = []
         self.cache = self._empty_cache()
 
+    def empty(self) -> "Decoder":
+        """Return another decoder of the same model, without rows."""
+        return Decoder(self.model, self.placement, self.context)
+
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

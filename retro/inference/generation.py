@@ -7,8 +7,9 @@ generator. Several continuations of a prompt have consecutive seeds; their promp
 products of a batch may sum in another order than those of a single row.)
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors, Row
-from retro.inference.sampling import draw, with_penalties
+from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.sources import CopiedFrom, ReadChunk
 from retro.inference.text_stream import Decode, TextStream
+
+log = logging.getLogger("retro")
 
 FinishReason = Literal["stop", "length"]
 
@@ -67,11 +70,21 @@ class Continuation:
         self.generated: list[int] = []
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
-        self.random = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
+        self._numbers = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
+        self.random = self._next_number()  # for the next token; a step that fails leaves it as it is
 
-    def add(self, token: int, log_probability: float, top: tuple[tuple[int, float], ...]) -> GeneratedToken:
-        """Append a sampled token."""
+    def add(
+        self,
+        token: int,
+        log_probability: float,
+        top: tuple[tuple[int, float], ...],
+        row: Row,
+        copied: CopiedFrom | None,
+        chunk_length: int,
+    ) -> GeneratedToken:
+        """Append a sampled token of a row."""
         self.generated.append(token)
+        self.random = self._next_number()
         shown = "" if token in self.ends else self.text.add(token)
         finish: FinishReason | None = "stop" if token in self.ends or self.text.stopped else None
         if finish is None and len(self.generated) == self.settings.max_tokens:
@@ -79,7 +92,15 @@ class Continuation:
         if finish:
             shown += self.text.rest()
             finish = "stop" if self.text.stopped else finish
-        return GeneratedToken(self.number, token, shown, log_probability, finish, top)
+        read = row.chunks_read(self.chunks_read, chunk_length) if self.sources else ()
+        self.chunks_read = read[-1].number + 1 if read else self.chunks_read
+        return GeneratedToken(self.number, token, shown, log_probability, finish, top, read, copied)
+
+    def _next_number(self) -> float:
+        return torch.rand(1, generator=self._numbers).item() if self.settings.temperature else 0.0
+
+
+_Text = tuple[Continuation, RetrieveNeighbors | None]
 
 
 class Batch:
@@ -132,8 +153,38 @@ class Batch:
             if not texts:
                 self._leave(row)
 
-    def step(self) -> list[tuple[Continuation, GeneratedToken]]:
-        """Return the next token of each continuation whose row has been read; finished ones leave the batch."""
+    def step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
+        """Return the next token of each continuation whose row has been read; finished ones leave the batch.
+
+        A continuation that fails leaves the batch, too; its error takes the place of the token. Others are unaffected.
+        """
+        texts = [(text, row.retrieve) for row, texts in self._texts.items() for text in texts]
+        try:
+            return self._step()
+        except Exception as error:
+            failure = error
+        if len(texts) == 1:
+            self._restart([])
+            return [(texts[0][0], failure)]
+        log.warning("a step of %d texts failed (%r); each takes it alone", len(texts), failure)
+        new, unfinished = list[tuple[Continuation, GeneratedToken | Exception]](), list[_Text]()
+        for text in texts:
+            self._restart([text])
+            while not (step := self.step()):  # a prompt takes several
+                pass
+            new += step
+            unfinished += [text] * len(self)
+        self._restart(unfinished)
+        return new
+
+    def _restart(self, texts: Sequence[_Text]) -> None:
+        """Replace the rows by those of some continuations, which read their tokens again: a failed decoder is in no known state."""
+        self._decoder, self._texts = self._decoder.empty(), {}
+        for text, retrieve in texts:
+            self._texts[self._decoder.add(np.append(text.prompt, text.generated), retrieve)] = [text]
+
+    def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
+        """Take a step of all rows. If it raises an exception, no continuation has changed."""
         rows, logits = self._decoder.step()
         if not rows:
             return []
@@ -144,14 +195,26 @@ class Batch:
         settings = [text.settings for text in texts]
         changed = with_penalties(logits, settings, [text.prompt for text in texts], [text.generated for text in texts])
         drawn = draw(changed, logits, settings, [text.random for text in texts])
-        new = [text.add(*each) for text, each in zip(texts, drawn, strict=True)]
-        new = self._with_sources(rows, places, texts, new)
-        for row, token in zip(rows, new, strict=True):
+        copied = self._copied_from(rows, places, texts, drawn)
+        return [
+            (text, self._add(row, text, token, source))
+            for row, text, token, source in zip(rows, texts, drawn, copied, strict=True)
+        ]
+
+    def _add(
+        self, row: Row, text: Continuation, drawn: SampledToken, copied: CopiedFrom | None
+    ) -> GeneratedToken | Exception:
+        """Append a token to a continuation and its row, or return what failed."""
+        try:
+            token = text.add(*drawn, row, copied, self._decoder.m)
             if token.finish_reason is None:
                 self._decoder.append(row, token.token)
-            else:
-                self._leave(row)
-        return list(zip(texts, new, strict=True))
+                return token
+        except Exception as error:
+            self._leave(row)
+            return error
+        self._leave(row)
+        return token
 
     def _divided(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
         """Give each continuation its own row; return the rows, and the places of their logits."""
@@ -166,24 +229,22 @@ class Batch:
             places += [place] * (1 + len(others))
         return divided, places
 
-    def _with_sources(
-        self, rows: list[Row], places: list[int], texts: list[Continuation], tokens: list[GeneratedToken]
-    ) -> list[GeneratedToken]:
-        """Add to the tokens what the model read for them first, and where they were copied from, as far as it is wanted."""
+    def _copied_from(
+        self, rows: list[Row], places: list[int], texts: list[Continuation], drawn: list[SampledToken]
+    ) -> list[CopiedFrom | None]:
+        """Find where the tokens were copied from, as far as it is wanted."""
+        copied: list[CopiedFrom | None] = [None] * len(rows)
         wanted = [number for number, text in enumerate(texts) if text.sources]
-        if not wanted:
-            return tokens
-        copied = self._decoder.copied_from(
-            [rows[number] for number in wanted],
-            [places[number] for number in wanted],
-            [tokens[number].token for number in wanted],
-            [tokens[number].log_probability for number in wanted],
-        )
-        for number, each in zip(wanted, copied, strict=True):
-            read = rows[number].chunks_read(texts[number].chunks_read, self._decoder.m)
-            texts[number].chunks_read = read[-1].number + 1 if read else texts[number].chunks_read
-            tokens[number] = replace(tokens[number], read=read, copied=each)
-        return tokens
+        if wanted:
+            found = self._decoder.copied_from(
+                [rows[number] for number in wanted],
+                [places[number] for number in wanted],
+                [drawn[number][0] for number in wanted],
+                [drawn[number][1] for number in wanted],
+            )
+            for number, each in zip(wanted, found, strict=True):
+                copied[number] = each
+        return copied
 
     def _leave(self, row: Row) -> None:
         del self._texts[row]
@@ -208,10 +269,18 @@ def generate(
         retrieve: finds the neighbors of each prompt's chunks; None = retrieval OFF.
         n: continuations of each prompt.
         sources: return the neighbors that were read and the tokens that were copied.
+
+    Raises:
+        Exception: of the first continuation that fails.
     """
     for number, prompt in enumerate(prompts):
         copies = [(number * n + copy, copy) for copy in range(n)]
         batch.add(prompt, settings, retrieve[number] if retrieve else None, copies=copies, sources=sources)
     while len(batch):
-        if new := batch.step():
-            yield sorted((token for _, token in new), key=lambda token: token.row)
+        tokens = list[GeneratedToken]()
+        for _, token in batch.step():
+            if isinstance(token, Exception):
+                raise token
+            tokens.append(token)
+        if tokens:
+            yield sorted(tokens, key=lambda token: token.row)

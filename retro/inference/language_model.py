@@ -3,7 +3,7 @@
 `retro generate`, the server, question answering and lm-eval use this class. k = 0 is retrieval OFF everywhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.rows import RetrieveNeighbors
-from retro.inference.scoring import Scores, score
+from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
 
@@ -108,24 +108,28 @@ class LanguageModel:
         sequences: Sequence[np.ndarray],
         k: int = 0,
         top: int = 1,
-        wanted: Callable[[int], bool] = lambda sequence: True,
         sources: bool = False,
     ) -> list[Scores]:
         """Like `score`, with the `top` likeliest tokens at every position; for the rest see `retro.inference.scoring.score`."""
+        begun = self.to_score(sequences, top)
+        self.score_windows([window for each in begun for window in each.windows], k, top, sources)
+        return [each.scores for each in begun]
+
+    def to_score(self, sequences: Sequence[np.ndarray], top: int = 1) -> list[ScoredSequence]:
+        """Return sequences whose windows `score_windows` can score, in several calls.
+
+        Raises:
+            InputError: see `score`.
+        """
         checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
+        return to_score(self.model, checked, context=self.context, top=top)
+
+    def score_windows(self, windows: Sequence[Window], k: int = 0, top: int = 1, sources: bool = False) -> None:
+        """Score windows of sequences `to_score`; for the rest see `score_with_likeliest`."""
         retrieve = self._retrieve(k)
-        return score(
-            self.model,
-            checked,
-            self.placement,
-            context=self.context,
-            retrieve=retrieve,
-            top=top,
-            wanted=wanted,
-            sources=sources,
-        )
+        score_windows(self.model, windows, self.placement, retrieve=retrieve, top=top, sources=sources)
 
     def generate(
         self,

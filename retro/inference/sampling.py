@@ -53,7 +53,7 @@ def _change(row: Tensor, settings: GenerationSettings, prompt: np.ndarray, gener
 
 
 def draw(
-    logits: Tensor, unchanged: Tensor, settings: Sequence[GenerationSettings], random: Sequence[torch.Generator]
+    logits: Tensor, unchanged: Tensor, settings: Sequence[GenerationSettings], random: Sequence[float]
 ) -> list[SampledToken]:
     """Sample a token for each row, with its temperature, then top-k, then top-p and min-p.
 
@@ -61,8 +61,10 @@ def draw(
         logits: float32 [rows, V], to sample from.
         unchanged: float32 [rows, V], without penalties and biases; the log-probabilities that are returned are theirs.
         settings: sampling of each row.
-        random: generator of each row.
+        random: a number of each row, 0 to 1; the token depends on it unless the temperature is 0.
     """
+    # A row always has a token to sample, also one that a broken model gives infinite logits or NaN.
+    logits, unchanged = (each.nan_to_num(nan=torch.finfo(each.dtype).min) for each in (logits, unchanged))
     log_p, tokens = unchanged.log_softmax(-1), logits.argmax(-1)
     drawing = [
         (number, min(each.top_k or logits.shape[1], logits.shape[1]))
@@ -84,12 +86,10 @@ def draw(
     return list(zip(tokens.tolist(), chosen, tops, strict=True))
 
 
-def _drawn(
-    logits: Tensor, kept: int, settings: Sequence[GenerationSettings], random: Sequence[torch.Generator]
-) -> Tensor:
+def _drawn(logits: Tensor, kept: int, settings: Sequence[GenerationSettings], random: Sequence[float]) -> Tensor:
     """Sample from the `kept` likeliest tokens of logits [rows, V]: int64 [rows].
 
-    Each row takes one number from its generator and looks it up in the cumulative sum of its probabilities.
+    The random number of each row is looked up in the cumulative sum of its probabilities.
     """
     ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
     table = [(each.temperature, each.top_p, each.min_p) for each in settings]
@@ -99,7 +99,7 @@ def _drawn(
     before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
     usable = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
     below = probabilities.masked_fill(~usable, 0).cumsum(-1)  # [rows, kept]
-    numbers = torch.cat([torch.rand(1, generator=each) for each in random])[:, None].to(logits.device)
+    numbers = torch.tensor(random, dtype=torch.float32, device=logits.device)[:, None]
     places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
     last = usable.sum(-1, keepdim=True) - 1  # rounding near 1 must not go past the last usable token
     return ids.gather(1, places.minimum(last))[:, 0]

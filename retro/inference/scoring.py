@@ -1,13 +1,13 @@
 """Log-probabilities of the tokens of sequences of any length.
 
-    sequences → neighbors of their complete chunks, in one search ┐
-              └► windows of a context, overlapping by half ───────┴► batches of similar length → log-probabilities
+    sequences → windows of a context, overlapping by half ───────┬► batches of similar length → log-probabilities
+              └► neighbors of their complete chunks, in one search ┘
 
-Each token is scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the
+The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the
 sequence has that many. Rows are padded at the end, where causality hides the padding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.evaluation.token_gains import origins_of
-from retro.evaluation.windows import ScoringWindow, sliding_windows
+from retro.evaluation.windows import sliding_windows
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
@@ -50,7 +50,41 @@ class Scores:
     copied: list[CopiedFrom | None] = field(default_factory=list)
 
 
-@torch.inference_mode()
+@dataclass(eq=False)
+class ScoredSequence:
+    """A sequence that is being scored.
+
+    Attributes:
+        tokens: int64 [t].
+        scores: complete once all windows have been scored.
+        neighbors: of its complete chunks, once a window has been scored with retrieval ON. A sequence's last token
+            predicts nothing, so it completes no chunk.
+        windows: all of them, in order.
+    """
+
+    tokens: np.ndarray
+    scores: Scores
+    neighbors: Neighbors | None = None
+    windows: list["Window"] = field(default_factory=list)
+
+    def chunks(self, m: int) -> np.ndarray:
+        """Return its complete chunks [n, m]."""
+        return self.tokens[: (len(self.tokens) - 1) // m * m].reshape(-1, m)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Positions [start, stop) of a sequence. The window scores [scored, stop)."""
+
+    sequence: ScoredSequence
+    start: int
+    stop: int
+    scored: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
 def score(
     model: Retro,
     sequences: Sequence[np.ndarray],
@@ -59,7 +93,6 @@ def score(
     context: int,
     retrieve: RetrieveNeighbors | None = None,
     top: int = 0,
-    wanted: Callable[[int], bool] = lambda sequence: True,
     sources: bool = False,
 ) -> list[Scores]:
     """Score all tokens of each sequence except its first.
@@ -71,26 +104,52 @@ def score(
         context: context length in tokens, a multiple of the chunk length.
         retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
         top: number of likeliest tokens to return at each position.
-        wanted: number of a sequence → True if its scores are still needed; called before each batch of windows. Scores of
-            sequences that are no longer needed are incomplete.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
 
     Raises:
         InputError: the context is one chunk, so windows cannot overlap, and a sequence is longer.
     """
+    begun = to_score(model, sequences, context=context, top=top)
+    windows = [window for each in begun for window in each.windows]
+    score_windows(model, windows, placement, retrieve=retrieve, top=top, sources=sources)
+    return [each.scores for each in begun]
+
+
+def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top: int = 0) -> list[ScoredSequence]:
+    """Cut sequences into windows of one context that overlap by half, in whole chunks; arguments as for `score`.
+
+    Raises:
+        InputError: see `score`.
+    """
+    m, longest = model.settings.chunk_length, max(map(len, sequences), default=0)
+    if longest > context == m:
+        raise InputError(
+            f"a sequence has {longest} tokens; this model reads one chunk of {m} tokens, so {m} is the limit."
+        )
+    stride, top = max(m, context // 2 // m * m), min(top, model.settings.vocab_size)
+    begun = [ScoredSequence(tokens, _no_scores(len(tokens) - 1, top)) for tokens in sequences]
+    for each in begun:
+        windows = sliding_windows(0, 0, len(each.tokens), size=context, stride=stride, scored=1)
+        each.windows += [Window(each, window.start, window.stop, window.scored) for window in windows]
+    return begun
+
+
+@torch.inference_mode()
+def score_windows(
+    model: Retro,
+    windows: Sequence[Window],
+    placement: Placement,
+    *,
+    retrieve: RetrieveNeighbors | None = None,
+    top: int = 0,
+    sources: bool = False,
+) -> None:
+    """Score windows of any sequences; the arguments are those of `score`, equal for all windows of a sequence."""
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
-    found = _find_neighbors(sequences, m, retrieve) if retrieve is not None else None
-    scores = [_no_scores(len(each) - 1, top) for each in sequences]
-    if sources:
-        for number, scored in enumerate(scores):
-            scored.copied.extend([None] * len(scored.log_probabilities))
-            scored.read.extend(_read(sequences[number], found[number], m) if found else [])
-    neighbor_tokens = int(np.prod(found[0].tokens.shape[1:])) if found else 0  # of a chunk
-    for batch in _batches(_windows(sequences, context, m), m, neighbor_tokens):
-        group = [window for window in batch if wanted(window.text)]
-        if not group:
-            continue
-        inputs, labels = _batch(group, sequences, found, m)
+    if retrieve is not None:
+        _find_neighbors(windows, m, retrieve, sources)
+    for group in _batches(windows, m):
+        inputs, labels = _batch(group, m)
         with placement.autocast():
             put, targets = placement.put(inputs), placement.put({"labels": labels})["labels"]
             hidden = model.hidden(**put)
@@ -101,8 +160,10 @@ def score(
             of_window = slice(
                 window.scored - window.start - 1, window.stop - window.start - 1
             )  # where they are predicted
-            of_sequence, scored = slice(window.scored - 1, window.stop - 1), scores[window.text]
+            of_sequence, scored = slice(window.scored - 1, window.stop - 1), window.sequence.scores
             scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
+            if sources:
+                scored.copied.extend([None] * (len(scored.log_probabilities) - len(scored.copied)))
             if origins is not None:
                 scored.copied[of_sequence] = _copied(origins, row, of_window, window.scored, m)
             if top:
@@ -111,26 +172,29 @@ def score(
                     values, ids = _likeliest(model, hidden[row : row + 1], of_row, of_window, top)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
-    return scores
 
 
 def _no_scores(number: int, top: int) -> Scores:
     return Scores(np.zeros(number), np.zeros((number, top), np.int64), np.zeros((number, top), np.float32))
 
 
-def _find_neighbors(sequences: Sequence[np.ndarray], m: int, retrieve: RetrieveNeighbors) -> list[Neighbors] | None:
-    """Find the neighbors of all sequences in one search. A sequence's last token predicts nothing, so it completes no chunk."""
-    chunks = [each[: (len(each) - 1) // m * m].reshape(-1, m) for each in sequences]
+def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbors, sources: bool) -> None:
+    """Find the neighbors of the windows' sequences, unless they have been found, in one search."""
+    sequences = [each for each in dict.fromkeys(window.sequence for window in windows) if each.neighbors is None]
+    chunks = [each.chunks(m) for each in sequences]
     if not sum(map(len, chunks)):
-        return None
+        return
     borders = np.cumsum([len(each) for each in chunks])[:-1]
     parts = (np.split(table, borders) for table in retrieve(np.concatenate(chunks)))
-    return [Neighbors(*each) for each in zip(*parts, strict=True)]
+    for sequence, *tables in zip(sequences, *parts, strict=True):
+        sequence.neighbors = Neighbors(*tables)
+        if sources:
+            sequence.scores.read.extend(_read(sequence.chunks(m), sequence.neighbors))
 
 
-def _read(sequence: np.ndarray, found: Neighbors, m: int) -> list[ReadChunk]:
-    """Return the complete chunks of a sequence [t] with their neighbors."""
-    return [ReadChunk(u, sequence[u * m : (u + 1) * m], each) for u, each in enumerate(found.of_chunks())]
+def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ReadChunk]:
+    """Return complete chunks [n, m] of a sequence with their neighbors."""
+    return [ReadChunk(u, *each) for u, each in enumerate(zip(chunks, neighbors.of_chunks(), strict=True))]
 
 
 def _copied(origins: Origins, row: int, wanted: slice, first: int, m: int) -> list[CopiedFrom | None]:
@@ -142,58 +206,42 @@ def _copied(origins: Origins, row: int, wanted: slice, first: int, m: int) -> li
     ]
 
 
-def _windows(sequences: Sequence[np.ndarray], context: int, m: int) -> list[ScoringWindow]:
-    """Return windows of one context that overlap by half, in whole chunks. A sequence's first token has no score."""
-    longest = max(map(len, sequences), default=0)
-    if longest > context == m:
-        raise InputError(
-            f"a sequence has {longest} tokens; this model reads one chunk of {m} tokens, so {m} is the limit."
-        )
-    stride = max(m, context // 2 // m * m)
-    return [
-        window
-        for number, row in enumerate(sequences)
-        for window in sliding_windows(number, 0, len(row), size=context, stride=stride, scored=1)
-    ]
-
-
-def _batches(windows: list[ScoringWindow], m: int, neighbor_tokens: int) -> Iterator[list[ScoringWindow]]:
-    """Yield batches of windows of similar length, for little padding; the longest first, so that a lack of memory shows at once.
-
-    Args:
-        windows: windows of all sequences.
-        m: tokens in a chunk.
-        neighbor_tokens: tokens in all neighbors of a chunk.
-    """
-    ordered = sorted(windows, key=lambda window: window.start - window.stop)
+def _batches(windows: Sequence[Window], m: int) -> Iterator[list[Window]]:
+    """Yield batches of windows of similar length, for little padding; the longest first, so that a lack of memory shows at once."""
+    ordered = sorted(windows, key=len, reverse=True)
+    shape = _shape_of_neighbors(ordered)
     while ordered:
-        longest = ordered[0].stop - ordered[0].start
-        of_neighbors = longest // m * neighbor_tokens
-        size = min(_BATCH_TOKENS // longest, _BATCH_NEIGHBOR_TOKENS // max(1, of_neighbors))
+        of_neighbors = len(ordered[0]) // m * int(np.prod(shape))
+        size = min(_BATCH_TOKENS // len(ordered[0]), _BATCH_NEIGHBOR_TOKENS // max(1, of_neighbors))
         yield ordered[: max(1, size)]
         ordered = ordered[max(1, size) :]
 
 
-def _batch(
-    windows: list[ScoringWindow], sequences: Sequence[np.ndarray], found: list[Neighbors] | None, m: int
-) -> tuple[dict[str, Tensor | None], Tensor]:
+def _shape_of_neighbors(windows: Sequence[Window]) -> tuple[int, ...]:
+    """Return (K, R) of a chunk's neighbors; (0,) if there are none."""
+    found = (window.sequence.neighbors for window in windows)
+    return next((each.tokens.shape[1:] for each in found if each is not None), (0,))
+
+
+def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Tensor]:
     """Return the model's arguments and the labels [B, T]. Missing chunks of shorter rows have neighbors of length 0."""
-    width = max(window.stop - window.start for window in windows) - 1
+    width = max(map(len, windows)) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
     for row, window in enumerate(windows):
-        text = sequences[window.text][window.start : window.stop]
+        text = window.sequence.tokens[window.start : window.stop]
         tokens[row, : len(text) - 1] = text[:-1]
         scored = window.scored - window.start
         labels[row, scored - 1 : len(text) - 1] = text[scored:]
     inputs: dict[str, Tensor | None] = {"tokens": torch.from_numpy(tokens), "neighbors": None, "neighbor_lengths": None}
-    if found is not None:
-        shape = (len(windows), width // m, *found[0].tokens.shape[1:])
+    shape = (len(windows), width // m, *_shape_of_neighbors(windows))
+    if len(shape) == 4:
         neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
         for row, window in enumerate(windows):
-            first, count = window.start // m, (window.stop - window.start - 1) // m
-            for table, part in zip((neighbors, lengths), found[window.text][:2], strict=True):
-                table[row, :count] = part[first : first + count]
+            if window.sequence.neighbors is not None:
+                first, count = window.start // m, (len(window) - 1) // m
+                for table, part in zip((neighbors, lengths), window.sequence.neighbors[:2], strict=True):
+                    table[row, :count] = part[first : first + count]
         inputs |= {"neighbors": torch.from_numpy(neighbors), "neighbor_lengths": torch.from_numpy(lengths)}
     return inputs, torch.from_numpy(labels)
 

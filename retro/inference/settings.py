@@ -1,9 +1,18 @@
 """Settings of text generation."""
 
-import math
 from dataclasses import dataclass
 
 from indexing.store.errors import InputError
+
+# Least and largest values of `GenerationSettings`: OpenAI's, and elsewhere so wide that logits remain finite.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "logit_bias": (-100, 100),
+}
 
 
 @dataclass(frozen=True)
@@ -13,7 +22,7 @@ class GenerationSettings:
     max_tokens: int = 128
     """Largest number of tokens to generate; the end of the document also ends a text."""
     temperature: float = 0.8
-    """Sampling temperature; 0 = always the likeliest token."""
+    """Sampling temperature, at most 100; 0 = always the likeliest token."""
     top_k: int = 50
     """Sample from the k likeliest tokens; 0 = all."""
     top_p: float = 0.95
@@ -21,13 +30,14 @@ class GenerationSettings:
     min_p: float = 0.0
     """Sample only from tokens with at least this fraction of the likeliest token's probability."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the continuation contains."""
+    """Subtracted from the logits of tokens that the continuation contains, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time that the continuation contains it."""
+    """Subtracted from the logit of a token for each time that the continuation contains it, -2 to 2."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the continuation are divided by it if above 0, and multiplied by it if below."""
+    """Logits of tokens in the prompt or the continuation are divided by it if above 0, and multiplied by it if below.
+    0.01 to 100."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and the numbers that are added to their logits."""
+    """Token ids and the numbers that are added to their logits, -100 to 100."""
     seed: int = 0
     """Seed of the random numbers; every prompt of a batch uses the same seed."""
     stop: tuple[str, ...] = ()
@@ -42,19 +52,12 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"max_tokens = {self.max_tokens}: must be at least 1.")
-        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError(
-                f"temperature = {self.temperature} and top_k = {self.top_k} must be 0 or more, "
-                f"top_p = {self.top_p} must be above 0 and at most 1."
-            )
-        if not 0 <= self.min_p <= 1 or not 0 < self.repetition_penalty < math.inf:
-            raise InputError(
-                f"min_p = {self.min_p} must be 0 to 1, and repetition_penalty = {self.repetition_penalty} above 0."
-            )
-        if not all(
-            map(math.isfinite, (self.presence_penalty, self.frequency_penalty, *dict(self.logit_bias).values()))
-        ):
-            raise InputError("presence_penalty, frequency_penalty and logit_bias must be finite.")
+        if self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise InputError(f"top_k = {self.top_k} must be 0 or more, and top_p = {self.top_p} above 0 and at most 1.")
+        for name, (least, largest) in BOUNDS.items():
+            values = dict(self.logit_bias).values() if name == "logit_bias" else [getattr(self, name)]
+            if outside := [value for value in values if not least <= value <= largest]:
+                raise InputError(f"{name} = {outside[0]}: must be {least} to {largest}.")
         if self.logprobs < 0 or not 0 <= self.seed < 2**63:
             raise InputError(
                 f"logprobs = {self.logprobs} and seed = {self.seed}: both must be 0 or more, and the seed below 2^63."

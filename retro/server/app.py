@@ -7,14 +7,22 @@
 The application has no global state, so one process can hold several. uvicorn and Ray Serve both run it.
 """
 
+import base64
+import hashlib
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,18 +30,35 @@ from starlette.staticfiles import StaticFiles
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
-from retro.server import docs_page, model_api, page_api, schemas, search_api
+from retro.server import model_api, page_api, schemas, search_api
 from retro.server.errors import ApiError, error_responses, reraise_errors
 from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
-from retro.server.openai import chat, models
+from retro.server.openai import chat, chat_schemas, models
 from retro.server.service import Service, ServiceDependency
 from retro.server.settings import ServeSettings
 
 PAGE = Path(__file__).parent / "page"
 
+_SWAGGER = Path(str(files("fastapi_offline"))) / "static"
+_SWAGGER_FILES = "/swagger-ui-bundle.js", "/swagger-ui.css"
+_EVENTS = schemas.GenerateEvent, chat_schemas.ChatChunk  # models of events of streams that are no answers themselves
+
 router = APIRouter(tags=["server"])
+
+
+class Api(FastAPI):
+    """FastAPI with the models of `model_api.event_content` in its OpenAPI description."""
+
+    def openapi(self) -> dict[str, Any]:
+        """See `FastAPI`."""
+        described = super().openapi()
+        models = [(model, "serialization") for model in _EVENTS]
+        _, events = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        for name, schema in events["$defs"].items():
+            described["components"]["schemas"].setdefault(name, schema)
+        return described
 
 
 def make_app(
@@ -45,7 +70,8 @@ def make_app(
         retriever: searches the datastore.
         language_model: scores and generates; None = those endpoints answer 404.
         settings: limits and name.
-        token: bearer token that requests must send, except to /health, /ready, /docs and the web page; empty = none.
+        token: bearer token that requests must send, except to /health, /ready, /docs, /openapi.json and the web page;
+            empty = none.
     """
     service = Service.of(retriever, language_model, settings)
 
@@ -54,11 +80,14 @@ def make_app(
         await run_in_threadpool(service.warm_up)
         yield
 
-    app = FastAPI(
+    app = Api(
         title=f"HTTP API of {service.name}",
         version=version("retro"),
-        description="Search a datastore, and score or generate text with a language model that reads the neighbors.",
+        description="Search a datastore, and score or generate text with a language model that reads the neighbors. "
+        "[Page to try it in a browser](./)",
         lifespan=lifespan,
+        # Only describes the token; `Limits` checks it.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if token else None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -66,15 +95,15 @@ def make_app(
     app.state.service = service
     routers = (
         router, search_api.router, page_api.router, model_api.router,
-        models.router, chat.router, openai_api.router, docs_page.router,
+        models.router, chat.router, openai_api.router,
     )  # fmt: skip
     for each in routers:
         app.include_router(each)
     # One route for each file of the page: a mount at / would answer every path that has no GET.
     page_paths = _page_paths()
-    if page_paths:
-        files = StaticFiles(directory=PAGE, html=True)
-        app.router.routes.extend(Route(path, files, methods=["GET", "HEAD"]) for path in sorted(page_paths))
+    for folder, paths in ((PAGE, sorted(page_paths)), (_SWAGGER, _SWAGGER_FILES)):
+        static = StaticFiles(directory=folder, html=True, check_dir=False)
+        app.router.routes.extend(Route(path, static, methods=["GET", "HEAD"]) for path in paths)
     reraise_errors(app)
     app.add_middleware(DirectJson, routes=[route for each in routers for route in each.routes])
     app.add_middleware(
@@ -83,7 +112,7 @@ def make_app(
         admission=service.admission,
         metrics=service.metrics,
         token=token,
-        public=frozenset({"/health", "/ready", "/docs", *page_paths}),
+        public=frozenset({"/health", "/ready", "/docs", "/openapi.json", *_SWAGGER_FILES, *page_paths}),
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -100,6 +129,27 @@ def _page_paths() -> set[str]:
     if not PAGE.is_dir():
         return set()
     return {"/"} | {"/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()}
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """Swagger UI with files of the package fastapi-offline: the description of the API, with a form for each endpoint."""
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title=request.app.title,
+        swagger_js_url="swagger-ui-bundle.js",
+        swagger_css_url="swagger-ui.css",
+        swagger_favicon_url="icon.svg",
+        swagger_ui_parameters={"tryItOutEnabled": True, "validatorUrl": None},
+    )
+    script = re.search(rb"<script>(.*?)</script>", bytes(page.body), re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1]).digest()).decode()
+    page.headers["Content-Security-Policy"] = (
+        f"default-src 'self'; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return page
 
 
 @router.get("/health", response_model=schemas.Status)

@@ -1,11 +1,12 @@
 """Dynamic batching: requests that arrive while a worker is busy are processed together in its next call.
 
-    requests ──► queue ──► one thread: all waiting requests, by key ──► work(key, items) ──► results of each request
+    requests ──► queue ──► one thread: an item of each request with the first one's key, again and again, up to a full batch
+                   ▲                        │
+                   └── requests with items left, at the end ◄── work(key, items) ──► results of each request
 
 If the worker is free, it processes a request at once and alone. Requests with the same key share a call. A key contains
 everything that an answer depends on, so no answer depends on the other requests of its batch. The total cost of its items
-limits a batch, so a large request does not delay small ones that arrived before it. Long work calls `wanted` between its parts
-and skips items whose client has disconnected or was answered 504.
+limits a batch, and requests take turns item by item. So a large request delays a small one by a batch, not by its length.
 
 A client that was just answered can join the next batch: it often sends its next request at once. Without these clients the next
 batch would hold about half of the possible requests. So the worker waits up to a third of the duration of its last call, until
@@ -15,11 +16,11 @@ neither does a request with another key.
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -27,18 +28,16 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 R = TypeVar("R")
 
-Wanted = Callable[[int], bool]
-"""Number of an item in a batch → True if a client still waits for its result."""
-
 _IDLE_SECONDS = 5.0
 _WAIT_RATIO = 1 / 3  # longest wait for further requests, relative to the duration of the last call
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Request(Generic[K, T, R]):
     key: K
     items: Sequence[T]
     answer: "asyncio.Future[list[R]]"
+    results: list[R] = field(default_factory=list)  # of the first items
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class _LastBatch(Generic[K]):
     """What `Batcher` remembers of its last call.
 
     Attributes:
-        key: of the answered requests.
+        key: of its requests.
         num_requests: answered requests plus those that were waiting at that moment.
         until: time until which the next batch waits for further requests, in seconds of `time.monotonic`.
     """
@@ -57,15 +56,14 @@ class _LastBatch(Generic[K]):
 
 
 class Batcher(Generic[K, T, R]):
-    """`await batcher(key, items)` returns the results of `work(key, items, wanted)`, which is called for several requests at once.
+    """`await batcher(key, items)` returns the results of `work(key, items)`, which is called for items of several requests.
 
     It can be used from any number of event loops. The thread starts with the first request and ends after some idle time.
 
     Args:
         name: name of the thread.
-        work: (key, items, wanted) → a result for each item, in order; the results of items that are no longer wanted are ignored.
-            Called on one thread, one call at a time.
-        max_batch: largest total cost of a call, unless a single request costs more.
+        work: (key, items) → a result for each item, in order. Called on one thread, one call at a time.
+        max_batch: largest total cost of a call, unless a single item costs more.
         on_batch: called with the number of items of each call.
         cost: (key, item) → cost of the item.
     """
@@ -73,98 +71,124 @@ class Batcher(Generic[K, T, R]):
     def __init__(
         self,
         name: str,
-        work: Callable[[K, list[T], Wanted], Sequence[R]],
+        work: Callable[[K, list[T]], Sequence[R]],
         max_batch: int,
         on_batch: Callable[[int], None] = lambda size: None,
         cost: Callable[[K, T], int] = lambda key, item: 1,
     ) -> None:
         self._work, self._max_batch, self._on_batch, self._cost = work, max_batch, on_batch, cost
-        self._waiting: queue.SimpleQueue[_Request[K, T, R]] = queue.SimpleQueue()
-        self._next: _Request[K, T, R] | None = None  # taken from the queue, but too large for the previous batch
+        self._waiting: deque[_Request[K, T, R]] = deque()
         self._name, self._running = name, False
         self._last: _LastBatch[K] | None = None
-        self._lock = (
-            threading.Lock()
-        )  # guards `_running`: no request is added between the thread's last check and its end
+        self._arrival = threading.Condition()  # guards `_waiting` and `_running`
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        return self._waiting.qsize() + (self._next is not None)
+        return len(self._waiting)
 
     async def __call__(self, key: K, items: Sequence[T]) -> list[R]:
-        """Return the results of the items in order. A request that is cancelled while it waits is never processed."""
+        """Return the results of the items in order. Items are no longer processed once the request is cancelled."""
         if not items:
             return []
         request = _Request[K, T, R](key, items, asyncio.get_running_loop().create_future())
-        with self._lock:
-            self._waiting.put(request)
+        with self._arrival:
+            self._waiting.append(request)
+            self._arrival.notify()
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return await request.answer
 
     def _run(self) -> None:
-        while True:
-            try:
-                first = self._next or self._waiting.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:
-                    self._running = not self._waiting.empty()
-                    if not self._running:
-                        return
-                continue
-            by_key: dict[K, list[_Request[K, T, R]]] = {}
-            for request in self._gather(first):
-                if not request.answer.cancelled():
-                    by_key.setdefault(request.key, []).append(request)
-            for key, requests in by_key.items():
-                self._answer(key, requests)
+        while parts := self._gather():
+            self._process(parts)
 
-    def _gather(self, first: _Request[K, T, R]) -> list[_Request[K, T, R]]:
-        """Return the first request and those that wait behind it or arrive shortly, up to a full batch."""
-        self._next, gathered, size = None, [first], self._cost_of(first)
-        last = self._last if self._last and self._last.key == first.key else _LastBatch(first.key, 0, 0.0)
-        while size < self._max_batch:
-            timeout = last.until - time.monotonic() if len(gathered) < last.num_requests else 0
-            try:
-                request = self._waiting.get(timeout=max(0, timeout))
-            except queue.Empty:
+    def _gather(self) -> dict[_Request[K, T, R], int]:
+        """Return requests with the first one's key, and the number of their next items in the batch. Empty = the thread ends."""
+        with self._arrival:
+            while not self._first():
+                if not self._arrival.wait(_IDLE_SECONDS) and not self._waiting:
+                    self._running = False
+                    return {}
+            last, key = self._last, self._waiting[0].key
+            if last and last.key == key:
+                self._arrival.wait_for(
+                    lambda: len(self._waiting) >= last.num_requests or self._fill_a_batch(key),
+                    max(0, last.until - time.monotonic()),
+                )
+            first = self._first()
+            parts = self._parts(first.key) if first else {}
+            self._waiting = deque(request for request in self._waiting if request not in parts)
+        return parts or self._gather()
+
+    def _first(self) -> _Request[K, T, R] | None:
+        """Return the first request that was not cancelled; forget those before it."""
+        while self._waiting and self._waiting[0].answer.cancelled():
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
+
+    def _fill_a_batch(self, key: K) -> bool:
+        size = 0
+        for request in self._waiting:
+            if request.key == key:
+                for item in islice(request.items, len(request.results), None):
+                    size += self._cost(key, item)
+                    if size >= self._max_batch:
+                        return True
+        return False
+
+    def _parts(self, key: K) -> dict[_Request[K, T, R], int]:
+        """Give each request with a key an item in turn, up to a full batch."""
+        turns = deque(each for each in self._waiting if each.key == key and not each.answer.cancelled())
+        parts, size = dict[_Request[K, T, R], int](), 0
+        while turns:
+            request = turns.popleft()
+            taken = parts.get(request, 0)
+            place = len(request.results) + taken
+            size += self._cost(key, request.items[place])
+            if size > self._max_batch and parts:
                 break
-            size += self._cost_of(request)
-            if size > self._max_batch:
-                self._next = request
-                break
-            gathered.append(request)
-        return gathered
+            parts[request] = taken + 1
+            if place + 1 < len(request.items):
+                turns.append(request)
+        return parts
 
-    def _cost_of(self, request: _Request[K, T, R]) -> int:
-        return sum(self._cost(request.key, item) for item in request.items)
-
-    def _answer(self, key: K, requests: list[_Request[K, T, R]]) -> None:
-        """Process requests with the same key together. If that fails, process each alone, so that only the faulty one fails."""
-        items = [item for request in requests for item in request.items]
-        request_of = [request for request in requests for _ in request.items]
+    def _process(self, parts: dict[_Request[K, T, R], int]) -> None:
+        """Process the next items of requests together. If that fails, process each alone, so that only the faulty one fails."""
+        (key,) = {request.key for request in parts}
+        items = [
+            item
+            for request, number in parts.items()
+            for item in request.items[len(request.results) : len(request.results) + number]
+        ]
         self._on_batch(len(items))
         started = time.monotonic()
+        answers: dict[_Request[K, T, R], list[R] | Exception] = {}
         try:
-            results = iter(self._work(key, items, lambda number: not request_of[number].answer.cancelled()))
-            answers: list[list[R] | Exception] = [list(islice(results, len(each.items))) for each in requests]
+            results = iter(self._work(key, items))
+            for request, number in parts.items():
+                request.results += islice(results, number)
+                if len(request.results) == len(request.items):
+                    answers[request] = request.results
         except Exception as error:
-            if len(requests) > 1:
-                for request in requests:
-                    self._answer(key, [request])
+            if len(parts) > 1:
+                for request, number in parts.items():
+                    self._process({request: number})
                 return
-            answers = [error]
+            answers = dict.fromkeys(parts, error)
         ended = time.monotonic()
-        # Count before the answers are sent: a client that returned already would be counted twice.
-        self._last = _LastBatch(key, len(requests) + len(self), ended + _WAIT_RATIO * (ended - started))
-        _hand_over(requests, answers)
+        with self._arrival:
+            self._waiting.extend(request for request in parts if request not in answers)
+            # Count before the answers are sent: a client that returned already would be counted twice.
+            number = len(answers) + len(self._waiting)
+            self._last = _LastBatch(key, number, ended + _WAIT_RATIO * (ended - started))
+        _hand_over(answers)
 
 
-def _hand_over(requests: Sequence[_Request[K, T, R]], answers: Sequence[list[R] | Exception]) -> None:
+def _hand_over(answers: Mapping[_Request[K, T, R], list[R] | Exception]) -> None:
     """Send the answers to the requests. Each event loop is woken once: that takes as long as a short search."""
-    for loop in {request.answer.get_loop() for request in requests}:
-        mine = [each for each in zip(requests, answers, strict=True) if each[0].answer.get_loop() is loop]
+    for loop in {request.answer.get_loop() for request in answers}:
+        mine = [each for each in answers.items() if each[0].answer.get_loop() is loop]
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
             loop.call_soon_threadsafe(_resume, mine)
 

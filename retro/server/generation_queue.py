@@ -4,7 +4,8 @@
 
 Requests join and leave between any two steps. A free place goes to the first request that waits and has less than an
 eighth of the places, or else to that with the fewest. So a request with many prompts does not delay one that arrives
-later, and no request waits forever. When a client disconnects, its texts leave before the next step.
+later, and no request waits forever. When a client disconnects, its texts leave before the next step. A text that fails
+ends its own request only.
 """
 
 import asyncio
@@ -144,7 +145,7 @@ class GenerationQueue:
             try:
                 self._admit(requests)
                 self._deliver(self._batch.step(), requests)
-            except Exception as error:  # the state of the batch is unknown
+            except Exception as error:  # of no single text, so the state of the batch is unknown
                 self._batch = self._language_model.batch()
                 self._end([request for request in requests if request.joined], error)
 
@@ -172,18 +173,24 @@ class GenerationQueue:
         for request, numbers in joining.items():
             for prompt, group in groupby(numbers, key=lambda number, n=request.n: number // n):  # type: ignore[misc]
                 copies = [(number, number % request.n) for number in group]
-                request.running |= set(
-                    self._batch.add(
-                        request.prompts[prompt],
-                        request.settings,
-                        request.retrieve,
-                        copies=copies,
-                        sources=request.sources,
+                try:
+                    request.running |= set(
+                        self._batch.add(
+                            request.prompts[prompt],
+                            request.settings,
+                            request.retrieve,
+                            copies=copies,
+                            sources=request.sources,
+                        )
                     )
-                )
+                except Exception as error:
+                    self._fail(request, error)
+                    break
         self.num_running = len(self._batch)
 
-    def _deliver(self, new: Sequence[tuple[Continuation, GeneratedToken]], requests: Sequence[_Request]) -> None:
+    def _deliver(
+        self, new: Sequence[tuple[Continuation, GeneratedToken | Exception]], requests: Sequence[_Request]
+    ) -> None:
         """Send the tokens of a step to their requests. Each event loop is woken once."""
         if not new:
             return
@@ -191,17 +198,29 @@ class GenerationQueue:
         messages, now = list[tuple[_Request, Message]](), time.perf_counter()
         owner = {text: request for request in requests for text in request.running}
         tokens: dict[_Request, list[GeneratedToken]] = {}
+        failures: dict[_Request, Exception] = {}
         for text, token in new:
             request = owner[text]
+            if isinstance(token, Exception):
+                failures[request] = token
+                continue
             tokens.setdefault(request, []).append(token)
             if token.finish_reason is not None:
                 request.running.discard(text)
+        for request, error in failures.items():
+            tokens.pop(request, None)
+            self._fail(request, error)
         for request, step in tokens.items():
             self._metrics.count_step(len(step), now - request.since, first=not request.begun)
             request.since, request.begun = now, True
             messages.append((request, sorted(step, key=lambda token: token.row)))
         _send(messages)
         self._end([request for request in tokens if not request.running and not request.waiting])
+
+    def _fail(self, request: _Request, error: Exception) -> None:
+        """End a request with an error, after one of its texts has failed. Its other texts leave the batch."""
+        self._batch.remove(request.running)
+        self._end([request], error)
 
     def _end(self, requests: Sequence[_Request], error: Exception | None = None) -> None:
         """Forget requests that are finished or have failed."""

@@ -7,10 +7,11 @@ prompt ─► [bos] tokens ─► generated tokens ─► one answer, or server-
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from retro.inference.language_model import Scores
@@ -27,6 +28,13 @@ T = TypeVar("T")
 router = APIRouter(tags=["model"], route_class=JsonRoute)
 
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
+
+
+def event_content(model: type[BaseModel]) -> dict[str, Any]:
+    """Return OpenAPI's `content` of a stream of server-sent events with a model, or an error, as JSON."""
+    kinds = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in (model, schemas.ErrorResponse)]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    return {"text/event-stream": {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
 
 @router.post("/score", response_model=schemas.ScoreResponse, responses=error_responses(404, 413, 422))
@@ -87,7 +95,7 @@ def _scored(
         **error_responses(404, 413, 422),
         200: {
             "description": "The continuation. With `stream`: events `data: {GenerateEvent}`, and `data: [DONE]` at the end.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": event_content(schemas.GenerateEvent),
         },
     },
 )

@@ -6,12 +6,31 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from retro.inference.settings import BOUNDS
 
 Retrieval = Literal["dense", "sparse", "hybrid"]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _as_integer(value: Any) -> Any:
+    """Convert 2.0 to 2, as JSON Schema's `integer` includes it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("the text to search for is empty.")
+    return text
+
+
+INTEGER = BeforeValidator(_as_integer)
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGER]
+Natural = Annotated[int, Field(ge=0), INTEGER]
+Positive = Annotated[int, Field(ge=1), INTEGER]
+TokenId = Annotated[int, Field(ge=0, lt=2**32), INTEGER]
+Seed = Annotated[int, Field(ge=0, lt=2**63), INTEGER]
+SearchedText = Annotated[str, Field(json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)]
 Value = str | Integer | float | bool
 Vector = list[float] | str
 """Numbers, or their little-endian float32 bytes in base64, which are much faster to read and write."""
@@ -21,6 +40,12 @@ class Request(BaseModel):
     """Base of all requests: rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def bounded(name: str, default: Any = ..., description: str | None = None) -> Any:
+    """Return the field of a generation setting with its least and largest value."""
+    least, largest = BOUNDS[name]
+    return Field(default, ge=least, le=largest, description=description)
 
 
 def _example(**fields: Any) -> ConfigDict:
@@ -40,13 +65,13 @@ class SearchRequest(Request):
 
     model_config = _example(texts=["how do I open a file"], k=2)
 
-    texts: list[str] | None = None
+    texts: list[SearchedText] | None = None
     tokens: list[list[TokenId]] | None = None
     vectors: list[Vector] | None = Field(
         None,
         description="Each is a list of numbers, or their little-endian float32 bytes in base64, which is faster.",
     )
-    k: int = Field(5, ge=1)
+    k: Positive = 5
     filters: Filters = Field(
         default_factory=dict,
         description="Column of the documents' metadata → the required value, or a list of accepted values.",
@@ -70,8 +95,15 @@ class Hit(BaseModel):
     """A retrieved chunk with its document's metadata."""
 
     chunk_id: int
-    score: float = Field(description="Hits are ordered by it; larger is nearer. Its scale depends on `retrieval`.")
-    distance: float = Field(description="Squared L2 distance of the unit vectors, 0 to 4.")
+    score: float = Field(
+        description="Hits are ordered by it, the largest first. `dense`: the cosine of the vectors, -1 to 1. `sparse`: BM25, "
+        "above 0 without a limit. `hybrid`: BM25 as a fraction of its maximum, plus the weighted cosine. Compare "
+        "scores within a query only."
+    )
+    distance: float = Field(
+        description="Squared L2 distance of the unit vectors, 0 (equal) to 4, with every `retrieval`. With `dense`, "
+        "score = 1 - distance / 2."
+    )
     text: str
     continuation: str
     document_id: str
@@ -93,8 +125,8 @@ class NeighborsRequest(Request):
 
     model_config = _example(text="with open(path) as file:\n    return file.read()\n", k=2)
 
-    text: str = Field(min_length=1)
-    k: int = Field(2, ge=1)
+    text: SearchedText
+    k: Positive = 2
     filters: Filters = Field(default_factory=dict)
     retrieval: Retrieval = "dense"
     datastore: str = SEARCHED_DATASTORE
@@ -142,7 +174,7 @@ class NeighborTokensRequest(Request):
     model_config = _example(chunks=[], k=2)
 
     chunks: list[list[TokenId]] = Field(description="Each has `chunk_length` token ids; see `GET /datastore`.")
-    k: int = Field(2, ge=1)
+    k: Positive = 2
 
 
 class NeighborTokensResponse(BaseModel):
@@ -185,7 +217,7 @@ class EmbedRequest(Request):
 
     model_config = _example(texts=["how do I open a file"])
 
-    texts: list[str]
+    texts: list[SearchedText]
     encoding: Literal["float", "base64"] = "float"
 
 
@@ -278,7 +310,7 @@ class ScoreRequest(Request):
     model_config = _example(text="import os\nimport sys\n", k=2)
 
     text: str = Field(min_length=1)
-    k: int = Field(2, ge=1)
+    k: Positive = 2
     return_sources: bool = Field(False, description=RETURN_SOURCES)
 
 
@@ -311,10 +343,12 @@ class GenerateRequest(Request):
 
     prompt: str
     retrieval: bool = True
-    k: int = Field(2, ge=1)
-    max_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.8, ge=0, le=100, description="Below 0.001, the likeliest token is chosen.")
-    top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k likeliest tokens; 0 = all.")
+    k: Positive = 2
+    max_tokens: Positive = 128
+    temperature: float = bounded("temperature", 0.8, "Below 0.001, the likeliest token is chosen.")
+    top_k: Annotated[int, Field(ge=0, lt=2**31), INTEGER] = Field(
+        50, description="Sample from the k likeliest tokens; 0 = all."
+    )
     top_p: float = Field(0.95, gt=0, le=1)
     seed: Seed = 0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)

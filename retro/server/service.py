@@ -25,8 +25,9 @@ from retro.finetuning.chat_template import ChatTemplate, read_template, template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
+from retro.inference.scoring import Window
 from retro.inference.settings import GenerationSettings
-from retro.server.batching import Batcher, Wanted
+from retro.server.batching import Batcher
 from retro.server.errors import ApiError, InvalidRequest
 from retro.server.generation_queue import GenerationQueue
 from retro.server.limits import Admission
@@ -86,7 +87,7 @@ class Service:
         name: name of the model, or of the datastore without a model.
         search: (`SearchKey`, queries) → a result for each query.
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
-        score: (`ScoreKey`, token ids) → scores; None without a model.
+        score: (`ScoreKey`, windows of sequences) → their sequences have the scores; None without a model.
         generations: None without a model.
         chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
@@ -100,7 +101,7 @@ class Service:
     metrics: Metrics
     search: Batcher[SearchKey, Query, SearchResult]
     embed: Batcher[str, Query, np.ndarray]
-    score: Batcher[ScoreKey, np.ndarray, Scores] | None
+    score: Batcher[ScoreKey, Window, None] | None
     generations: GenerationQueue | None
     chat_template: ChatTemplate | None
     started: int
@@ -120,7 +121,7 @@ class Service:
                 _score_with(language_model),
                 settings.max_score_tokens,
                 metrics.count_batch("score"),
-                lambda key, sequence: len(sequence) * (1 + 2 * key.k),
+                lambda key, window: len(window) * (1 + 2 * key.k),
             )
             generations = GenerationQueue(language_model, settings.max_num_seqs, metrics)
         queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
@@ -187,10 +188,11 @@ class Service:
         return self.language_model
 
     async def scores(self, sequences: Sequence[np.ndarray], key: ScoreKey) -> list[Scores]:
-        """See `LanguageModel.score_with_likeliest`."""
-        self.model()
+        """See `LanguageModel.score_with_likeliest`. Requests take turns window by window."""
+        begun = self.model().to_score(sequences, key.top)
         assert self.score is not None
-        return await self.score(key, sequences)
+        await self.score(key, [window for each in begun for window in each.windows])
+        return [each.scores for each in begun]
 
     def generate(
         self,
@@ -327,10 +329,10 @@ def datastore_name(folder: Path) -> str:
     return url_of(folder) or "/".join(folder.resolve().parts[-2:])
 
 
-def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query], Wanted], list[SearchResult]]:
+def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list[SearchResult]]:
     alone = dict(_each_alone(retriever))
 
-    def work(search: SearchKey, queries: list[Query], wanted: Wanted) -> list[SearchResult]:
+    def work(search: SearchKey, queries: list[Query]) -> list[SearchResult]:
         received: Any = np.stack(queries) if search.kind == "vectors" else queries
         filters = json.loads(search.filters)
         first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
@@ -366,14 +368,16 @@ def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retrieve
         )
 
 
-def _embed_with(retriever: Retriever) -> Callable[[str, list[Query], Wanted], Sequence[np.ndarray]]:
-    return lambda _, queries, wanted: list(retriever.vectors_of(queries))  # type: ignore[arg-type]
+def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:
+    return lambda _, queries: list(retriever.vectors_of(queries))  # type: ignore[arg-type]
 
 
-def _score_with(language_model: LanguageModel) -> Callable[[ScoreKey, list[np.ndarray], Wanted], list[Scores]]:
-    return lambda key, sequences, wanted: language_model.score_with_likeliest(
-        sequences, key.k, key.top, wanted, key.sources
-    )
+def _score_with(language_model: LanguageModel) -> Callable[[ScoreKey, list[Window]], list[None]]:
+    def work(key: ScoreKey, windows: list[Window]) -> list[None]:
+        language_model.score_windows(windows, key.k, key.top, key.sources)
+        return [None] * len(windows)
+
+    return work
 
 
 def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | None:

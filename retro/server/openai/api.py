@@ -17,7 +17,7 @@ from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import as_document, event_stream, with_first_step
+from retro.server.model_api import as_document, event_content, event_stream, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import CompletionBuilder, join_choices, special_names, usage_of
 from retro.server.openai.models import check_embedder, neighbors_of
@@ -38,7 +38,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
         **error_responses(400, 404, 413),
         200: {
             "description": "Continuations. With `stream`: events `data: {CompletionResponse}`, and `data: [DONE]` at the end.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": event_content(schemas.CompletionResponse),
         },
     },
 )

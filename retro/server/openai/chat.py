@@ -23,7 +23,7 @@ from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import event_stream, with_first_step
+from retro.server.model_api import event_content, event_stream, with_first_step
 from retro.server.openai import chat_schemas as schemas
 from retro.server.openai.completions import token_name, usage_of
 from retro.server.openai.models import neighbors_of
@@ -41,7 +41,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
         **error_responses(400, 404, 413),
         200: {
             "description": "Answers. With `stream`: events `data: {ChatChunk}`, and `data: [DONE]` at the end.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": event_content(schemas.ChatChunk),
         },
     },
 )

@@ -1,11 +1,11 @@
 """Requests and answers of OpenAI's chat under /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from retro.server.openai.schemas import LenientRequest, SamplingRequest, Usage, example
-from retro.server.schemas import Sources, absent_if_none
+from retro.server.schemas import INTEGER, Positive, Sources, absent_if_none
 
 
 class ContentPart(LenientRequest):
@@ -33,11 +33,11 @@ class ChatRequest(SamplingRequest):
     )
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="Null = up to the end of the context.")
-    max_tokens: int | None = Field(None, ge=1, description="The older name of `max_completion_tokens`.")
+    max_completion_tokens: Positive | None = Field(None, description="Null = up to the end of the context.")
+    max_tokens: Positive | None = Field(None, description="The older name of `max_completion_tokens`.")
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="Likeliest tokens at each position; needs `logprobs`."
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = Field(
+        None, description="Likeliest tokens at each position; needs `logprobs`."
     )
     tools: list[Any] | None = Field(None, max_length=0, description="Only null or [].")
     tool_choice: Literal["none", "auto"] | None = None

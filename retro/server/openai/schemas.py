@@ -9,12 +9,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from retro.server.schemas import RETURN_SOURCES, Request, Seed, Sources, TokenId, absent_if_none
+from retro.server.schemas import (
+    INTEGER,
+    RETURN_SOURCES,
+    Integer,
+    Natural,
+    Positive,
+    Request,
+    Seed,
+    Sources,
+    TokenId,
+    absent_if_none,
+    bounded,
+)
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, bounded("logit_bias")]
 
 
 def example(**fields: Any) -> ConfigDict:
@@ -38,15 +50,15 @@ class SamplingRequest(LenientRequest):
     """Fields of completions and chat. Model `NAME` has retrieval ON, `NAME:off` has it OFF."""
 
     model: str
-    temperature: float | None = Field(1, ge=0, le=100)
+    temperature: float | None = bounded("temperature", 1)
     top_p: float | None = Field(1, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from the k likeliest tokens; 0 and -1 = all.")
-    min_p: float | None = Field(
-        0, ge=0, le=1, description="Least probability of a token, relative to the likeliest token's."
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), INTEGER] = Field(
+        0, description="Sample from the k likeliest tokens; 0 and -1 = all."
     )
-    presence_penalty: float | None = Field(0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0, ge=-2, le=2)
-    repetition_penalty: float | None = Field(1, gt=0, le=100)
+    min_p: float | None = bounded("min_p", 0, "Least probability of a token, relative to the likeliest token's.")
+    presence_penalty: float | None = bounded("presence_penalty", 0)
+    frequency_penalty: float | None = bounded("frequency_penalty", 0)
+    repetition_penalty: float | None = bounded("repetition_penalty", 1)
     logit_bias: dict[str, Bias] | None = Field(
         None, max_length=1024, description="Token id → number that is added to its logit, -100 to 100."
     )
@@ -54,10 +66,10 @@ class SamplingRequest(LenientRequest):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = Field(False, description="Continue after the end of the document.")
-    n: int | None = Field(1, ge=1, description="Number of continuations.")
+    n: Positive | None = Field(1, description="Number of continuations.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    k: int = Field(2, ge=1, description="Neighbors of each chunk; used if retrieval is ON.")
+    k: Positive = Field(2, description="Neighbors of each chunk; used if retrieval is ON.")
     return_sources: bool = Field(False, description=RETURN_SOURCES)
     user: str | None = None
 
@@ -68,10 +80,10 @@ class CompletionRequest(SamplingRequest):
     model_config = example(model="retro", prompt="import os\n", max_tokens=16, temperature=0)
 
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: Natural | None = 16
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=5)
-    best_of: int | None = Field(None, description="Only null or n.")
+    logprobs: Annotated[int, Field(ge=0, le=5), INTEGER] | None = None
+    best_of: Integer | None = Field(None, description="Only null or n.")
     suffix: str | None = Field(None, description="Only null.")
 
 
@@ -125,7 +137,7 @@ class EmbeddingRequest(LenientRequest):
     model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, description="Only null or the embedder's dimension.")
+    dimensions: Integer | None = Field(None, description="Only null or the embedder's dimension.")
     user: str | None = None
 
 

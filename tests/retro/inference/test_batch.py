@@ -5,15 +5,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retro.device import choose_placement
 from retro.inference import decoder as decoding
 from retro.inference.decoder import Decoder
-from retro.inference.generation import Batch, Continuation, GeneratedToken
+from retro.inference.generation import Batch, Continuation, GeneratedToken, generate
 from retro.inference.rows import RetrieveNeighbors
-from retro.inference.settings import GenerationSettings
+from retro.inference.settings import BOUNDS, GenerationSettings
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever
 from tests.retro.small_model import SCHEMES, M, T, V, build, cached_model
@@ -245,3 +246,134 @@ def test_a_penalty_changes_a_text_as_alone_next_to_one_with_neighbors(penalty: f
     together(model, mixed)
     for text in mixed:
         assert [token.token for token in text.new] == [token.token for token in alone(model, text)]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+BROKEN = V - 1  # a token of the failing text only
+SAMPLING = GenerationSettings(
+    max_tokens=3 * M, temperature=1.0, seed=3, logit_bias=((BROKEN, -100.0),), ignore_eos=True
+)
+
+
+def failing_embedding(model: Retro) -> None:
+    """Make every pass fail that reads the token `BROKEN`."""
+
+    def fail(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if (inputs[0] == BROKEN).any():
+            raise MemoryError("no memory for this text")
+
+    model.embedding.register_forward_pre_hook(fail)
+
+
+def search_without_broken(chunks: np.ndarray) -> list[np.ndarray]:
+    tokens, *others = retriever(2)(chunks)  # type: ignore[misc]
+    return [np.minimum(tokens, BROKEN - 1), *others]
+
+
+def failing_search(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    raise OSError("the index does not answer")
+
+
+def failing_decode(tokens) -> str:
+    if len(tokens) and tokens[0] == BROKEN and len(tokens) > M + 2:
+        raise ValueError("not a text")
+    return decode(tokens)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["forward", "search", "text"])
+def test_a_text_that_fails_fails_alone(kind: str, place: int) -> None:
+    """With greedy and sampled texts in all states: unread, generating, several of one prompt, beyond the context."""
+    model = build("copying")
+    prompts = [np.minimum(prompt, BROKEN - 1) for prompt in prompts_of(2 * M + 1, CONTEXT - 1, M - 1)]
+    failing = np.full(M, BROKEN) if kind == "text" else prompts_of(M)[0]
+    search = failing_search if kind == "search" else search_without_broken
+    bias = ((BROKEN, 100.0),) if kind == "forward" else ()  # generates the token, and fails when it is read
+
+    def tokens(with_failing: bool) -> tuple[dict[int, list[GeneratedToken]], list[Exception]]:
+        batch = Batch(Decoder(model, choose_placement("cpu", "float32"), CONTEXT), failing_decode, eos_id=0)
+        new, errors = dict[int, list[GeneratedToken]](), list[Exception]()
+        for number, prompt in enumerate(prompts):
+            if with_failing and number == place % 3:
+                broken = batch.add(failing, GenerationSettings(max_tokens=6 * M, logit_bias=bias), search)[0]
+            own = (
+                SAMPLING
+                if number
+                else GenerationSettings(max_tokens=3 * M, temperature=0, logit_bias=SAMPLING.logit_bias)
+            )
+            copies = [(2 * number + copy, copy) for copy in range(2)]
+            batch.add(prompt, own, search_without_broken, copies=copies, sources=True)
+            for _ in range(place):
+                for text, token in batch.step():
+                    collect(text, token, new, errors, broken if with_failing else None)
+        while len(batch):
+            for text, token in batch.step():
+                collect(text, token, new, errors, broken if with_failing else None)
+        return new, errors
+
+    def collect(text, token, new, errors, broken) -> None:
+        if isinstance(token, Exception):
+            assert text is broken
+            errors.append(token)
+        elif text is not broken:
+            new.setdefault(token.row, []).append(token)
+
+    expected, none = tokens(with_failing=False)
+    assert none == []
+    if kind == "forward":
+        failing_embedding(model)
+    found, errors = tokens(with_failing=True)
+    assert [type(error) for error in errors] == [{"forward": MemoryError, "search": OSError, "text": ValueError}[kind]]
+    assert found.keys() == expected.keys() == set(range(6))
+    for row, row_tokens in found.items():
+        assert len(row_tokens) == len(expected[row])
+        for one, other in zip(row_tokens, expected[row], strict=True):
+            check_equal(one, other)
+
+
+def test_generate_raises_the_error_of_a_text() -> None:
+    with pytest.raises(OSError, match="does not answer"):
+        list(generate(batch_of(cached_model("rope")), prompts_of(M, 2), GREEDY, [failing_search, None]))
+
+
+def extreme_settings() -> st.SearchStrategy[GenerationSettings]:
+    """Settings at and near the bounds."""
+
+    def at_bounds(least: float, largest: float) -> st.SearchStrategy[float]:
+        return st.sampled_from([least, largest]) | st.floats(least, largest)
+
+    names = [name for name in BOUNDS if name != "logit_bias"]
+    bias = st.tuples(st.integers(0, V - 1), at_bounds(*BOUNDS["logit_bias"]))
+    return st.builds(
+        GenerationSettings,
+        **{name: at_bounds(*BOUNDS[name]) for name in names},
+        logit_bias=st.lists(bias, max_size=V).map(tuple),
+        top_k=st.sampled_from([0, 1, V, 2**31 - 1]),
+        top_p=st.just(1.0) | st.floats(0, 1, exclude_min=True),
+        seed=st.integers(0, 2**63 - 1),
+        max_tokens=st.just(2 * M),
+        ignore_eos=st.booleans(),
+        logprobs=st.integers(0, 20),
+    )
+
+
+@pytest.fixture(scope="module")
+def confident() -> Retro:
+    """A model with logits as large as a trained model's."""
+    model = build("rope")
+    model.norm.weight.data *= 100
+    return model
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(extremes=st.lists(extreme_settings(), min_size=2, max_size=4))
+def test_no_accepted_settings_affect_another_text(confident: Retro, extremes: list[GenerationSettings]) -> None:
+    prompt = prompts_of(M + 1)[0]
+    greedy, *others = (
+        Text(prompt, each, retriever(2), joins=0, stays=1000) for each in (replace(GREEDY, max_tokens=2 * M), *extremes)
+    )
+    together(confident, [*others, greedy])
+    for found, expected in zip(greedy.new, alone(confident, greedy), strict=True):
+        check_equal(found, expected)
+    assert all(0 <= token.token < V for text in others for token in text.new)

@@ -127,9 +127,14 @@ def test_invalid_settings_are_rejected(model: Retro) -> None:
         ("seed", -1),
         ("stop", ("a", "")),
         ("min_p", 1.5),
+        ("temperature", 101),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 1e38),
+        ("presence_penalty", -2.1),
         ("frequency_penalty", float("inf")),
         ("logit_bias", ((3, float("nan")),)),
+        ("logit_bias", ((3, 100.1),)),
     ):
         with pytest.raises(InputError, match=setting):
             GenerationSettings(**{setting: value})
@@ -196,12 +201,26 @@ def test_log_probabilities_ignore_temperature_top_k_and_top_p(model: Retro) -> N
     ],
 )
 def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: list[float]) -> None:
-    random, logits = torch.Generator().manual_seed(0), torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
+    random = np.random.default_rng(0).random(4000, dtype=np.float32).tolist()
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4000, -1)
     sampling = GenerationSettings(**{"temperature": 1.0, **settings})
-    drawn = draw(logits, logits, [sampling] * 4000, [random] * 4000)
+    drawn = draw(logits, logits, [sampling] * 4000, random)
     shares = np.bincount([token for token, _, _ in drawn], minlength=4) / 4000
     assert shares == pytest.approx(expected, abs=0.03)
     assert (shares[np.array(expected) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-320, 1, 100])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_every_row_has_a_token_to_sample_whatever_its_logits(temperature: float, top_k: int) -> None:
+    inf, nan, huge = float("inf"), float("nan"), 3e38
+    rows = [[inf] * 3, [-inf] * 3, [nan] * 3, [1, inf, -inf], [nan, 1, -inf], [-huge, huge, 0], [0.1, 0.2, 0.7]]
+    logits = torch.tensor(rows)
+    settings = [GenerationSettings(temperature=temperature, top_k=top_k, min_p=1, top_p=1e-9, logprobs=3)] * len(rows)
+    for random in (0.0, 0.5, float(np.nextafter(np.float32(1), np.float32(0)))):
+        tokens = [token for token, _, _ in draw(logits, logits, settings, [random] * len(rows))]
+        assert set(tokens) <= {0, 1, 2}
+        assert tokens[3:] == [1, 1, 1, 2]
 
 
 def test_no_prompts_give_no_pieces(model: Retro) -> None:
@@ -245,8 +264,8 @@ def test_a_biased_token_is_always_or_never_drawn_and_keeps_its_log_probability(m
     assert always[0].log_probability == pytest.approx(dict(plain.top)[9])
 
 
-def test_a_large_frequency_penalty_repeats_no_token(model: Retro) -> None:
-    tokens = continue_prompt(model, temperature=0, frequency_penalty=1e6, max_tokens=30)
+def test_the_largest_penalties_repeat_no_token(model: Retro) -> None:
+    tokens = continue_prompt(model, temperature=0, presence_penalty=2, frequency_penalty=2, max_tokens=30)
     assert len(set(tokens)) == 30
 
 

@@ -8,7 +8,7 @@ from indexing.store.errors import InputError
 from retro.device import choose_placement
 from retro.inference import scoring
 from retro.inference.rows import RetrieveNeighbors
-from retro.inference.scoring import Scores, score
+from retro.inference.scoring import Scores, score, score_windows, to_score
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, cached_model, every_scheme
@@ -112,15 +112,16 @@ def test_neighbor_tokens_also_limit_a_batch(monkeypatch: pytest.MonkeyPatch) -> 
                 np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
 
 
-def test_unwanted_sequences_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_BATCH_TOKENS", CONTEXT)  # one window at a time
-    model, sequences = cached_model("rope"), rows(3 * CONTEXT, CONTEXT)
-    asked: list[int] = []
-
-    def wanted(sequence: int) -> bool:
-        asked.append(sequence)
-        return sequence == 1 or asked.count(0) <= 2
-
-    gone, stays = score_with(model, sequences, wanted=wanted)
-    np.testing.assert_array_equal(stays.log_probabilities, score_with(model, sequences[1:])[0].log_probabilities)
-    assert (gone.log_probabilities != 0).sum() == CONTEXT - 1 + CONTEXT // 2  # two windows of five
+def test_windows_in_any_order_and_in_several_calls_give_equal_scores() -> None:
+    model, sequences, search = cached_model("copying"), rows(5 * CONTEXT, 3, CONTEXT + 1, 2 * M), retriever(2)
+    expected = score(model, sequences, FLOAT32, context=CONTEXT, retrieve=search, top=2, sources=True)
+    begun = to_score(model, sequences, context=CONTEXT, top=2)
+    windows = [window for each in begun for window in each.windows]
+    order = np.random.default_rng(0).permutation(len(windows))
+    for part in np.array_split(order, 4):
+        score_windows(model, [windows[place] for place in part], FLOAT32, retrieve=search, top=2, sources=True)
+    for one, other in zip((each.scores for each in begun), expected, strict=True):
+        np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-4)
+        np.testing.assert_array_equal(one.likeliest, other.likeliest)
+        assert [each.number for each in one.read] == [each.number for each in other.read]
+        assert [each and each[1:] for each in one.copied] == [each and each[1:] for each in other.copied]

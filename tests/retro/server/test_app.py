@@ -25,7 +25,7 @@ def test_page_files_need_no_token_and_other_routes_do(page: Path, app_with: Make
         assert client.get("/page.js").text == "ask()"
         assert client.get("/").headers["Content-Security-Policy"].startswith("default-src 'self'")
         assert client.get("/docs").status_code == 200
-        paths = ["/openapi.json", "/metrics", "/datastore", "/v1/models", "/none.js", "/../settings.py"]
+        paths = ["/metrics", "/datastore", "/v1/models", "/none.js", "/../settings.py"]
         for path in paths:
             assert client.get(path).status_code == 401, path
         assert client.get("/none.js", headers={"Authorization": "Bearer right"}).status_code == 404

@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.errors import InputError
 from retro.server import batching
-from retro.server.batching import Batcher, Wanted
+from retro.server.batching import Batcher
 from tests.conftest import PATIENCE, wait_until
 
 
@@ -19,7 +19,7 @@ class Work:
         self.calls: list[tuple[str, list[int]]] = []
         self.let_go, self.begun = threading.Event(), threading.Event()
 
-    def __call__(self, key: str, items: list[int], wanted: Wanted) -> list[int]:
+    def __call__(self, key: str, items: list[int]) -> list[int]:
         self.calls.append((key, list(items)))
         self.begun.set()
         assert self.let_go.wait(PATIENCE)
@@ -64,33 +64,51 @@ def test_cost_limits_a_batch_and_an_expensive_request_runs_alone() -> None:
     assert [items for _, items in work.calls] == [[0], [4, 5], [30], [1, 2, 3]]
 
 
-def test_work_sees_which_clients_still_wait() -> None:
-    found: list[bool] = []
-    begun, go_on = ({key: threading.Event() for key in ("first", "a")} for _ in range(2))
+@pytest.mark.parametrize("keys", [["a"] * 6, ["a", "b"] * 3])
+def test_a_small_request_does_not_wait_for_large_ones_that_came_before_it(keys: list[str]) -> None:
+    work = Work()
+    batcher = Batcher("test", work, 4)
 
-    def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
-        begun[key].set()
-        assert go_on[key].wait(10)
-        if key == "a":
-            found.extend(map(wanted, range(len(items))))
-        return items
-
-    async def one_goes() -> None:
-        batcher = Batcher("test", work, 100)
-        first = asyncio.ensure_future(batcher("first", [0]))
-        await asyncio.to_thread(begun["first"].wait, 10)
-        gone, stays = (asyncio.ensure_future(batcher("a", items)) for items in ([1, 2], [3]))
+    async def all_of_them() -> None:
+        busy = asyncio.ensure_future(batcher("first", [0]))
+        await asyncio.to_thread(work.begun.wait, PATIENCE)
+        large = [asyncio.ensure_future(batcher(key, list(range(100, 140)))) for key in keys]
         await asyncio.sleep(0)
-        go_on["first"].set()
-        await first
-        await asyncio.to_thread(begun["a"].wait, 10)
-        gone.cancel()
+        small = asyncio.ensure_future(batcher("a", [7]))
         await asyncio.sleep(0)
-        go_on["a"].set()
-        assert await stays == [3]
+        work.let_go.set()
+        assert await asyncio.gather(busy, small) == [[0], [14]]
+        assert await asyncio.gather(*large) == [[2 * item for item in range(100, 140)]] * 6
 
-    asyncio.run(one_goes())
-    assert found == [False, False, True]
+    asyncio.run(all_of_them())
+    place = next(number for number, (_, items) in enumerate(work.calls) if 7 in items)
+    assert place <= 2 * len(set(keys))  # after the call that was under way, the first or second of its key
+    items = [item for _, items in work.calls for item in items]
+    assert sorted(items) == sorted([0, 7, *list(range(100, 140)) * 6])  # each once
+
+
+def test_a_cancelled_request_is_not_processed_to_its_end() -> None:
+    work = Work()
+    batcher = Batcher("test", work, 2)
+
+    async def cancelled() -> None:
+        large = asyncio.ensure_future(batcher("a", list(range(100))))
+        await asyncio.to_thread(work.begun.wait, PATIENCE)
+        large.cancel()
+        await asyncio.sleep(0)
+        work.let_go.set()
+        assert await batcher("b", [1]) == [2]
+
+    asyncio.run(cancelled())
+    assert work.calls == [("a", [0, 1]), ("b", [1])]
+
+
+def test_a_request_that_fails_at_a_later_item_fails_alone() -> None:
+    work = Work()
+    requests = [("a", [1, 2, 3, 13, 4]), ("a", [5, 6, 7, 8, 9])]
+    failed, answered = asyncio.run(gathered(Batcher("test", work, 2), work, requests))
+    assert isinstance(failed, InputError)
+    assert answered == [10, 12, 14, 16, 18]
 
 
 def test_an_idle_worker_starts_immediately() -> None:
@@ -156,7 +174,7 @@ def batch_sizes(clients: int, requests: int, seconds: float = 0.01) -> list[int]
     """Sizes of the batches when each client sends its next request as soon as it is answered."""
     sizes: list[int] = []
 
-    def work(key: str, items: list[int], wanted: Wanted) -> list[int]:
+    def work(key: str, items: list[int]) -> list[int]:
         time.sleep(seconds)
         return items
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from indexing.retrieval.retriever import Retriever
@@ -190,30 +191,80 @@ def test_a_client_that_leaves_frees_its_places(language_model: LanguageModel, he
     run(work)
 
 
-def test_a_failure_ends_the_requests_of_the_batch_and_no_others(
-    language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+def fails_at(language_model: LanguageModel, text: str) -> LanguageModel:
+    """A model in float32 whose passes fail if they read the last token of a text."""
+    model, token = deepcopy(language_model.model).float(), language_model.tokenizer.encode(text)[-1]
+
+    def fail(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if (inputs[0] == token).any():
+            raise MemoryError("this text needs too much memory")
+
+    model.embedding.register_forward_pre_hook(fail)
+    return replace(language_model, model=model, placement=choose_placement("cpu", "float32"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_is_answered_500_and_its_neighbors_in_the_batch_as_alone(
+    retriever: Retriever, language_model: LanguageModel, held: Held, stream: bool
 ) -> None:
-    queue, step = GenerationQueue(language_model, 2, Metrics()), Batch.step
-    go_on = threading.Event()
+    """The failing request generates for some steps, then a token that the model fails to read."""
+    failing_model = fails_at(language_model, "检索")
+    (token,) = language_model.tokenizer.encode("检索")[-1:]
+    bad = {
+        "model": "tiny:off",
+        "prompt": [[5, 6], [7, 8]],
+        "max_tokens": 9,
+        "logit_bias": {str(token): 100},
+        "stream": stream,
+    }
+    good = {"model": "tiny:off", "max_tokens": 12, "temperature": 0, "logit_bias": {str(token): -100}}
+    app = make_app(retriever, failing_model, ServeSettings(name="tiny"))
+    with listening(app) as url, ThreadPoolExecutor(4) as clients:
 
-    def broken(batch: Batch) -> Any:
-        if len(batch) < 2:  # the second request joins at the next step
-            return []
-        assert go_on.wait(PATIENCE)
-        monkeypatch.setattr(Batch, "step", step)
-        raise MemoryError("too many neighbors")
+        def post(body: dict[str, Any]) -> httpx.Response:
+            return httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE)
 
-    monkeypatch.setattr(Batch, "step", broken)
+        bodies = [good | {"prompt": prompt, "seed": 3} for prompt in ("of", "a chunk", TEXT)]
+        answers = [clients.submit(post, body) for body in [bodies[0], bad, *bodies[1:]]]
+        wait_until(lambda: gauge(url, "retro_running") + gauge(url, "retro_waiting") == 5)
+        held.let_go.set()
+        first, failed, *others = (answer.result() for answer in answers)
+        if stream:
+            assert '"internal_error"' in failed.text
+            assert failed.text.endswith("data: [DONE]\n\n")
+        else:
+            assert failed.status_code == 500
+            assert failed.json()["error"]["code"] == "internal_error"
+        for body, answer in zip(bodies, [first, *others], strict=True):
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"] == post(body).json()["choices"]
+
+
+def test_a_prompt_that_cannot_join_the_batch_fails_alone(
+    language_model: LanguageModel, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, (marked, *others) = language_model.tokenizer, PROMPTS[:3]
+
+    def decode(tokens: Any) -> str:
+        if np.array_equal(tokens, marked):
+            raise ValueError("this prompt has no text")
+        return tokenizer.decode(tokens)
+
+    batch = LanguageModel.batch
+    monkeypatch.setattr(LanguageModel, "batch", lambda model: Batch(batch(model)._decoder, decode, tokenizer.eos_id))
+    queue = GenerationQueue(language_model, 4, Metrics())
 
     async def work() -> None:
-        failing = [asyncio.create_task(tokens_of(queue, [prompt])) for prompt in PROMPTS[:3]]
-        while queue.num_running < 2 or len(queue) < 1:
+        tasks = [asyncio.create_task(tokens_of(queue, prompts)) for prompts in (others[:1], others)]
+        while not queue.num_running:
             await asyncio.sleep(0.01)
-        go_on.set()
-        first, second, third = await asyncio.gather(*failing, return_exceptions=True)
-        assert isinstance(first, MemoryError)
-        assert isinstance(second, MemoryError)
-        assert third == await tokens_of(queue, PROMPTS[2:3])
+        failing = asyncio.create_task(tokens_of(queue, [marked, others[0]]))
+        await asyncio.sleep(0)
+        held.let_go.set()
+        first, both, failed = await asyncio.gather(*tasks, failing, return_exceptions=True)
+        assert isinstance(failed, ValueError)
+        assert first == both[:1]
+        assert both == await tokens_of(queue, others)
 
     run(work)
 

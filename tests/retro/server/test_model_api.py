@@ -1,5 +1,6 @@
 """Scores and continuations over HTTP equal those of the language model."""
 
+import asyncio
 import json
 import re
 import threading
@@ -13,8 +14,11 @@ from starlette.testclient import TestClient
 from retro.inference import scoring
 from retro.inference.decoder import Decoder
 from retro.inference.language_model import LanguageModel
+from retro.inference.scoring import Window
 from retro.inference.settings import GenerationSettings
 from retro.server import search_api
+from retro.server.service import ScoreKey
+from tests.conftest import PATIENCE
 from tests.retro.server.conftest import TEXT, Make
 
 
@@ -154,8 +158,7 @@ def test_work_stops_after_a_timeout(
     app_with: Make, monkeypatch: pytest.MonkeyPatch, path: str, calls_of_a_chunk: int
 ) -> None:
     """`/score` stops between windows, each read with retrieval OFF and ON; `/neighbors` between chunks."""
-    monkeypatch.setattr(scoring, "_BATCH_TOKENS", 1)  # one window at a time
-    with TestClient(app_with(request_seconds=2)) as client:
+    with TestClient(app_with(request_seconds=2, max_score_tokens=1)) as client:  # one window at a time
         module, name = (scoring, "_batch") if path == "/score" else (search_api, "_chunk")
         stopped = Gate(getattr(module, name))
         monkeypatch.setattr(module, name, stopped)
@@ -224,3 +227,37 @@ def test_datastore_endpoint_describes_the_model_and_limits(client: TestClient, l
     assert facts["chunk_length"] == 16
     assert facts["limits"]["max_k"] == 100
     assert facts["datastores"][0]["documents"] > 100
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_short_score_waits_for_a_few_windows_of_long_ones(
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """Six long texts arrive first. The short one arrives while their first windows are scored."""
+    context, let_go, begun, scored = language_model.context, threading.Event(), threading.Event(), list[int]()
+    score_windows = LanguageModel.score_windows
+
+    def held(model: LanguageModel, windows: list[Window], *args: Any) -> None:
+        begun.set()
+        assert let_go.wait(PATIENCE)
+        scored.extend(len(window.sequence.tokens) for window in windows)
+        score_windows(model, windows, *args)
+
+    monkeypatch.setattr(LanguageModel, "score_windows", held)
+    service = app_with(max_score_tokens=4 * context * (1 + 2 * k)).state.service  # four windows at a time
+    long, short = np.arange(8 * context) % 50 + 3, np.arange(9) + 3
+
+    async def scores() -> list[Any]:
+        requests = [asyncio.ensure_future(service.scores([long], ScoreKey(k))) for _ in range(6)]
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        requests.append(asyncio.ensure_future(service.scores([short], ScoreKey(k))))
+        await asyncio.sleep(0)
+        let_go.set()
+        return await asyncio.gather(*requests)
+
+    *of_long, of_short = asyncio.run(scores())
+    assert len(scored) > 80
+    assert scored.index(len(short)) <= 12
+    for tokens, (scores_of_request,) in zip([long] * 6 + [short], [*of_long, of_short], strict=True):
+        (expected,) = language_model.score([tokens], k)
+        assert scores_of_request.log_probabilities == pytest.approx(expected, abs=0.1)  # in bfloat16

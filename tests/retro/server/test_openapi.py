@@ -1,10 +1,15 @@
 """The OpenAPI description is accurate: neither valid nor invalid requests make the server fail."""
 
+import json
+import re
+from typing import Any
+
 import pytest
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
+from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from starlette.testclient import TestClient
@@ -75,11 +80,94 @@ def test_every_request_example_works(app: FastAPI) -> None:
                     assert response.status_code == 200, (path, response.text)
 
 
-def test_the_docs_page_loads_nothing_external(app: FastAPI) -> None:
+@pytest.mark.parametrize(
+    ("path", "event", "body"),
+    [
+        ("/generate", "GenerateEvent", {"prompt": "a"}),
+        ("/v1/completions", "CompletionResponse", {"model": "tiny", "prompt": "a"}),
+        ("/v1/chat/completions", "ChatChunk", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_the_events_of_a_stream_match_their_description(
+    app: FastAPI, path: str, event: str, body: dict[str, Any]
+) -> None:
+    described = app.openapi()
+    content = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    data = content["itemSchema"]["properties"]["data"]
+    assert data["contentMediaType"] == "application/json"
+    kinds = [each["$ref"].rpartition("/")[2] for each in data["contentSchema"]["anyOf"]]
+    assert kinds == [event, "ErrorResponse"]
+    validator = Draft202012Validator({"$ref": f"#/components/schemas/{event}", "components": described["components"]})
+    limit = "max_completion_tokens" if "chat" in path else "max_tokens"
     with TestClient(app) as client:
+        lines = client.post(path, json=body | {"stream": True, "return_sources": True, limit: 4}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert len(events) > 1
+    for each in events:
+        validator.validate(each)
+
+
+def test_every_reference_of_the_description_exists(app: FastAPI) -> None:
+    described = app.openapi()
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(described)):
+        assert name in described["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "integers"),
+    [
+        ("/search", {"tokens": [[5, 6]], "text": False}, {"k": 2}),
+        ("/search", {"text": False}, {"tokens": [[5, 6]]}),
+        ("/generate", {"prompt": "a"}, {"k": 2, "max_tokens": 2, "top_k": 5, "seed": 13184}),
+        ("/v1/embeddings", {"model": "tiny:embedder"}, {"input": [5, 6]}),
+        ("/detokenize", {}, {"tokens": [5, 6]}),
+        (
+            "/v1/completions",
+            {"model": "tiny", "temperature": 0, "logit_bias": {"60": 3.0}},
+            {"prompt": [[5, 6]], "max_tokens": 2, "n": 1, "best_of": 1, "logprobs": 2, "seed": 1, "k": 1, "top_k": -1, "stop_token_ids": [7]},
+        ),
+        (
+            "/v1/chat/completions",
+            {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "logprobs": True, "temperature": 0},
+            {"max_completion_tokens": 2, "top_logprobs": 2},
+        ),
+    ],
+)  # fmt: skip
+def test_an_integer_can_be_written_with_a_zero_after_the_point(
+    app: FastAPI, path: str, body: dict[str, Any], integers: dict[str, Any]
+) -> None:
+    """JSON Schema's `integer` includes 2.0. Fractions, texts and truth values are errors as before."""
+
+    def with_points(value: Any) -> Any:
+        return [with_points(each) for each in value] if isinstance(value, list) else float(value)
+
+    def answer(own: dict[str, Any]) -> Any:
+        response = client.post(path, json=body | own)
+        assert response.status_code == 200, response.text
+        return {name: value for name, value in response.json().items() if name not in ("id", "created")}
+
+    with TestClient(app) as client:
+        assert answer(integers) == answer({name: with_points(value) for name, value in integers.items()})
+        for name, value in integers.items():
+            for wrong in (1.5, "1", True, 1e300):
+                sent = [wrong] if isinstance(value, list) else wrong
+                if (path, name, wrong) not in {("/v1/embeddings", "input", "1"), ("/v1/completions", "prompt", "1")}:
+                    assert client.post(path, json=body | integers | {name: sent}).status_code in (400, 422), (
+                        name,
+                        wrong,
+                    )
+
+
+def test_the_docs_page_loads_nothing_external_and_needs_no_token(app_with: Make) -> None:
+    with TestClient(app_with(token="right")) as client:
         page = client.get("/docs")
-    for path in app.openapi()["paths"]:
-        assert path in page.text
-    assert "curl" in page.text
-    assert "<script" not in page.text
-    assert page.headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
+        loaded = re.findall(r"(?:src|href)=\"([^\"]+)\"", page.text)
+        assert len(loaded) == 3
+        for path in [*loaded, "openapi.json"]:
+            assert client.get(f"/{path}").status_code == 200
+        assert client.get("/datastore").status_code == 401
+        assert "bearer" in json.dumps(client.get("/openapi.json").json()["components"]["securitySchemes"])
+    scripts = page.headers["Content-Security-Policy"].split("script-src ")[1].partition(";")[0].split()
+    assert len(scripts) == 2
+    assert scripts[0] == "'self'"
+    assert scripts[1].startswith("'sha256-")

@@ -240,3 +240,11 @@ def test_the_number_of_chunks_of_a_text_is_limited(app_with: Make) -> None:
         assert client.post("/neighbors", json={"text": "index " * 10}).status_code == 200
         assert problem(client, "/neighbors", text="index " * 100)[0] == 422
         assert problem(client, "/neighbors", text="")[:2] == (422, "text")
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t \u3000"])
+def test_a_text_to_search_for_has_more_than_white_space(client: TestClient, text: str) -> None:
+    for path, field, sent in (("/search", "texts", [text]), ("/neighbors", "text", text), ("/embed", "texts", [text])):
+        response = client.post(path, json={field: sent})
+        assert response.status_code == 422, path
+        assert response.json()["error"]["param"].partition(".")[0] == field
