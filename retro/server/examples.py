@@ -74,7 +74,9 @@ def differing_prompt(tokenizer: Tokenizer, tokens: np.ndarray, on: Scores, off: 
         on: scores with retrieval, with the likeliest token.
         off: scores without.
     """
-    gains = np.concatenate([[0.0], np.cumsum(on.log_probabilities - off.log_probabilities)])  # [t]: of all tokens before
+    gains = np.concatenate(
+        [[0.0], np.cumsum(on.log_probabilities - off.log_probabilities)]
+    )  # [t]: of all tokens before
     ends = np.arange(len(gains) - 1)
     later = gains[np.minimum(ends + _PROMPT_GAIN_TOKENS, len(ends))] - gains[:-1]
     chosen = (on.likeliest[:, 0] == tokens[1:]) & (off.likeliest[:, 0] != tokens[1:])

@@ -75,13 +75,13 @@ function piece({ text, sources }, bordered) {
  * Mark the first word in which two generated texts differ.
  *
  * @param {HTMLElement[]} cards of two panes
- * @returns {string[]} the word of each text; none if a text ends before it
+ * @returns {string[]} the word of each text; none if the texts are equal as far as both go
  */
 export function markDifference(cards) {
   const texts = cards.map((card) => card.querySelector(".generated").textContent);
   const start = differenceOf(...texts);
   const words = texts.map((text) => /^\s*\S+/u.exec(text.slice(start))?.[0] ?? "");
-  if (words.includes("")) return [];
+  if (words.includes("") || words[0] === words[1]) return [];
   cards.forEach((card, number) => {
     let at = 0;
     for (const node of card.querySelectorAll(".piece")) {
