@@ -28,7 +28,8 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.windows import document_windows
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.server.page_api import column_values, held_out_passages
+from retro.server.examples import held_out_passages
+from retro.server.page_api import column_values
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
 from tests.conftest import build_local, contents, tiny_config, write_corpus
