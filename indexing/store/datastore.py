@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
+from indexing.store.artifact import fingerprint, read_manifest, reading
 from indexing.store.deletions import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
@@ -77,6 +78,16 @@ class Split:
     def first_shards(self, count: int) -> "Split":
         """The split with only its first shards."""
         return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
+
+    def require_shards(self, *folders: str) -> None:
+        """Check manifests and file sizes of every shard in these folders (`chunks`, `index` …), unless the datastore is at a URL.
+
+        Raises:
+            InputError: one is missing or has another size.
+        """
+        for folder in folders if remote.url_of(self.folder) is None else ():
+            for shard in range(len(self.chunk_rows)):
+                read_manifest(self.folder / folder / shard_name(shard))
 
     def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]
@@ -134,10 +145,15 @@ class Split:
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
             offsets = self._offsets.shard(int(shard))
-            local = np.searchsorted(offsets, ids[rows] - starts[shard], side="right") - 1
+            wanted = ids[rows] - starts[shard]
+            local = np.searchsorted(offsets, wanted, side="right") - 1
+            with reading(self._offsets.paths[shard]):
+                begin, end = offsets[local], offsets[local + 1]
+                if ((begin > wanted) | (end <= wanted) | (begin < 0) | (end > self.chunk_rows[shard])).any():
+                    raise ValueError("chunks are in none of the documents")
             number[rows] = local + first_documents[shard]
-            first[rows] = offsets[local] + starts[shard]
-            stop[rows] = offsets[local + 1] + starts[shard]
+            first[rows] = begin + starts[shard]
+            stop[rows] = end + starts[shard]
         return number, first, stop
 
     def chunk_range(self, document: int) -> tuple[int, int]:
@@ -306,8 +322,6 @@ class Datastore:
     def fingerprint(self) -> str:
         """One fingerprint over every finished stage and the deletions. `sparse`, `materialize` and `merge` are left out, because they
         only rearrange data of other stages."""
-        from indexing.store.artifact import fingerprint
-
         stages = {
             name: value
             for name, value in self.manifest["fingerprints"].items()

@@ -46,8 +46,10 @@ def read_ranges(path: Path) -> np.ndarray:
     """
     try:
         ranges: np.ndarray = np.load(path, allow_pickle=False)
-    except DAMAGED_ARRAY as error:
+    except (MemoryError, *DAMAGED_ARRAY) as error:
         raise InputError(f"{path} cannot be read: {error}. {REPAIR}") from error
+    if ranges.dtype != np.int64 or ranges.ndim != 2 or ranges.shape[1] != 2:
+        raise InputError(f"{path} cannot be read: its shape is {ranges.shape} of {ranges.dtype}. {REPAIR}")
     return ranges
 
 

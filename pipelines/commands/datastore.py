@@ -11,12 +11,11 @@ import numpy as np
 
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from indexing.store.remote import present
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
@@ -214,7 +213,7 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "deleted_documents": len(deleted_ranges(folder)),
         "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         "splits": totals,
-        "problems": read_json(present(folder / "corpus" / "problems.json"))["counts"],
+        "problems": stored_json(folder / "corpus" / "problems.json")["counts"],
         "dedup": dedup_stage.summary(folder / dedup_stage.FOLDER / "removed") if deduplicated else None,
         "report": read_json(folder / "report.json") if (folder / "report.json").exists() else None,
     }

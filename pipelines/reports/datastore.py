@@ -15,10 +15,10 @@ from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
-from indexing.store.artifact import MANIFEST, read_manifest
+from indexing.store.artifact import MANIFEST, read_manifest, stored_json
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import read_json, write_json
-from indexing.store.remote import present, publish_file
+from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.exact_search import exact_search, recall
 from pipelines.reports import html as report
@@ -70,8 +70,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     retrieval = settings.get("neighbors.retrieval", "dense")
     # Otherwise the best neighbors are not the nearest.
     by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens"
-    index = read_json(present(folder / "index" / "trained" / "index.json"))
-    index |= read_json(present(folder / "index" / "tuned" / "tuned.json"))
+    index = stored_json(folder / "index" / "trained" / "index.json")
+    index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
         "fingerprint": datastore.fingerprint,
         "index": index,

@@ -30,11 +30,10 @@ from indexing.corpus.scan import (
     strict_problem,
 )
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, read_manifest
+from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, read_manifest, stored_json
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, write_json
-from indexing.store.remote import present
+from indexing.store.files import checksum, write_json
 from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
@@ -106,7 +105,7 @@ def _by_generation(
     whose path is no longer given.
     """
     folders = [folder for folder in corpus_folders(datastore) if not damage(folder)]
-    stored = [(folder, file) for folder in folders for file in read_json(present(folder / "files.json"))]
+    stored = [(folder, file) for folder in folders for file in stored_json(folder / "files.json")]
     folder_of = {file["path"]: folder for folder, file in stored}
     given = {file.path for file in files}
     gone: dict[str, list[Path]] = {}
@@ -162,7 +161,7 @@ def plan_of(folder: Path) -> list[list[FileSlice]]:
     read_manifest(folder)
     return [
         [FileSlice(**{**file_slice, "file": CorpusFile(**file_slice["file"])}) for file_slice in shard]
-        for shard in read_json(present(folder / "plan.json"))
+        for shard in stored_json(folder / "plan.json")
     ]
 
 
@@ -170,7 +169,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, if names, sizes and times of all files have not changed."""
     if damage(folder):
         return None
-    stored = read_json(present(folder / "files.json"))
+    stored = stored_json(folder / "files.json")
     now = [asdict(file) for file in files]
     if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
         return None
@@ -227,7 +226,7 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 def _report_problems(folder: Path) -> None:
     """Log the problems in the files, with file and line of the first of each kind."""
-    found: dict[str, Any] = read_json(present(folder / "problems.json"))
+    found: dict[str, Any] = stored_json(folder / "problems.json")
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
