@@ -276,6 +276,12 @@ def reading(*paths: Path) -> Iterator[None]:
         raise
 
 
+def require_finished(folder: Path) -> None:
+    """Raise InputError if an artifact of a datastore is unfinished or has `damage`."""
+    if problem := damage(folder):
+        raise _damaged(problem)
+
+
 def intact(path: Path) -> Path:
     """Make a file local and compare it with the manifest next to it, if there is one; returns its local path.
 

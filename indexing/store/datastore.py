@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.artifact import fingerprint, read_manifest, reading
+from indexing.store.artifact import fingerprint, reading, require_finished
 from indexing.store.deletions import deleted_ranges, without_deleted
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
@@ -87,7 +87,7 @@ class Split:
         """
         for folder in folders if remote.url_of(self.folder) is None else ():
             for shard in range(len(self.chunk_rows)):
-                read_manifest(self.folder / folder / shard_name(shard))
+                require_finished(self.folder / folder / shard_name(shard))
 
     def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]

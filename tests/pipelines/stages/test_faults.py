@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -22,7 +23,7 @@ from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
 from pipelines.settings.toml_file import to_toml
 from pipelines.stages.shards import run_tasks, shard_task
-from tests.conftest import build_local, contents, tiny_config
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
 
@@ -200,6 +201,24 @@ def test_build_resumes_after_the_disk_was_full_at_every_stage(
         message = first_failure(config)
     assert stages >= {"chunks", "embeddings", "index", "sparse", "neighbors"}
     assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_full_disk_while_near_copies_are_searched_is_named(tmp_path, small_disk) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 36)
+    config = tiny_config(tmp_path, corpus, dedup=DedupSettings(within=True))
+    build_local(config, only="chunk")
+    whole = contents(config.datastore)
+    shutil.copytree(
+        config.datastore, small_disk / "datastore", ignore=shutil.ignore_patterns("chunks", "dedup", ".lock")
+    )
+    config = replace(config, datastore=small_disk / "datastore")
+    used = sum(path.stat().st_blocks // 2 for path in small_disk.rglob("*"))
+    subprocess.run(["mount", "-o", f"remount,size={used + 8}k", small_disk], check=True)
+    assert re.search(r"No space left on device.*'.+/dedup/signatures/00000/bands.npy'$", first_failure(config))
+    assert nothing_half_written(config.datastore)
+    subprocess.run(["mount", "-o", "remount,size=8M", small_disk], check=True)
+    build_local(config, only="chunk")
+    assert contents(config.datastore) == whole
 
 
 @pytest.mark.slow
