@@ -17,6 +17,7 @@ A chunk's id is its row in the concatenation of its split's shards: 64-bit, in o
 of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_checked, write_checked
 from indexing.store.ranged_reads import Reading
 from indexing.store.sharded_array import ShardedArray
+
+log = logging.getLogger("retro")
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
@@ -329,6 +332,16 @@ class Datastore:
         }
         deleted = deleted_ranges(self.folder).tolist()
         return fingerprint(stages | ({"deleted": deleted} if deleted else {}))
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The measurements in `report.json`; None without a report, or with a warning if it is damaged."""
+    path = remote.local_folder(folder) / "report.json"
+    try:
+        return read_checked(path) if path.exists() else None
+    except ValueError as error:
+        log.warning("%s has changed since it was written (%s): `retro index CONFIG` writes it again.", path, error)
+        return None
 
 
 def read_datastore_manifest(folder: Path) -> dict[str, Any]:

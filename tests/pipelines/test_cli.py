@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
+from indexing.store.files import write_checked
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import VERBS, main
 from pipelines.reports.datastore import summary_table
@@ -177,7 +178,7 @@ def test_inspect_prints_recall_of_index_and_of_stored_neighbors_separately(train
     measured = json.loads((folder / "report.json").read_text())
     measured["index"] |= {"nprobe": 256, "recall_at_10": 0.856}
     measured |= {"search": "lists, nprobe 127", "recall": {"recall_at_2": 0.9, "recall_at_10": 0.807}}
-    (folder / "report.json").write_text(json.dumps(measured))
+    write_checked(folder / "report.json", measured)
     assert main(["inspect", str(folder)]) == 0
     groups = values_by_heading(capsys.readouterr().out)
     index = next(rows for heading, rows in groups.items() if heading.startswith("index"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from indexing.dedup.near_duplicates import DedupSettings
-from indexing.store.artifact import Recipe, create
+from indexing.store.artifact import Recipe, create, reading
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -119,6 +119,51 @@ def test_verbs_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: 
     assert "retro index" in said
 
 
+DAMAGES = {
+    "sparse/00000/chunks-0.pos": None,
+    "sparse/00000/passages-0.fast": 5,
+    "sparse/00000/segments.json": 9,
+    "tokenizer/meta.json": 5,
+    "embedder/embedder.json": 5,
+    "index/tuned/tuned.json": b"nprobe",
+    "index/00000/vectors.faiss": 0,
+    "chunks/00000/manifest.json": None,
+}
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+def test_search_names_the_damaged_file_and_its_repair(config, capsys, file: str) -> None:
+    path, place = config.datastore / file, DAMAGES[file]
+    if place is None:
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[data.index(place) if isinstance(place, bytes) else place] ^= 1
+        path.write_bytes(data)
+    assert main(["search", str(config.datastore), "index chunk"]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "retro verify DATASTORE --repair" in said
+
+
+def test_error_in_the_code_that_reads_an_intact_file_is_not_hidden(config) -> None:
+    with pytest.raises(ZeroDivisionError), reading(config.datastore / "tokenizer" / "meta.json"):
+        raise ZeroDivisionError
+
+
+def test_inspect_ignores_a_temporary_folder_that_vanishes(config, capsys) -> None:
+    temporary = config.datastore / "chunks" / ".00009.01234567.tmp"
+    temporary.mkdir()
+
+    def vanish(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.scandir" and str(arguments[0]) == str(temporary) and temporary.exists():
+            temporary.rmdir()
+
+    sys.addaudithook(vanish)
+    assert main(["inspect", str(config.datastore)]) == 0
+    assert not temporary.exists()
+
+
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +171,7 @@ def test_failing_shard_is_named_and_finished_shards_are_kept(config, caplog) -> 
     shutil.rmtree(config.datastore / "embeddings")
     victim = config.datastore / "chunks/00002/train/tokens.npy"
     victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is correct
-    with pytest.raises(InputError, match=r"00002/train/tokens\.npy cannot be read"):
+    with pytest.raises(InputError, match=r"00002/train/tokens\.npy has changed since it was written"):
         build_local(config)
     assert "embeddings/00002 failed" in caplog.text
     assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
