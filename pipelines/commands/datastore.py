@@ -62,7 +62,7 @@ def index(options: IndexOptions) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions(Config, ResultOptions):
-    """Estimate size, time, memory and cost of a datastore from a calibration of about a minute on this machine."""
+    """Estimate size, time, memory and cost of a datastore from a calibration on this machine."""
 
     tokens: float = 0.0
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""

@@ -1,6 +1,7 @@
 """The command line from a user's point of view: what works, and the messages when something is wrong."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -368,3 +369,11 @@ sys.exit(main(["doctor"]))
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert "torch is broken" in process.stdout
+
+
+@pytest.mark.parametrize(("verb", "policy"), [("search", "PASSIVE"), ("inspect", "PASSIVE"), ("train", None)])
+def test_waiting_threads_sleep_except_in_training(monkeypatch, verb: str, policy: str | None) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # recorded, so that it is restored
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert main([verb, "nowhere", *(["text"] if verb == "search" else [])]) == 2
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
