@@ -236,7 +236,7 @@ def _passage_weight(query: Counter[str]) -> float:
 
 def _sizes(folder: Path) -> dict[Kind, list[int]]:
     """The chunks and passages of each segment of a shard."""
-    if not fetch_manifest(folder):
+    if not fetch_manifest(folder) and not folder.exists():
         raise InputError(
             f"{folder} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         )
