@@ -17,9 +17,9 @@ import numpy as np
 
 from indexing.device import has_bfloat16, resolve
 from indexing.progress import Advance
+from indexing.store.artifact import intact, stored_json
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, checksum, read_json, save_array, write_json
-from indexing.store.remote import present
 from indexing.store.sharded_array import open_array
 
 _BLOCK_ROWS = 8192
@@ -186,9 +186,8 @@ def token_weights(folder: Path) -> np.ndarray:
 
     Special tokens have 0. The weights of the embedder are its square roots, see `fit_lexical`.
     """
-    folder = present(folder)
-    num_tokens = len(open_array(folder / "is_special.npy"))
-    return open_array(folder / "weights.npy")[:num_tokens] ** 2
+    weights, is_special = (open_array(intact(folder / f"{name}.npy")) for name in ("weights", "is_special"))
+    return weights[: len(is_special)] ** 2
 
 
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
@@ -323,15 +322,12 @@ def open_embedder(
     Raises:
         InputError: a file is damaged.
     """
-    folder = present(folder)
-    stored = EmbedderSettings(**read_json(folder / "embedder.json"))
+    stored = EmbedderSettings(**stored_json(folder / "embedder.json"))
     if stored.kind == "lexical":
-        return LexicalEmbedder(
-            np.array(open_array(folder / "weights.npy")),
-            np.array(open_array(folder / "is_special.npy")),
-            stored.dimension,
-            stored.seed,
+        weights, is_special = (
+            np.array(open_array(intact(folder / f"{name}.npy"))) for name in ("weights", "is_special")
         )
+        return LexicalEmbedder(weights, is_special, stored.dimension, stored.seed)
     return TransformerEmbedder(settings or stored, decode)
 
 

@@ -8,9 +8,11 @@ time, whatever the size of a file.
 """
 
 import contextlib
+import errno
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from indexing.corpus.streams import (
     DAMAGED,
     StoredReader,
     compression_suffix,
+    damage_of,
     filesystem_of,
     uncompressed,
     unpacked,
@@ -56,7 +59,8 @@ _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are i
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
-    "duplicate id", "truncated file", "unreadable file", "wrong suffix", "not UTF-8",
+    "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
+    "unreadable file", "wrong suffix", "not UTF-8",
 ]  # fmt: skip
 
 
@@ -197,8 +201,12 @@ def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Ite
     """Open the stored bytes of a file; yields None after reporting that it cannot be opened."""
     try:
         filesystem, path = filesystem_of(file.path)
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise PermissionError(f"{path} is a named pipe, a socket or a device, not a regular file")
         opened = filesystem.open(path, "rb")
-    except _UNREADABLE as error:
+    except OSError as error:
+        if not isinstance(error, _UNREADABLE) and error.errno != errno.ELOOP:  # a link to itself
+            raise
         on_problem(CorpusProblem("unreadable file", printable(file.path), 1, str(error)))
         yield None
         return
@@ -223,6 +231,7 @@ class ReadRequest:
 
 _UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _BOM = b"\xef\xbb\xbf"
+_PARQUET_MAGIC = b"PAR1"
 
 
 def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
@@ -255,7 +264,7 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
             data += block
         is_whole = True
     except DAMAGED as error:
-        request.report("truncated file", data.count(b"\n") + 1, str(error))
+        request.report(damage_of(error), data.count(b"\n") + 1, str(error))
     content = bytes(data.removeprefix(_BOM))
     if (share := _other_bytes(content)) > _MOST_OTHER_BYTES:
         detail = f"{100 * share:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%: it is binary or has another encoding"
@@ -274,7 +283,7 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
         try:
             line = stream.readline()
         except DAMAGED as error:
-            request.report("truncated file", record + 1, str(error))
+            request.report(damage_of(error), record + 1, str(error))
             return
         if not line:
             return
@@ -307,6 +316,9 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
     settings = request.settings
     keys = (settings.text_key, settings.id_key, *settings.metadata_keys)
     record = 0
+    if stored.read(len(_PARQUET_MAGIC)) not in (_PARQUET_MAGIC, b""):
+        request.report("wrong suffix", 1, "its content is not Parquet; rename the file")
+        return
     try:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
@@ -330,7 +342,8 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise  # a disk or network error; Arrow's own errors about contents are plain OSErrors without a number
-        request.report("truncated file", record + 1, str(error))
+        is_short = any(words in str(error) for words in ("not found in footer", "file size is"))
+        request.report("truncated file" if is_short else "damaged file", record + 1, str(error))
 
 
 def _column(batch: Any, key: str) -> list[Any] | None:

@@ -150,14 +150,16 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
         base = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
         infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
     else:
-        raise InputError(f"{key}: {given!r} does not exist. Name a file, a folder or a glob such as 'data/**/*.md'.")
+        problem = "is a pipe or a device" if filesystem.exists(root) else "does not exist"
+        raise InputError(f"{key}: {given!r} {problem}. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
     files = []
     hidden_wanted = root in infos or "/." in root[len(base) :]
     for path, info in infos.items():
         name = path[len(base) :].lstrip("/")
         is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if info["type"] == "file" and is_known(name) and (hidden_wanted or not is_hidden):
+        # Scanned and counted as a problem, if it is a named pipe or a device ("other").
+        if info["type"] in ("file", "other") and is_known(name) and (hidden_wanted or not is_hidden):
             files.append(_corpus_file(filesystem, given, path, name, infos))
     if not files:
         raise InputError(f"{key}: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
@@ -197,7 +199,11 @@ def _walk(
         return
     for entry in entries:
         linked = is_linked or entry.is_symlink()
-        if not entry.is_dir():
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # a link to itself, reported as a problem when it is opened
+            is_folder = False
+        if not is_folder:
             yield linked, entry.path
         elif depth != 0:
             yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, real))

@@ -9,13 +9,35 @@ import io
 import os
 import re
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 COMPRESSION_SUFFIXES = (".gz", ".zst")
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Exceptions of a decompressed stream if the file is truncated or has another format than its name says."""
+
+
+class DamagedZstd(Exception):
+    """An error of the zstd decompressor."""
+
+
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, DamagedZstd)
+"""Exceptions of a decompressed stream if the file is truncated or damaged, or has another format than its name says."""
+Damage = Literal["truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes"]
+_DAMAGE: tuple[tuple[str, Damage], ...] = (
+    ("CRC check failed", "wrong checksum"),
+    ("Incorrect length", "wrong checksum"),  # gzip stores both
+    ("match checksum", "wrong checksum"),
+    ("Dictionary mismatch", "missing dictionary"),
+    ("Not a gzipped file", "foreign bytes"),  # at the beginning, or after the compressed data
+    ("Unknown frame descriptor", "foreign bytes"),
+)
 _MAGIC = re.compile(rb"(?P<gz>\x1f\x8b)|(?P<zst>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)")
 _SNIFFED_BYTES = 4096
+
+
+def damage_of(error: Exception) -> Damage:
+    """The kind of damage that one of the exceptions `DAMAGED` means."""
+    if isinstance(error, EOFError):
+        return "truncated file"
+    return next((kind for words, kind in _DAMAGE if words in str(error)), "damaged file")
 
 
 def filesystem_of(location: str) -> tuple[Any, str]:
@@ -141,7 +163,7 @@ class _ZstdReader(io.RawIOBase):
             try:
                 self.ready = memoryview(self.frame.decompress(self.waiting))
             except self.error as error:
-                raise EOFError(str(error)) from error
+                raise DamagedZstd(str(error)) from error
             self.waiting = self.frame.unused_data
             if self.frame.eof:
                 self.frame = None

@@ -26,11 +26,12 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
 from indexing.progress import Advance
+from indexing.store.artifact import reading
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
-from indexing.store.files import NpyWriter
+from indexing.store.files import NpyWriter, save_array
 from indexing.store.remote import present
-from indexing.store.sharded_array import ShardedArray
+from indexing.store.sharded_array import ShardedArray, open_array
 from indexing.tokenization.tokenizer import Tokenizer
 
 TRAIN, EVALUATION = SPLITS.index("train"), len(SPLITS)
@@ -118,9 +119,9 @@ def sign_shard(
         bands.append(sketch(grams))
         sizes.append(len(grams))
         splits.append(EVALUATION if is_evaluation else SPLITS.index(split_of(document.text, corpus.split)))
-    np.save(work / "bands.npy", np.array(bands, np.uint64).reshape(-1, sketch.bands).T.copy())
-    np.save(work / "sizes.npy", np.array(sizes, np.int64))
-    np.save(work / "splits.npy", np.array(splits, np.uint8))
+    save_array(work / "bands.npy", np.array(bands, np.uint64).reshape(-1, sketch.bands).T.copy())
+    save_array(work / "sizes.npy", np.array(sizes, np.int64))
+    save_array(work / "splits.npy", np.array(splits, np.uint8))
     return {name: splits.count(number) for number, name in enumerate(KINDS)}
 
 
@@ -179,15 +180,13 @@ class Signatures:
     @classmethod
     def open(cls, folders: Sequence[Path]) -> "Signatures":
         """Read sizes and splits, which takes 9 bytes per document; bands stay on disk."""
-        folders = [present(folder) for folder in folders]
-        sizes = [np.load(folder / "sizes.npy") for folder in folders]
-        splits = [np.load(folder / "splits.npy") for folder in folders]
+        sizes, splits = ([open_array(folder / f"{name}.npy") for folder in folders] for name in ("sizes", "splits"))
         starts = np.concatenate([[0], np.cumsum([len(each) for each in sizes], dtype=np.int64)])
-        return cls(folders, np.concatenate(sizes), np.concatenate(splits), starts)
+        return cls(list(folders), np.concatenate(sizes), np.concatenate(splits), starts)
 
     def band(self, number: int) -> np.ndarray:
         """[documents] uint64, the hashes of one band."""
-        return np.concatenate([np.load(folder / "bands.npy", mmap_mode="r")[number] for folder in self.folders])
+        return np.concatenate([open_array(folder / "bands.npy")[number] for folder in self.folders])
 
 
 def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance: Advance) -> np.ndarray:
@@ -256,7 +255,9 @@ class GramSets:
     def _read_names(self, shard: int) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(present(self.folders[shard] / "documents.parquet"))
+        path = present(self.folders[shard] / "documents.parquet")
+        with reading(path):
+            return pyarrow.parquet.read_table(path)
 
 
 def decide(
@@ -338,5 +339,5 @@ def write_removed(
             places[shard].append(document - int(signatures.starts[shard]))
             counts[kind] += 1
     for name, rows in zip(shards, places, strict=True):
-        np.save(work / f"{name}.npy", np.array(rows, np.int64))
+        save_array(work / f"{name}.npy", np.array(rows, np.int64))
     return counts

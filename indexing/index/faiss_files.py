@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.errors import InputError
+from indexing.store.artifact import reading
 from indexing.store.remote import present
 
 
@@ -27,10 +27,8 @@ def read_index(path: Path) -> Any:
     import faiss
 
     path = present(path)
-    try:
+    with reading(path):
         return faiss.read_index(str(path))
-    except RuntimeError as error:
-        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
 
 
 def ivf_of(index: Any) -> Any | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from indexing.index.faiss_files import ivf_of, read_index, write_index
 from indexing.progress import Advance
-from indexing.store.artifact import parse_manifest
+from indexing.store.artifact import parse_manifest, reading
 from indexing.store.errors import InputError
 from indexing.store.remote import fetch_manifest, present
 
@@ -65,4 +65,5 @@ def open_merged(folder: Path) -> Any:
     import faiss
 
     present(folder)
-    return faiss.read_index(str(folder / "merged.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
+    with reading(folder):
+        return faiss.read_index(str(folder / "merged.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)

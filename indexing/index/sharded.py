@@ -6,6 +6,7 @@ index/00001/vectors.faiss ┼─ groups that fit into memory ─► merged ─�
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import numpy as np
 from indexing.index.faiss_files import ivf_of, num_lists, read_index, search_index, transformed
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
-from indexing.store.artifact import parse_manifest
+from indexing.store.artifact import parse_manifest, reading, stored_json
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
 from indexing.store.remote import fetch_manifest, is_away, present
 
 MEMORY = 4_000_000_000
@@ -30,13 +30,16 @@ class ShardedIndex:
         shards: Faiss indexes with disjoint ids, or groups of files that every search opens in turn.
         nprobe: inverted lists that a search visits in each, unless the search sets its own.
         big_batch: search list by list, with all queries that visit a list at once (`faiss.contrib.big_batch_search`).
+        folders: artifacts of the shards, to detect damage.
     """
 
     by_codes = True
 
-    def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False) -> None:
+    def __init__(
+        self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False, folders: Sequence[Path] = ()
+    ) -> None:
         self._shards = list(shards)
-        self.big_batch = big_batch
+        self.big_batch, self.folders = big_batch, folders
         self.num_vectors = self.max_nprobe = 0
         for shard in self.each():
             self.num_vectors += int(shard.ntotal)
@@ -64,9 +67,9 @@ class ShardedIndex:
         wanted = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
-        nprobe = read_json(present(tuned))["nprobe"] if tuned.exists() or is_tuned_away else 1
+        nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
         if not big_batch and is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
-            return cls([open_merged(folder / "merged")], nprobe)
+            return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
         files = [present(each / "vectors.faiss") for each in wanted]
         groups: list[list[Path]] = []
         for file in files:
@@ -81,7 +84,14 @@ class ShardedIndex:
                     "another kind. Use 'index', 'exact' or 'auto'."
                 )
         opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
-        return cls(opened, nprobe, big_batch=big_batch)
+        return cls(opened, nprobe, big_batch=big_batch, folders=wanted)
+
+    @cached_property
+    def _stop(self) -> int:
+        """One more than the largest id; only manifests tell it."""
+        finished = [parse_manifest(folder) for folder in self.folders if fetch_manifest(folder)]
+        stops = (each["recipe"]["settings"].get("first_id", 0) + each["counts"]["vectors"] for each in finished)
+        return max(stops, default=np.iinfo(np.int64).max)
 
     def each(self) -> Iterator[Any]:
         """Yield the Faiss indexes to search, with one group of shards in memory at a time."""
@@ -119,6 +129,9 @@ class ShardedIndex:
                 found = [faiss.merge_knn_results(distances, ids)]
             del shard
         nearest = found[0][1]
+        with reading(*self.folders):
+            if nearest.max(initial=-1) >= self._stop:
+                raise ValueError(f"the index holds ids from {self._stop} on")
         return nearest if excluded is None else _without(nearest, excluded)
 
 
@@ -150,8 +163,9 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
     whole = read_index(files[0])
     if not _can_merge(whole):
         return [whole, *map(read_index, files[1:])]
-    for file in files[1:]:
-        whole.merge_from(read_index(file), 0)  # one at a time: each file has its own copy of the quantizer
+    with reading(*files):
+        for file in files[1:]:
+            whole.merge_from(read_index(file), 0)  # one at a time: each file has its own copy of the quantizer
     if not pack or whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
         return [whole]
     return [on_gpus(_fast(whole), "searching")]

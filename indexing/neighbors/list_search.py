@@ -19,9 +19,8 @@ from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, LoadedLists, best_of, greatest, rounded
 from indexing.neighbors.list_pruning import improve
+from indexing.store.artifact import reading, stored_json
 from indexing.store.datastore import shard_name
-from indexing.store.files import read_json
-from indexing.store.remote import present
 from indexing.store.sharded_array import ShardedArray
 from indexing.threads import one_thread_each
 
@@ -54,10 +53,14 @@ def rows_at_a_time(products: float, entries: float, kind: str) -> float:
 def read_lists(folder: Path, embeddings: ShardedArray, shards: Sequence[int]) -> np.ndarray:
     """The inverted list of each chunk in consecutive shards of `datastore/index`: [n] int32."""
     first, stop = int(embeddings.starts[shards[0]]), int(embeddings.starts[shards[-1] + 1])
-    lists = np.empty(stop - first, dtype=np.int32)
+    lists = np.full(stop - first, -1, dtype=np.int32)
     for shard in shards:
-        for number, ids in lists_of(read_index(folder / shard_name(shard) / "vectors.faiss")):
-            lists[ids - first] = number
+        path = folder / shard_name(shard) / "vectors.faiss"
+        with reading(path):
+            for number, ids in lists_of(read_index(path)):
+                lists[ids - first] = number
+            if (lists[slice(*embeddings.starts[shard : shard + 2] - first)] < 0).any():
+                raise ValueError("chunks are in none of the lists")
     return lists
 
 
@@ -108,7 +111,7 @@ class ListIndex:
         cls, folder: Path, embeddings: ShardedArray, shards: Sequence[int], device: str = "auto"
     ) -> "ListIndex | None":
         """Open consecutive shards of `datastore/index` with the tuned `nprobe`; None if the index has no lists."""
-        tuned = read_json(present(folder / "tuned" / "tuned.json"))
+        tuned = stored_json(folder / "tuned" / "tuned.json")
         if "lists" not in tuned:
             return None
         trained = read_index(folder / "trained" / "trained.faiss")

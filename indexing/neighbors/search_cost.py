@@ -12,9 +12,8 @@ from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.list_search import rows_at_a_time, waves
 from indexing.neighbors.search import Method, NeighborSettings
+from indexing.store.artifact import stored_json
 from indexing.store.datastore import Split
-from indexing.store.files import read_json
-from indexing.store.remote import present
 
 Hardware = Literal["bfloat16", "float32", "cuda"]
 """What computes matrix products: a CPU in the faster of two precisions, or a GPU."""
@@ -77,7 +76,7 @@ def describe(train: Split, settings: NeighborSettings) -> SearchSize:
     if ivf is None:
         return SearchSize(train.num_chunks, dimension, 1, 1, 1, 4 * dimension, False, 1, *candidates)
     fast_scan = (isinstance(ivf, faiss.IndexIVFPQ) and ivf.pq.nbits == 4) or isinstance(ivf, faiss.IndexIVFFastScan)
-    tuned = read_json(present(folder / "tuned" / "tuned.json"))
+    tuned = stored_json(folder / "tuned" / "tuned.json")
     return SearchSize(
         num_vectors=train.num_chunks,
         dimension=dimension,

@@ -102,7 +102,7 @@ class Retriever:
 
         Raises:
             InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or one of
-                `neighbors.extra_datastores` is missing or has changed.
+                `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
         """
         status("opening %s", ", ".join(map(str, locations)))
         datastore, *others = map(Datastore.open, locations)
@@ -115,6 +115,8 @@ class Retriever:
             if other.folder.resolve() not in known:
                 retrieval = RetrievalSet((*retrieval.splits, other.train))
                 known.add(other.folder.resolve())
+        for split in retrieval.splits:
+            split.require_shards("chunks", "embeddings", *(["index"] if indexes is None else []))
         tokenizer = Tokenizer.open(datastore.folder / "tokenizer")
         embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode)
         opened = tuple(indexes) if indexes is not None else tuple(map(_open_codes, retrieval.splits))

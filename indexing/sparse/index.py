@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, temporary_folder, with_tokenizer
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import intact, reading, stored_json
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
-from indexing.store.remote import present
+from indexing.store.remote import fetch_manifest, present
 from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
+from indexing.store.sharded_array import open_array
 
 FOLDER = "sparse"  # of a datastore
 _K1 = 1.2  # tantivy's saturation: how soon more occurrences of a term stop counting
@@ -41,18 +41,21 @@ class _Lists:
         kind: which.
         starts: [segments] int64, how many chunks or passages are in the segments before each.
         size: number of all chunks or passages.
+        folders: of the shards.
         schema, searcher: tantivy's.
     """
 
     kind: Kind
     starts: np.ndarray
     size: int
+    folders: Sequence[Path]
     schema: Any
     searcher: Any
 
     def largest(self, query: Counter[str]) -> float:
         """The BM25 of a text that repeats all terms of the query endlessly."""
-        found = np.array([self.searcher.doc_freq(TERMS, term) for term in query], dtype=np.float64)
+        with reading(*self.folders):
+            found = np.array([self.searcher.doc_freq(TERMS, term) for term in query], dtype=np.float64)
         weights = np.log1p((self.size - found + 0.5) / (found + 0.5))
         return float((_K1 + 1) * weights @ np.array(list(query.values()), dtype=np.float64))
 
@@ -89,9 +92,13 @@ class _Lists:
         return sorted(self._run(Query.term_query(self.schema, PASSAGE, passage), self.size)[0].tolist())
 
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-        hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
-        found = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
-        return self.starts[found[:, 0]] + found[:, 1], np.array([score for score, _ in hits], dtype=np.float32)
+        with reading(*self.folders):
+            hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+            found = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
+            places = self.starts[found[:, 0]] + found[:, 1]
+            if places.max(initial=-1) >= self.size:
+                raise ValueError("the lists hold texts that do not exist")
+        return places, np.array([score for score, _ in hits], dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -131,17 +138,7 @@ class SparseIndex:
                 folders.append(split.folder / FOLDER / shard_name(shard))
                 first_ids.append(int(neighbor_ids(number, split.tokens.starts[[shard]])[0]))
         sizes = [_sizes(folder) for folder in folders]
-        try:
-            chunks, passages = (
-                _lists(folders, [each[kind] for each in sizes], kind) for kind in ("chunks", "passages")
-            )
-            borders = tuple(np.load(present(folder / "passages.npy"), mmap_mode="r") for folder in folders)
-        except InputError:
-            raise
-        except ValueError as error:
-            for each in folders:
-                read_manifest(each)  # raises InputError with the name of a truncated file
-            raise InputError(f"{folders[0].parent} cannot be read: {error}. `retro verify` names the file.") from error
+        chunks, passages = (_lists(folders, [each[kind] for each in sizes], kind) for kind in ("chunks", "passages"))
         return cls(
             num_chunks=chunks.size,
             chunks=chunks,
@@ -149,7 +146,7 @@ class SparseIndex:
             chunk_starts=np.cumsum([0, *(sum(each["chunks"]) for each in sizes)]),
             passage_starts=np.cumsum([0, *(sum(each["passages"]) for each in sizes)]),
             first_ids=np.array(first_ids, dtype=np.int64),
-            borders=borders,
+            borders=tuple(open_array(intact(folder / "passages.npy")) for folder in folders),
         )
 
     def search(
@@ -239,12 +236,11 @@ def _passage_weight(query: Counter[str]) -> float:
 
 def _sizes(folder: Path) -> dict[Kind, list[int]]:
     """The chunks and passages of each segment of a shard."""
-    try:
-        sizes: dict[Kind, list[int]] = read_json(present(folder / "segments.json"))
-    except FileNotFoundError as error:
+    if not fetch_manifest(folder) and not folder.exists():
         raise InputError(
             f"{folder} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
-        ) from error
+        )
+    sizes: dict[Kind, list[int]] = stored_json(folder / "segments.json")
     return sizes
 
 
@@ -256,7 +252,7 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
         meta: dict[str, Any] = {"segments": [], "opstamp": 0}
         for made, of_segments in zip(folders, sizes, strict=True):
             if of_segments:
-                meta |= read_json(present(made / f"{kind}.json"))
+                meta |= stored_json(made / f"{kind}.json")
             for number, size in enumerate(of_segments):
                 name = uuid.UUID(int=len(meta["segments"]))
                 for suffix in SUFFIXES:
@@ -264,8 +260,9 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
                     (folder / f"{name.hex}.{suffix}").symlink_to(made_file)
                 meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
         (folder / "meta.json").write_text(json.dumps(meta))
-        index = with_tokenizer(tantivy.Index.open(str(folder)))
-        index.config_reader(reload_policy="manual")
-        searcher = index.searcher()
+        with reading(*folders):
+            index = with_tokenizer(tantivy.Index.open(str(folder)))
+            index.config_reader(reload_policy="manual")
+            searcher = index.searcher()
     starts = np.cumsum([0, *(segment["max_doc"] for segment in meta["segments"])])
-    return _Lists(kind, starts[:-1], int(starts[-1]), index.schema, searcher)
+    return _Lists(kind, starts[:-1], int(starts[-1]), folders, index.schema, searcher)

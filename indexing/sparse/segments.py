@@ -25,7 +25,7 @@ import numpy as np
 from indexing.progress import Advance
 from indexing.sparse.terms import terms
 from indexing.store.datastore import Split
-from indexing.store.files import read_json, write_json
+from indexing.store.files import read_json, save_array, write_json
 from indexing.tokenization.tokenizer import Tokenizer
 
 # Tokens of one segment, which bounds memory: tantivy gathers a segment's lists before it writes them.
@@ -80,7 +80,7 @@ def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: T
         number of chunks.
     """
     borders = _passages(split, rows)
-    np.save(work / "passages.npy", borders)
+    save_array(work / "passages.npy", borders)
     sizes: dict[Kind, list[int]] = {"chunks": [], "passages": []}
     for number, part in enumerate(_parts(borders, _SEGMENT_TOKENS // split.chunk_length)):
         with _segment(work, "chunks", number) as add_chunk, _segment(work, "passages", number) as add_passage:

@@ -8,9 +8,8 @@ import numpy as np
 from indexing.sparse.candidates import Kept, agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
+from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore
-from indexing.store.files import read_json
-from indexing.store.remote import present
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.exact_search import distances_to
 from indexing.vectors.floats import to_float32
@@ -45,7 +44,7 @@ class TermSearch:
         for split in retrieval.splits:
             Datastore.open(split.folder).require("sparse")
         index, kind = SparseIndex.open(retrieval.splits), retrieval.own.folder / "embedder" / "embedder.json"
-        if read_json(present(kind))["kind"] == "lexical":
+        if stored_json(kind)["kind"] == "lexical":
             return cls(index, retrieval, None)
         total = retrieval.num_chunks
         positions = np.sort(np.random.default_rng(0).choice(total, min(total, _SAMPLED_CHUNKS), replace=False))

@@ -26,7 +26,7 @@ from typing import Any
 
 from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, checksum, read_checked, sync_folder, write_checked
+from indexing.store.files import MANIFEST, checksum, read_checked, read_json, sync_folder, write_checked
 
 log = logging.getLogger("retro")
 
@@ -252,6 +252,79 @@ def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str 
     if checksum(folder / name) == manifest["files"][name]["checksum"]:
         return None
     return f"{folder / name} has changed since it was written (checksum)"
+
+
+@contextlib.contextmanager
+def reading(*paths: Path) -> Iterator[None]:
+    """Open or read files of artifacts: an exception because of damage becomes an InputError that names the damaged file.
+
+    After an exception the files are compared with their manifests. If they are intact, the exception is raised unchanged: it
+    is a bug, or a lack of memory.
+
+    Args:
+        paths: files, or folders of artifacts for all of their files.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tantivy's
+            raise
+        for path in paths:
+            if problem := _damage_at(path, error):
+                raise _damaged(problem) from error
+        raise
+
+
+def require_finished(folder: Path) -> None:
+    """Raise InputError if an artifact of a datastore is unfinished or has `damage`."""
+    if problem := damage(folder):
+        raise _damaged(problem)
+
+
+def intact(path: Path) -> Path:
+    """Make a file local and compare it with the manifest next to it, if there is one; returns its local path.
+
+    For small files, in which a changed byte could have any effect. Large files are compared only by `retro verify`.
+
+    Raises:
+        InputError: the file is missing or differs.
+    """
+    path = remote.present(path)
+    if problem := _damage_at(path):
+        raise _damaged(problem)
+    return path
+
+
+def stored_json(path: Path) -> Any:
+    """Read an `intact` JSON file of an artifact."""
+    return read_json(intact(path))
+
+
+def _damage_at(path: Path, error: BaseException | None = None) -> str | None:
+    """The first difference of a file, or of all files of an artifact, from the manifest, or None.
+
+    A file that belongs to no artifact counts as damaged if it is missing, or if there was an `error`.
+    """
+    for folder in (path, *path.parents[:2]):
+        if (folder / MANIFEST).exists() and "files" in read_json(
+            folder / MANIFEST
+        ):  # a datastore's manifest lists no files
+            manifest = parse_manifest(folder)
+            files = {name: file for name, file in manifest["files"].items() if (folder / name).is_relative_to(path)}
+            local = (name for name in files if (folder / name).exists())
+            changed = (wrong_checksum(folder, manifest, name) for name in local)
+            return next(wrong_sizes(folder, {"files": files}), None) or next(filter(None, changed), None)
+    if not path.exists():
+        return f"{path} is missing"
+    return f"{path} cannot be read ({error})" if error else None
+
+
+def _damaged(problem: str) -> InputError:
+    return InputError(
+        f"{problem}. `retro verify DATASTORE --repair` removes damaged parts, and `retro index CONFIG` makes them again."
+    )
 
 
 def remove(folder: Path) -> None:

@@ -17,6 +17,7 @@ A chunk's id is its row in the concatenation of its split's shards: 64-bit, in o
 of the `train` split, the only one in the index, or of other datastores (`retrieval_set.py`).
 """
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,12 +27,15 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
+from indexing.store.artifact import fingerprint, reading, require_finished
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
 from indexing.store.files import read_checked, write_checked
 from indexing.store.ranged_reads import Reading
 from indexing.store.sharded_array import ShardedArray
+
+log = logging.getLogger("retro")
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
@@ -77,6 +81,16 @@ class Split:
     def first_shards(self, count: int) -> "Split":
         """The split with only its first shards."""
         return replace(self, chunk_rows=self.chunk_rows[:count], document_rows=self.document_rows[:count])
+
+    def require_shards(self, *folders: str) -> None:
+        """Check manifests and file sizes of every shard in these folders (`chunks`, `index` …), unless the datastore is at a URL.
+
+        Raises:
+            InputError: one is missing or has another size.
+        """
+        for folder in folders if remote.url_of(self.folder) is None else ():
+            for shard in range(len(self.chunk_rows)):
+                require_finished(self.folder / folder / shard_name(shard))
 
     def _array(self, stage: str, name: str) -> ShardedArray:
         paths = [self.folder / stage / shard_name(s) / f"{name}.npy" for s in range(len(self.chunk_rows))]
@@ -134,10 +148,15 @@ class Split:
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
             offsets = self._offsets.shard(int(shard))
-            local = np.searchsorted(offsets, ids[rows] - starts[shard], side="right") - 1
+            wanted = ids[rows] - starts[shard]
+            local = np.searchsorted(offsets, wanted, side="right") - 1
+            with reading(self._offsets.paths[shard]):
+                begin, end = offsets[local], offsets[local + 1]
+                if ((begin > wanted) | (end <= wanted) | (begin < 0) | (end > self.chunk_rows[shard])).any():
+                    raise ValueError("chunks are in none of the documents")
             number[rows] = local + first_documents[shard]
-            first[rows] = offsets[local] + starts[shard]
-            stop[rows] = offsets[local + 1] + starts[shard]
+            first[rows] = begin + starts[shard]
+            stop[rows] = end + starts[shard]
         return number, first, stop
 
     def chunk_range(self, document: int) -> tuple[int, int]:
@@ -306,8 +325,6 @@ class Datastore:
     @property
     def fingerprint(self) -> str:
         """One fingerprint over every finished stage and the deletions."""
-        from indexing.store.artifact import fingerprint
-
         deleted = {split.name: split.deleted.tolist() for split in map(self.split, SPLITS) if len(split.deleted)}
         return fingerprint([self.built, deleted]) if deleted else self.built
 
@@ -315,8 +332,6 @@ class Datastore:
     def built(self) -> str:
         """The fingerprint without deletions: equal for a run before and after one. `sparse`, `materialize` and `merge` are left out,
         because they only rearrange data of other stages."""
-        from indexing.store.artifact import fingerprint
-
         return fingerprint(
             {
                 name: value
@@ -357,6 +372,16 @@ def deleted_chunks(datastore: Datastore, ids: Collection[str]) -> dict[str, np.n
         split.name: split.chunk_ranges(np.array([*split.find_documents(ids)], dtype=np.int64))
         for split in map(datastore.split, SPLITS)
     }
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The measurements in `report.json`; None without a report, or with a warning if it is damaged."""
+    path = remote.local_folder(folder) / "report.json"
+    try:
+        return read_checked(path) if path.exists() else None
+    except ValueError as error:
+        log.warning("%s has changed since it was written (%s): `retro index CONFIG` writes it again.", path, error)
+        return None
 
 
 def read_datastore_manifest(folder: Path) -> dict[str, Any]:

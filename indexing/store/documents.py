@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from indexing.store.artifact import reading
 from indexing.store.errors import InputError
 from indexing.store.remote import present
 
@@ -66,7 +67,7 @@ class DocumentTable:
             first_rows = self._file(shard)[1]
             for group, (row, stop) in enumerate(pairwise(first_rows)):
                 if row < stop:  # Arrow's functions may crash on columns without chunks
-                    yield start + row, self._parquet(shard).read_row_group(group, columns=list(columns))
+                    yield start + row, self._read_group(shard, group, list(columns))
 
     def find(self, document_id: str) -> Iterator[int]:
         """Yield the numbers of the documents with this id, in order. Reads the id column only as far as needed."""
@@ -89,17 +90,15 @@ class DocumentTable:
 
     def _parquet(self, shard: int) -> Any:
         # Opened for each read, because two threads must not read one ParquetFile at once.
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         path = present(self.paths[shard])
-        try:
+        with reading(path):
             return pq.ParquetFile(path)
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
-            raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
 
-    def _read_group(self, shard: int, group: int) -> Any:
-        return self._parquet(shard).read_row_group(group)
+    def _read_group(self, shard: int, group: int, columns: Sequence[str] | None = None) -> Any:
+        with reading(self.paths[shard]):
+            return self._parquet(shard).read_row_group(group, columns=columns)
 
     def _read(self, numbers: np.ndarray) -> dict[int, dict[str, Any]]:
         """Rows by number; the numbers are sorted and read row group by row group."""
@@ -111,6 +110,7 @@ class DocumentTable:
             groups = np.searchsorted(first_rows, local, side="right") - 1
             for group in np.unique(groups).tolist():
                 rows = local[groups == group]
-                taken = self._group(shard, group).take(rows - first_rows[group]).to_pylist()
+                with reading(self.paths[shard]):  # Arrow does not check strings until they are taken
+                    taken = self._group(shard, group).take(rows - first_rows[group]).to_pylist()
                 out |= dict(zip((rows + self.starts[shard]).tolist(), taken, strict=True))
         return out

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from indexing.store import remote
+from indexing.store.artifact import reading
 from indexing.store.errors import InputError
 
 Reading = Literal["mmap", "pread"]
@@ -77,10 +78,8 @@ class RangedArray:
         unknown = [shard for shard in shards if shard not in self._headers]
         found = self._files.read([(self.paths[shard], 0, _HEADER_BYTES) for shard in unknown])
         for shard, data in zip(unknown, found, strict=True):
-            try:
+            with reading(self.paths[shard]):
                 header = Header.parse(data)
-            except ValueError as error:
-                raise InputError(f"{self.paths[shard]} cannot be read: {error}. Run `retro index` again.") from error
             check_rows(self.paths[shard], header.rows, int(self.starts[shard + 1] - self.starts[shard]))
             self._headers[shard] = header
         return [self._headers[shard] for shard in shards]

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import fingerprint, read_manifest
+from indexing.store.artifact import fingerprint, read_manifest, stored_json
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
-from indexing.store.remote import local_folder, present
+from indexing.store.remote import local_folder
 
 CHUNK_ID_BITS = 40
 
@@ -196,7 +195,7 @@ def tokenizer_fingerprint(datastore: Path) -> str:
     """A value that is equal for two datastores (folders or URLs) with the same tokens, wherever their tokenizers come from."""
     folder = local_folder(datastore) / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
-    metadata = {key: value for key, value in read_json(present(folder / "meta.json")).items() if key not in ignored}
+    metadata = {key: value for key, value in stored_json(folder / "meta.json").items() if key not in ignored}
     files = {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"}
     return fingerprint(files | metadata)
 

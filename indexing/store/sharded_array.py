@@ -3,13 +3,13 @@
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from indexing.memory import usable_memory
 from indexing.store import remote
-from indexing.store.errors import InputError
-from indexing.store.files import DAMAGED_ARRAY
+from indexing.store.artifact import reading
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 
@@ -20,10 +20,8 @@ def open_array(path: Path) -> np.ndarray:
         InputError: it is missing or damaged.
     """
     path = remote.present(path)
-    try:
+    with reading(path):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, *DAMAGED_ARRAY) as error:
-        raise InputError(f"{path} cannot be read: {error}. Run `retro index` again.") from error
     return array
 
 
@@ -90,7 +88,7 @@ class ShardedArray:
         if len(self) * array[:1].nbytes <= usable_memory() / 2:
             return array
         if shard not in self._open_scattered:
-            again = np.load(remote.present(self.paths[shard]), mmap_mode="r", allow_pickle=False)
+            again: Any = open_array(self.paths[shard])
             again._mmap.madvise(mmap.MADV_RANDOM)
             self._open_scattered[shard] = again
         return self._open_scattered[shard]

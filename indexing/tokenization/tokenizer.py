@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from indexing.store.artifact import intact, stored_json
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, save_array, write_bytes, write_json
+from indexing.store.files import save_array, write_bytes, write_json
 from indexing.store.remote import present
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePiece, TokenizerBackend, read_object
@@ -127,15 +128,16 @@ def read_meta(folder: Path) -> TokenizerMeta:
     Raises:
         InputError: there is none.
     """
-    path = present(folder / META)
-    if not path.exists():
-        raise InputError(f"{path} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it.")
-    return TokenizerMeta(**read_json(path))
+    if not present(folder / META).exists():
+        raise InputError(
+            f"{folder / META} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it."
+        )
+    return TokenizerMeta(**stored_json(folder / META))
 
 
 def read_token_bytes(folder: Path) -> np.ndarray:
     """[vocab_size] uint16: UTF-8 bytes that each token adds to the text, 0 for special tokens."""
-    return np.array(open_array(folder / TOKEN_BYTES))
+    return np.array(open_array(intact(folder / TOKEN_BYTES)))
 
 
 def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folder: Path) -> None:
@@ -411,7 +413,7 @@ class Tokenizer:
         """
         meta = read_meta(folder)
         is_huggingface = meta.kind == "huggingface"
-        path = present(folder / (HUGGINGFACE_MODEL if is_huggingface else MODEL))
+        path = intact(folder / (HUGGINGFACE_MODEL if is_huggingface else MODEL))
         model = HuggingFace(path) if is_huggingface else SentencePiece(path)
         return cls(meta, read_token_bytes(folder), model, num_threads)
 

@@ -1,20 +1,19 @@
 """Verbs that plan, build, search and check datastores."""
 
 import logging
+import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
-from indexing.store.artifact import read_manifest
-from indexing.store.datastore import SPLITS, Datastore, delete_documents, shard_name
+from indexing.store.artifact import read_manifest, stored_json
+from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
-from indexing.store.files import read_json
-from indexing.store.remote import present
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
@@ -63,7 +62,7 @@ def index(options: IndexOptions) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions(Config, ResultOptions):
-    """Estimate size, time, memory and cost of a datastore from a calibration of about a minute on this machine."""
+    """Estimate size, time, memory and cost of a datastore from a calibration on this machine."""
 
     tokens: float = 0.0
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
@@ -210,14 +209,24 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "chunk_length": datastore.chunk_length,
         "deleted_documents": len(read_deletions(folder).documents),
         "deleted_documents_on_disk": sum(len(datastore.split(name).deleted) for name in SPLITS),
-        "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        "disk_bytes": _disk_bytes(folder),
         "splits": totals,
-        "problems": read_json(present(folder / "corpus" / "problems.json"))["counts"],
+        "problems": stored_json(folder / "corpus" / "problems.json")["counts"],
         "dedup": dedup_stage.summary(folder / dedup_stage.FOLDER / "removed") if deduplicated else None,
-        "report": read_json(folder / "report.json") if (folder / "report.json").exists() else None,
+        "report": read_report(folder),
     }
     print_result(metadata, grouped(_datastore_groups(metadata)), form)
     return 0
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Bytes of all files. During a build, temporary folders can vanish while they are listed."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:

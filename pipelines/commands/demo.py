@@ -6,7 +6,6 @@ same tokens → held-out bits per byte → a passage colored by token gain, repo
 One deadline holds for all of it: see `demo_training.py` for the number of steps. Held-out tokens are as many as fit.
 """
 
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,8 +84,6 @@ class Compared:
 
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
-    # Threads that wait by spinning slow each other down where other work shares the cores. Torch reads this when it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from pipelines.evaluation.passages import print_passage
     from pipelines.executors.factory import make_executor
     from pipelines.reports.datastore import write_index_report

@@ -42,7 +42,10 @@ from pipelines.stages.table import build
 from pipelines.terminal import StagesView, Step, progress
 
 _WARM_UP_BYTES = 250_000
-_AGAIN_SECONDS = 30  # shorter calibrations run again, to average out noise
+_AGAIN_SECONDS, _MOST_SECONDS = (
+    30,
+    60,
+)  # shorter calibrations run again, to average out noise, if that ends within a minute
 _SCANNED_BYTES = 256 * 2**20  # bytes of text read for the sample
 
 
@@ -147,11 +150,14 @@ def calibrate(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2*
         several = chunks / first.chunks * first.text_bytes > 1.5 * config.corpus.shard_bytes
         sizes = [(whole // 4, 1), *([(whole // 4, 4)] if several else []), (whole, 1)]
         observations: list[Observation] = []
+        elapsed = round_seconds = 0.0
         with progress("calibrate", total=sum(size for size, _ in sizes), unit="bytes") as advance:
-            while not observations or time.perf_counter() - started < _AGAIN_SECONDS:
+            while not observations or (elapsed < _AGAIN_SECONDS and elapsed + round_seconds < _MOST_SECONDS):
+                before = time.perf_counter()
                 for size, shards in sizes:
                     observations += bench.build(size, shards)
                     advance(size)
+                elapsed, round_seconds = time.perf_counter() - started, time.perf_counter() - before
         if transformer is not None:
             observations = [_embedded_with(transformer, each) for each in observations]
         return Calibration(

@@ -15,10 +15,10 @@ from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
-from indexing.store.artifact import MANIFEST, read_manifest
-from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
-from indexing.store.files import read_json, write_json
-from indexing.store.remote import present, publish_file
+from indexing.store.artifact import MANIFEST, read_manifest, stored_json
+from indexing.store.datastore import SPLITS, Datastore, Split, read_report, shard_name
+from indexing.store.files import write_checked
+from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.vectors.exact_search import exact_search, recall
 from pipelines.reports import html as report
@@ -43,14 +43,13 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
         the content of `report.json`.
     """
     path = datastore.folder / "report.json"
-    if path.exists():
-        measured = read_json(path)
-        if measured["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
-            return measured
+    known = read_report(datastore.folder)
+    if known and known["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
+        return known
     retriever = Retriever.open(datastore.folder)
     measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
     write_html(retriever, measured)
-    write_json(path, measured)
+    write_checked(path, measured)
     for file in (path.with_suffix(".html"), path):
         publish_file(file)
     return measured
@@ -70,8 +69,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     retrieval = settings.get("neighbors.retrieval", "dense")
     # Otherwise the best neighbors are not the nearest.
     by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens"
-    index = read_json(present(folder / "index" / "trained" / "index.json"))
-    index |= read_json(present(folder / "index" / "tuned" / "tuned.json"))
+    index = stored_json(folder / "index" / "trained" / "index.json")
+    index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
         "fingerprint": datastore.fingerprint,
         "index": index,

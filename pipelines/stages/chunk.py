@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from indexing.corpus import chunks
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import shard_name
-from indexing.store.remote import present
+from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
@@ -59,7 +57,7 @@ def chunk_task(
     advance: Advance,
 ) -> None:
     """Make one shard of chunks, without the documents that `removed` lists. The scan has already reported problems."""
-    left_out = np.load(present(removed)) if removed else None
+    left_out = open_array(removed) if removed else None
     with create(out, recipe) as (work, counts):
         counts |= chunks.chunk_shard(
             work, slices, corpus, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out

@@ -32,12 +32,20 @@ from indexing.corpus.scan import (
     strict_problem,
 )
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, parse_manifest, read_manifest
+from indexing.store.artifact import (
+    Recipe,
+    create,
+    damage,
+    fingerprint,
+    is_finished,
+    parse_manifest,
+    read_manifest,
+    stored_json,
+)
 from indexing.store.datastore import read_datastore_manifest, shard_name
 from indexing.store.deletions import left_out
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, read_json, write_json
-from indexing.store.remote import present
+from indexing.store.files import checksum, write_json
 from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
@@ -194,7 +202,7 @@ def missing_generation(datastore: Path) -> Path | None:
 
 def _stored(folder: Path) -> list[dict[str, Any]]:
     """The files of a generation as recorded, with their checksums."""
-    files: list[dict[str, Any]] = read_json(present(folder / "files.json"))
+    files: list[dict[str, Any]] = stored_json(folder / "files.json")
     return files
 
 
@@ -288,7 +296,7 @@ def generations(datastore: Path) -> list[range]:
 def plan_of(folder: Path) -> list[list[FileSlice]]:
     """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
-    return [[_slice_of(file_slice) for file_slice in shard] for shard in read_json(present(folder / "plan.json"))]
+    return [[_slice_of(file_slice) for file_slice in shard] for shard in stored_json(folder / "plan.json")]
 
 
 def _slice_of(stored: dict[str, Any]) -> FileSlice:
@@ -300,7 +308,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, if names, sizes and times of all files have not changed."""
     if damage(folder):
         return None
-    stored = read_json(present(folder / "files.json"))
+    stored = stored_json(folder / "files.json")
     now = [asdict(file) for file in files]
     if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
         return None
@@ -360,7 +368,7 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 def _report_problems(folder: Path) -> None:
     """Log the problems in the files, with file and line of the first of each kind, and the number of deleted documents."""
-    found: dict[str, Any] = read_json(present(folder / "problems.json"))
+    found: dict[str, Any] = stored_json(folder / "problems.json")
     for kind, count in sorted(found["counts"].items()):
         first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""

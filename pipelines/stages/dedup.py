@@ -21,7 +21,8 @@ from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.remote import present
+from indexing.store.files import save_array
+from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
@@ -144,12 +145,12 @@ def candidate_task(
     with create(out, recipe) as (work, counts):
         signatures = dedup.Signatures.open(folders)
         meetings = dedup.find_candidates(signatures, settings, advance=advance)
-        np.save(work / "meetings.npy", meetings)
+        save_array(work / "meetings.npy", meetings)
         documents = np.unique(meetings[:, 0])
         cuts = np.searchsorted(documents, signatures.starts)
         for shard, folder in enumerate(folders):
             places = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
-            np.save(work / f"{folder.name}.npy", places)
+            save_array(work / f"{folder.name}.npy", places)
         counts |= {"documents": len(documents), "meetings": len(meetings)}
         counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
 
@@ -179,7 +180,7 @@ def gram_task(
     """Read the candidates of one shard again."""
     with create(out, recipe) as (work, counts):
         counts["grams"] = dedup.collect_grams(
-            work, slices, np.load(present(places)), corpus, settings, tokenizer, advance=advance
+            work, slices, open_array(places), corpus, settings, tokenizer, advance=advance
         )
 
 
@@ -199,7 +200,7 @@ def remove_task(
     """Decide which documents to remove, and list them."""
     with create(out, recipe) as (work, counts):
         signatures = dedup.Signatures.open(folders)
-        meetings = np.load(present(candidates / "meetings.npy"), mmap_mode="r")
+        meetings = open_array(candidates / "meetings.npy")
         sets = dedup.GramSets(grams, np.unique(meetings[:, 0]), signatures)
         removals = dedup.decide(meetings, signatures, sets, settings, advance=advance)
         names = [folder.name for folder in folders if not folder.name.startswith("evaluation-")]

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore
-from indexing.store.files import read_json
-from indexing.store.remote import present
+from indexing.store.datastore import Datastore, read_report
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.model.presets import count_parameters
 from retro.server.service import Service, datastore_name
@@ -36,9 +34,9 @@ def _datastore(folder: Path) -> dict[str, Any]:
     info: dict[str, Any] = {"name": datastore_name(folder)}
     info["fingerprint"] = datastore.fingerprint
     info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
-    report = present(folder / "report.json")
-    if report.exists():
-        measured = read_json(report)["index"]
+    report = read_report(folder)
+    if report is not None:
+        measured = report["index"]
         info["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
         info["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
     return info

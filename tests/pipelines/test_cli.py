@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
+from indexing.store.files import write_checked
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines import cli, terminal
 from pipelines.cli import VERBS, main
@@ -182,7 +184,7 @@ def test_inspect_prints_recall_of_index_and_of_stored_neighbors_separately(train
     measured = json.loads((folder / "report.json").read_text())
     measured["index"] |= {"nprobe": 256, "recall_at_10": 0.856}
     measured |= {"search": "lists, nprobe 127", "recall": {"recall_at_2": 0.9, "recall_at_10": 0.807}}
-    (folder / "report.json").write_text(json.dumps(measured))
+    write_checked(folder / "report.json", measured)
     assert main(["inspect", str(folder)]) == 0
     groups = values_by_heading(capsys.readouterr().out)
     index = next(rows for heading, rows in groups.items() if heading.startswith("index"))
@@ -448,3 +450,11 @@ def test_a_package_that_does_not_import_is_one_message_and_our_own_mistake_is_no
     monkeypatch.setattr(cli, "run_verb", misnamed)
     with pytest.raises(ImportError):
         cli.main(["index", "a.toml"])
+
+
+@pytest.mark.parametrize(("verb", "policy"), [("search", "PASSIVE"), ("inspect", "PASSIVE"), ("train", None)])
+def test_waiting_threads_sleep_except_in_training(monkeypatch, verb: str, policy: str | None) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # recorded, so that it is restored
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert main([verb, "nowhere", *(["text"] if verb == "search" else [])]) == 2
+    assert os.environ.get("OMP_WAIT_POLICY") == policy

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -165,6 +166,23 @@ def test_links_are_followed_and_cycles_end(tmp_path, monkeypatch, given):
 def test_broken_link_is_reported(tmp_path):
     (tmp_path / "gone.txt").symlink_to("nowhere")
     assert scan_file(only_file(tmp_path), SETTINGS).problems == {"unreadable file": 1}
+
+
+@pytest.mark.parametrize("given", ["data", "data/*", "data/**/*.txt"])
+def test_links_to_themselves_and_named_pipes_are_reported_and_do_not_stop_the_scan(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data/a.txt", b"text")
+    (tmp_path / "data/loop.txt").symlink_to("loop.txt")
+    (tmp_path / "data/ring").symlink_to("ring")
+    os.mkfifo(tmp_path / "data/pipe.txt")
+    files = list_files(CorpusSettings(paths=(given,)))
+    problems = {file.name: scan_file(file, SETTINGS).examples for file in files}
+    assert {name: [problem.kind for problem in found] for name, found in problems.items()} == {
+        "a.txt": [],
+        "loop.txt": ["unreadable file"],
+        "pipe.txt": ["unreadable file"],
+    }
+    assert "not a regular file" in problems["pipe.txt"][0].detail
 
 
 @pytest.mark.parametrize("given", ["a::b.txt", "x::y", "x::y/*.txt", "*::*.txt", "x::y/**/c::d.txt"])
@@ -368,8 +386,40 @@ def test_file_whose_content_contradicts_its_name_is_reported(tmp_path, name):
     path = write(tmp_path / name, b"\x00\xff neither packed nor text " * 10)
     documents, problems = read(path)
     assert not documents
-    assert kinds(problems) == [("truncated file", 1)]
+    assert kinds(problems) == [("wrong suffix" if name == "a.parquet" else "foreign bytes", 1)]
     assert len(scan_file(only_file(path), SETTINGS).checksum) == 32
+
+
+def damaged_gzip(place: int, data: bytes) -> bytes:
+    packed = bytearray(gzip.compress(data))
+    packed[place] ^= 0xFF
+    return bytes(packed)
+
+
+def with_dictionary(data: bytes) -> bytes:
+    dictionary = zstandard.train_dictionary(1000, [b"document %d of many" % number * 9 for number in range(1000)])
+    return zstandard.ZstdCompressor(dict_data=dictionary).compress(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "kind"),
+    [
+        ("d.jsonl.gz", lambda data: damaged_gzip(-6, data), "wrong checksum"),
+        ("d.jsonl.gz", lambda data: damaged_gzip(-1, data), "wrong checksum"),
+        ("d.jsonl.gz", lambda data: damaged_gzip(12, data), "damaged file"),
+        ("d.jsonl.gz", lambda data: gzip.compress(data) + b"garbage", "foreign bytes"),
+        ("d.jsonl.gz", lambda data: gzip.compress(data)[:-3], "truncated file"),
+        ("d.jsonl.zst", with_dictionary, "missing dictionary"),
+        ("d.jsonl.zst", lambda data: zstandard.ZstdCompressor().compress(data) + b"garbage", "foreign bytes"),
+        ("d.jsonl.zst", lambda d: zstandard.ZstdCompressor(write_checksum=True).compress(d)[:-1] + b"!", "wrong checksum"),
+        ("d.parquet", lambda data: data, "wrong suffix"),
+        ("d.parquet", lambda data: b"PAR1" + data, "truncated file"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_reported_by_the_kind_of_damage(tmp_path, name, damage, kind):
+    path = write(tmp_path / name, damage(lines(*[{"text": f"document {number}"} for number in range(1000)])))
+    assert [problem.kind for problem in read(path)[1]] == [kind]
+    assert scan_file(only_file(path), SETTINGS).problems == {kind: 1}
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
@@ -399,7 +449,7 @@ def test_corrupt_parquet_pages_are_reported_and_do_not_stop_the_run(tmp_path, co
     documents, problems = read(write(tmp_path / "d.parquet", bytes(data)))
     assert [document.text for document in documents] == table["text"].to_pylist()[: len(documents)]
     assert 1000 <= len(documents) < 4000
-    assert kinds(problems) == [("truncated file", len(documents) + 1)]
+    assert kinds(problems) == [("damaged file", len(documents) + 1)]
 
 
 def test_missing_file_is_reported(tmp_path):

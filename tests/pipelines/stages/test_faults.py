@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from indexing.store.artifact import Recipe, create
+from indexing.dedup.near_duplicates import DedupSettings
+from indexing.store.artifact import Recipe, create, reading
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -22,7 +23,7 @@ from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
 from pipelines.settings.toml_file import to_toml
 from pipelines.stages.shards import run_tasks, shard_task
-from tests.conftest import build_local, contents, tiny_config
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
 
@@ -118,6 +119,51 @@ def test_verbs_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: 
     assert "retro index" in said
 
 
+DAMAGES = {
+    "sparse/00000/chunks-0.pos": None,
+    "sparse/00000/passages-0.fast": 5,
+    "sparse/00000/segments.json": 9,
+    "tokenizer/meta.json": 5,
+    "embedder/embedder.json": 5,
+    "index/tuned/tuned.json": b"nprobe",
+    "index/00000/vectors.faiss": 0,
+    "chunks/00000/manifest.json": None,
+}
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+def test_search_names_the_damaged_file_and_its_repair(config, capsys, file: str) -> None:
+    path, place = config.datastore / file, DAMAGES[file]
+    if place is None:
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[data.index(place) if isinstance(place, bytes) else place] ^= 1
+        path.write_bytes(data)
+    assert main(["search", str(config.datastore), "index chunk"]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "retro verify DATASTORE --repair" in said
+
+
+def test_error_in_the_code_that_reads_an_intact_file_is_not_hidden(config) -> None:
+    with pytest.raises(ZeroDivisionError), reading(config.datastore / "tokenizer" / "meta.json"):
+        raise ZeroDivisionError
+
+
+def test_inspect_ignores_a_temporary_folder_that_vanishes(config, capsys) -> None:
+    temporary = config.datastore / "chunks" / ".00009.01234567.tmp"
+    temporary.mkdir()
+
+    def vanish(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.scandir" and str(arguments[0]) == str(temporary) and temporary.exists():
+            temporary.rmdir()
+
+    sys.addaudithook(vanish)
+    assert main(["inspect", str(config.datastore)]) == 0
+    assert not temporary.exists()
+
+
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +171,7 @@ def test_failing_shard_is_named_and_finished_shards_are_kept(config) -> None:
     shutil.rmtree(config.datastore / "embeddings")
     victim = config.datastore / "chunks/00002/train/tokens.npy"
     victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is correct
-    with pytest.raises(InputError, match=r"00002/train/tokens\.npy cannot be read"):
+    with pytest.raises(InputError, match=r"00002/train/tokens\.npy has changed since it was written"):
         build_local(config)
     assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
 
@@ -199,6 +245,24 @@ def test_build_resumes_after_the_disk_was_full_at_every_stage(
         message = first_failure(config)
     assert stages >= {"chunks", "embeddings", "index", "sparse", "neighbors"}
     assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_full_disk_while_near_copies_are_searched_is_named(tmp_path, small_disk) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 36)
+    config = tiny_config(tmp_path, corpus, dedup=DedupSettings(within=True))
+    build_local(config, only="chunk")
+    whole = contents(config.datastore)
+    shutil.copytree(
+        config.datastore, small_disk / "datastore", ignore=shutil.ignore_patterns("chunks", "dedup", ".lock")
+    )
+    config = replace(config, datastore=small_disk / "datastore")
+    used = sum(path.stat().st_blocks // 2 for path in small_disk.rglob("*"))
+    subprocess.run(["mount", "-o", f"remount,size={used + 8}k", small_disk], check=True)
+    assert re.search(r"No space left on device.*'.+/dedup/signatures/00000/bands.npy'$", first_failure(config))
+    assert nothing_half_written(config.datastore)
+    subprocess.run(["mount", "-o", "remount,size=8M", small_disk], check=True)
+    build_local(config, only="chunk")
+    assert contents(config.datastore) == whole
 
 
 @pytest.mark.slow
