@@ -13,8 +13,7 @@ import pytest
 
 from indexing.corpus.readers import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
-from indexing.store.datastore import Datastore
-from indexing.store.deletions import delete_ranges
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from pipelines.cli import main, run_verb
 from pipelines.config import Config
@@ -59,7 +58,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_local(config)
     config = replace(config, corpus=replace(config.corpus, paths=files))
     build_local(config, append=True)
-    delete_ranges(config.datastore, Datastore.open(config.datastore).train.chunk_ranges(np.array([1, 2])))
+    delete_documents(config.datastore, {row["id"] for row in Datastore.open(config.datastore).train.metadata([1, 2])})
     return _finish(config)
 
 
