@@ -92,4 +92,4 @@ def test_integer_minimums_are_checked_in_every_section() -> None:
 
 def test_scores_by_content_need_copying_from_neighbors() -> None:
     with pytest.raises(InputError, match=r"content_width is 8: set it to 0, or set model\.copy_head\.neighbors = true"):
-        updated(ModelSettings(), {"copy_head.content_width": 8})
+        updated(ModelSettings(), {"copy_head.content_width": 8, "copy_head.neighbors": False})
