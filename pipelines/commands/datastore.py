@@ -69,7 +69,7 @@ def _warn_if_little_is_held_out(datastore: Datastore, split: tuple[float, float,
     if split[1] and held_out < LEAST_DOCUMENTS:
         log.warning(
             "%s: %d of %d documents are held out. `retro eval` needs %d or more to measure what retrieval brings. Raise the "
-            "second weight of corpus.split, for example to [900, 100, 0], and run again with --rebuild; or add documents.",
+            "second weight, for example corpus.split = [900, 100, 0], and run again with --rebuild; or add documents.",
             *(datastore.folder, held_out, held_out + trained, LEAST_DOCUMENTS),
         )
 
