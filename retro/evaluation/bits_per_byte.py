@@ -108,9 +108,8 @@ class SetResult:
 
     def as_json(self) -> dict[str, Any]:
         """All values except the arrays."""
-        names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "documents", "tokens", "bytes")
-        names += ("tokens_per_second",)
-        return {name: getattr(self, name) for name in names}
+        figures = ("bits_per_byte", "perplexity", "documents", "tokens", "bytes", "tokens_per_second")
+        return {name: getattr(self, name) for name in ("set", "retrieval", "k", *figures)}
 
 
 def evaluate(
