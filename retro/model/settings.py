@@ -415,6 +415,8 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again.
 
+    What was stored before copy heads existed has none.
+
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
@@ -426,6 +428,7 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
         read = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
         return kind(**{**read, **made_sections})
 
+    values = {**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
     sections = {name: made(kind, values[name], {}) for name, kind in _SECTIONS.items() if name in values}
     settings: ModelSettings = made(ModelSettings, values, sections)
     return settings

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
+from retro.model.presets import resolve
 from retro.model.settings import (
+    NO_COPY_HEAD,
     AttentionSettings,
     ExpertSettings,
     ModelSettings,
@@ -88,6 +90,11 @@ def test_integer_minimums_are_checked_in_every_section() -> None:
                 if each.type in ("int", int) and each.metadata["minimum"] is not None:
                     with pytest.raises(InputError, match=rf"model\.{section.name}\.{each.name} is -1"):
                         updated(ModelSettings(), {f"{section.name}.{each.name}": -1})
+
+
+@pytest.mark.parametrize("stored", [{}, {"copy_head": {"content_width": 0}}])
+def test_a_model_stored_before_copy_heads_existed_has_none(stored: dict[str, Any]) -> None:
+    assert resolve(from_json(stored)).copy_head == from_json(stored).copy_head == NO_COPY_HEAD
 
 
 def test_scores_by_content_need_copying_from_neighbors() -> None:
