@@ -30,7 +30,7 @@ def test_settings_survive_a_json_round_trip() -> None:
     for settings in (ModelSettings(), OTHER):
         assert from_json(json.loads(json.dumps(asdict(settings)))) == settings
     assert from_json({"d_model": 32, "retrieval": {"cca_layers": [1]}}) == updated(
-        ModelSettings(), {"d_model": 32, "retrieval.cca_layers": (1,)}
+        ModelSettings(copy_head=NO_COPY_HEAD), {"d_model": 32, "retrieval.cca_layers": (1,)}
     )
 
 
