@@ -120,7 +120,7 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     if stored.get("neighbors.rerank") == "tokens":
         candidates = max(k, stored["neighbors.candidates"])
         return NeighborSettings(stored=k, candidates=candidates, rerank="tokens", max_overlap=max_overlap)
-    return NeighborSettings(stored=k, candidates=4 * k + 16, max_overlap=max_overlap)
+    return NeighborSettings(stored=k, candidates=4 * k + 16, rerank="embeddings", max_overlap=max_overlap)
 
 
 def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
