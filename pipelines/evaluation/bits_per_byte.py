@@ -283,7 +283,7 @@ def gain_in_words(level: Level, model: ModelSettings) -> str:
     """What retrieval brings to a model on a set, in a sentence; empty if it was not measured with retrieval.
 
     Args:
-        level: measurements over all chunks. The best ON counts.
+        level: measurements over all chunks. The best ON counts, and its interval must differ from 0 as printed.
         model: settings of the first model.
     """
     off, *others = level.results
@@ -295,9 +295,9 @@ def gain_in_words(level: Level, model: ModelSettings) -> str:
     measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {level.set}"
     low, high = sorted((abs(change.low), abs(change.high)))
     size = f"{abs(change.percent):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; {measured})"
-    if documents >= LEAST_DOCUMENTS and change.high < 0:
+    if documents >= LEAST_DOCUMENTS and round(change.high, 1) < 0:
         return f"Retrieval saves {size}."
-    if documents >= LEAST_DOCUMENTS and change.low > 0:
+    if documents >= LEAST_DOCUMENTS and round(change.low, 1) > 0:
         return f"Retrieval costs {size}. {_advice(model, documents)}"
     return f"No measurable gain yet: {in_words(change.percent, change.low, change.high)}; {measured}. {_advice(model, documents)}"
 
