@@ -16,7 +16,7 @@ from pipelines.executors.settings import ExecutorSettings
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import ModelSettings
+from retro.model.settings import PAPER_PRESETS, ModelSettings
 from retro.parallel.settings import ParallelSettings
 from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
@@ -48,8 +48,16 @@ class Config:
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
     def __post_init__(self) -> None:
+        """Fill in the defaults of a section that depend on others, and check sections against each other."""
         if url := url_of(self.run):
             raise InputError(f"run = {url!r}: must be a local folder; only datastores can have a URL.")
+        paper = self.model.preset in PAPER_PRESETS
+        if not self.chunks.chunk_length:
+            object.__setattr__(self, "chunks", replace(self.chunks, chunk_length=64 if paper else 32))
+        if self.neighbors.rerank == "auto":
+            by_tokens = self.embedder.kind == "lexical" and not paper
+            neighbors = replace(self.neighbors, rerank="tokens" if by_tokens else "embeddings")
+            object.__setattr__(self, "neighbors", neighbors)
         if self.neighbors.rerank == "tokens" and self.embedder.kind != "lexical":
             raise InputError(
                 f"neighbors.rerank = 'tokens' needs the token weights of embedder.kind = 'lexical', not {self.embedder.kind!r}. "

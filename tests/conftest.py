@@ -36,7 +36,14 @@ from pipelines.stages.table import build
 from retro.data.settings import DataSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, ModelSettings, RetrievalSettings
+from retro.model.settings import (
+    NO_COPY_HEAD,
+    AttentionSettings,
+    CopyHeadSettings,
+    EncoderSettings,
+    ModelSettings,
+    RetrievalSettings,
+)
 from retro.training.settings import TrainSettings
 
 PATIENCE = 600
@@ -150,7 +157,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
         index=IndexSettings(tune_queries=100),
-        neighbors=NeighborSettings(stored=6, candidates=24),
+        neighbors=NeighborSettings(stored=6, candidates=24, rerank="embeddings"),
         executor=ExecutorSettings(num_threads=1),
         data=DataSettings(sequence_length=64, k=2),
         model=ModelSettings(
@@ -160,6 +167,7 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
             num_layers=3,
             retrieval=RetrievalSettings(cca_layers=(2, 3)),
             encoder=EncoderSettings(d_model=16, d_ffw=32, num_heads=1, head_dim=16, num_layers=1),
+            copy_head=NO_COPY_HEAD,
         ),
         train=TrainSettings(
             steps=8,

@@ -22,9 +22,11 @@ from typing import Any
 from benchmarks.common import Budget, add_minutes, budget, measured_on, say
 from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, written
 from benchmarks.quality.qa_data import SETS, prepare
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
+from indexing.neighbors.search import NeighborSettings
 from indexing.sparse.candidates import Retrieval
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
@@ -41,7 +43,7 @@ MODEL = ModelSettings(
     attention=AttentionSettings(num_heads=2, head_dim=64, smeared_keys=True, smeared_tokens=3),
     num_layers=4,
     retrieval=RetrievalSettings(cca_layers=()),
-    copy_head=CopyHeadSettings(neighbors=True, content_width=64),
+    copy_head=CopyHeadSettings(context=False, neighbors=True, content_width=64),
 )
 VOCABULARY = 8192
 
@@ -83,6 +85,8 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
         datastore=folder / "pretraining",
         corpus=CorpusSettings(paths=(str(folder / "pretraining.jsonl"),)),
         tokenizer=TokenizerSettings(vocab_size=VOCABULARY),
+        chunks=ChunkSettings(chunk_length=64),
+        neighbors=NeighborSettings(rerank="embeddings"),
     )
     retro("index", written(folder / "pretraining.toml", pretraining))
     tokenizer = folder / "pretraining" / "tokenizer" / "sentencepiece.model"
@@ -91,6 +95,7 @@ def build(data: Path, folder: Path, name: str, clozes: int, corpus_bytes: int) -
             datastore=folder / searched,
             corpus=CorpusSettings(paths=(str(folder / f"{searched}.jsonl"),), split=(1, 0, 0)),
             tokenizer=TokenizerSettings(kind="sentencepiece", path=str(tokenizer)),
+            chunks=ChunkSettings(chunk_length=64),
             embedder=EmbedderSettings(dimension=1024),  # questions have few words (docs/results/passage-retrieval.md)
             index=IndexSettings(factory="Flat"),
         )

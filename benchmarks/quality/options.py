@@ -29,7 +29,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from retro.data.settings import DataSettings
-from retro.model.settings import ModelSettings, updated
+from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.training.trainer import train
 
@@ -97,7 +97,7 @@ def config_of(out: Path, run: Run, options: argparse.Namespace, steps: int) -> C
     return Config(
         datastore=out / "datastore",
         run=out / run.name.replace(" ", "_"),
-        model=updated(ModelSettings(), run.model),
+        model=updated(ModelSettings(copy_head=NO_COPY_HEAD), run.model),
         data=DataSettings(sequence_length=512),
         train=TrainSettings(
             steps=steps,
@@ -121,7 +121,7 @@ def build(out: Path, options: argparse.Namespace) -> None:
         corpus=CorpusSettings(paths=(write_part(options.corpus, options.corpus_mb, out / "corpus.jsonl"),)),
         tokenizer=TokenizerSettings(vocab_size=2048),
         chunks=ChunkSettings(chunk_length=32),
-        neighbors=NeighborSettings(search="exact"),
+        neighbors=NeighborSettings(search="exact", rerank="embeddings"),
     )
     retro("index", written(out / "datastore.toml", config))
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Budget, add_minutes, budget, say, write
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings, Document, read_documents
 from indexing.corpus.scan import list_files
 from indexing.embedders import EmbedderSettings
@@ -58,6 +59,7 @@ def open_passages(work: Path, passages: Path, embedder: EmbedderSettings) -> Ret
     config = Config(
         datastore=work,
         corpus=CorpusSettings(paths=(str(passages),), split=(1, 0, 0)),
+        chunks=ChunkSettings(chunk_length=64),
         embedder=embedder,
         index=IndexSettings(factory="Flat"),
     )

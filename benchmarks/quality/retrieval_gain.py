@@ -54,7 +54,7 @@ from pipelines.config import Config
 from pipelines.planning.calibration import draw_sample
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
-from retro.model.settings import ModelSettings, updated
+from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
@@ -213,7 +213,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
 def _sizes(options: argparse.Namespace) -> ModelSettings:
     """Return the preset with the layers of cross-attention. Its encoder is as wide as the decoder, like that of the smallest
     model of the paper, unless --narrow-encoder keeps the preset's."""
-    sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length)
+    sizes = replace(PRESETS[options.preset], chunk_length=options.chunk_length, copy_head=NO_COPY_HEAD)
     sizes = updated(sizes, {"retrieval.cca_layers": tuple(options.cca_layers)})
     if options.narrow_encoder:
         return sizes

@@ -19,6 +19,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,8 +29,10 @@ import torch
 
 from benchmarks import common
 from benchmarks.quality.experiments import SHORT_EVALUATION, retro, steps_that_fit, write_part, written
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import list_files, read_documents, split_of
+from indexing.neighbors.search import NeighborSettings
 from indexing.tokenization.extension import compare, extend, open_base
 from indexing.tokenization.tokenizer import (
     TextSample,
@@ -44,7 +47,7 @@ from retro.checkpoints.extend_vocabulary import tables
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
-from retro.model.settings import updated
+from retro.model.settings import NO_COPY_HEAD, updated
 from retro.training.settings import TrainSettings
 
 SPLIT = (95, 5, 0)
@@ -220,7 +223,9 @@ def run_config(
         run=out / f"run-{name}",
         corpus=CorpusSettings(paths=tuple(corpus)),
         tokenizer=tokenizer,
-        model=updated(PRESETS["tiny"], {"retrieval.cca_layers": ()}),
+        chunks=ChunkSettings(chunk_length=64),
+        neighbors=NeighborSettings(rerank="embeddings"),
+        model=updated(replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD), {"retrieval.cca_layers": ()}),
         data=DataSettings(sequence_length=256),
         train=TrainSettings(
             steps=steps,

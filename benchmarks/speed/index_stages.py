@@ -310,7 +310,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
 
             def search(index: Any = index, queries: np.ndarray = queries, own: Any = own) -> None:
                 # Random vectors have no clusters, so nprobe is fixed instead of tuned.
-                neighbors_of(queries, index, train, NeighborSettings(), excluded=own, nprobe=64)
+                neighbors_of(queries, index, train, NeighborSettings(rerank="embeddings"), excluded=own, nprobe=64)
 
             search()
             took[name] = seconds(search) / len(ids)

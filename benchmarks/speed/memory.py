@@ -25,7 +25,7 @@ from retro.estimates.training_memory import parameter_units, state_bytes
 from retro.model.loss import loss
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import NO_COPY_HEAD, ModelSettings
 from retro.parallel.settings import ParallelSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
@@ -62,7 +62,7 @@ def main() -> None:
 
 def measured(preset: str, num_sequences: int, precision: str) -> dict[str, Any]:
     """Return the predicted and measured bytes of one model in a step."""
-    settings = replace(PRESETS[preset], vocab_size=8192, chunk_length=64)
+    settings = replace(PRESETS[preset], vocab_size=8192, chunk_length=64, copy_head=NO_COPY_HEAD)
     placed = placement(precision, "cpu")
     run = Pass(num_sequences, 512, 2, gpu=False, narrow=placed.dtype != torch.float32)
     model = Retro(settings).train()

@@ -43,7 +43,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement, TensorBatch
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.parallel.coordination import joined
 from retro.parallel.forward_backward import DistributedModel, WholeModel, all_parameters
 from retro.parallel.gradient_norms import local
@@ -234,7 +234,7 @@ def compare(
     chosen: list[Mode], processes: dict[str, Processes], placement: Placement, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Run all modes in turn for some rounds; return a row per mode, the same in all processes."""
-    model = replace(PRESETS[options.size], vocab_size=VOCABULARY, chunk_length=64)
+    model = replace(PRESETS[options.size], vocab_size=VOCABULARY, chunk_length=64, copy_head=NO_COPY_HEAD)
     rows: dict[str, dict[str, Any]] = {}
     for number in agreed(budget(options).rounds(options.rounds)):
         for mode in chosen:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ import zstandard
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, say
 from benchmarks.quality.experiments import written
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
+from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
@@ -47,6 +50,7 @@ from pipelines.config import Config
 from pipelines.results import Table
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
+from retro.model.settings import NO_COPY_HEAD
 from retro.training.settings import TrainSettings
 
 STAGES = {
@@ -98,12 +102,14 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
 
 
 def scale_config(folder: Path, files: list[Path]) -> Config:
-    """The default settings, and a run of 100 steps."""
+    """Settings of the measured scale, and a run of 100 steps."""
     return Config(
         datastore=folder / "datastore",
         run=folder / "run",
         corpus=CorpusSettings(paths=tuple(map(str, files))),
-        model=PRESETS["tiny"],
+        chunks=ChunkSettings(chunk_length=64),
+        neighbors=NeighborSettings(rerank="embeddings"),
+        model=replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD),
         data=DataSettings(sequence_length=512),
         train=TrainSettings(steps=100, batch_size=4, warmup_steps=10, eval_every=100, eval_tokens=10_000, log_every=50),
     )

@@ -21,7 +21,7 @@ from retro.estimates.activation_trace import Pass, trace_model
 from retro.estimates.flops import training_flops
 from retro.model.presets import PRESETS, usual_retrieval
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model.settings import NO_COPY_HEAD, updated
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -51,7 +51,13 @@ def batch(options: argparse.Namespace, chunk_length: int) -> TensorBatch:
 
 def steps_of(method: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[int], object], dict[str, float]]:
     """Return a training step with a tuning method, and its sizes: parameters, bytes, relative operations."""
-    settings = replace(PRESETS[options.preset], vocab_size=options.vocab_size, chunk_length=64, shared_embeddings=True)
+    settings = replace(
+        PRESETS[options.preset],
+        vocab_size=options.vocab_size,
+        chunk_length=64,
+        copy_head=NO_COPY_HEAD,
+        shared_embeddings=True,
+    )
     settings = updated(settings, usual_retrieval(settings) | {"retrieval.cca_layers": settings.retrieval.cca_layers})
     tuning = TuningSettings(**method)
     torch.manual_seed(0)

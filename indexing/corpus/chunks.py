@@ -34,12 +34,15 @@ _BATCH_BYTES = 2**19
 class ChunkSettings:
     """How documents are cut into chunks."""
 
-    chunk_length: int = 64
-    """m, tokens per chunk (paper: 64)."""
+    chunk_length: int = 0
+    """m, tokens per chunk. Shorter chunks gain more from copying, and are more vectors (docs/results/neighbors-for-copying.md).
+    0 = 32, but the paper's 64 with a preset of the paper in `model.preset`."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.chunk_length <= 65535:
-            raise InputError(f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64).")
+        if self.chunk_length and not 2 <= self.chunk_length <= 65535:
+            raise InputError(
+                f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64), or 0 for the default."
+            )
 
 
 def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

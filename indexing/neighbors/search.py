@@ -56,10 +56,11 @@ class NeighborSettings:
     retrieval: Retrieval = "dense"
     """How candidates are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`). BM25, or its sum with the
     cosine, orders the candidates of `sparse` and `hybrid` unless `rerank` is `tokens`."""
-    rerank: Literal["embeddings", "tokens", "none"] = "embeddings"
+    rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
-    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes."""
+    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
+    `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
     search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
     """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
     (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings

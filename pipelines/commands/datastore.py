@@ -18,6 +18,7 @@ from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
 from pipelines.terminal import StagesView, aligned, echo, grouped, human_bytes, one_line, print_rows, progress
+from retro.evaluation.settings import LEAST_DOCUMENTS
 
 log = logging.getLogger("retro")
 
@@ -54,10 +55,22 @@ def index(options: IndexOptions) -> int:
         append=options.append,
         view=view,
     )
+    _warn_if_little_is_held_out(datastore, config.corpus.split)
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
         echo(f"report: {datastore.folder / 'report.html'}")
     return 0
+
+
+def _warn_if_little_is_held_out(datastore: Datastore, split: tuple[float, float, float]) -> None:
+    """Warn if the split `valid`, which evaluations score, is wanted and has fewer documents than intervals need."""
+    held_out, trained = datastore.valid.num_documents, datastore.train.num_documents
+    if split[1] and held_out < LEAST_DOCUMENTS:
+        log.warning(
+            "%s: %d of %d documents are held out. `retro eval` needs %d or more to measure what retrieval brings. Raise the "
+            "second weight, for example corpus.split = [900, 100, 0], and run again with --rebuild; or add documents.",
+            *(datastore.folder, held_out, held_out + trained, LEAST_DOCUMENTS),
+        )
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ def _passages(
 def _config(options: DemoOptions) -> Config:
     """The demo's settings. An earlier demo in the same folder must have the same corpus and seed; with other minutes, its
     models are trained again."""
+    from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
     from indexing.neighbors.search import NeighborSettings
     from indexing.tokenization.tokenizer import TokenizerSettings
@@ -256,6 +257,7 @@ def _config(options: DemoOptions) -> Config:
         run=out / "retro",
         corpus=CorpusSettings(paths=paths),
         tokenizer=TokenizerSettings(vocab_size=4096, sample_bytes=8 * 2**20, seed=options.seed),
+        chunks=ChunkSettings(chunk_length=64),  # as measured in README.md
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
         data=DataSettings(sequence_length=512, k=2, seed=options.seed),
         model=ModelSettings(

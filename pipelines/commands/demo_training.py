@@ -114,7 +114,7 @@ def _with_steps(config: Config, now: Round) -> Config:
     """Settings to train to the end of a round."""
     train = replace(config.train, steps=now.steps, checkpoint_every=20, lr_schedule="constant")
     if now.falls_from:
-        falling = (now.steps - now.falls_from) / (now.steps - train.warmup_steps)
+        falling = (now.steps - now.falls_from) / (now.steps - train.warmup)
         train = replace(train, lr_schedule="wsd", decay_ratio=falling)
     return replace(config, train=train)
 

@@ -86,8 +86,12 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         **eval_report.as_json(levels, statistics),
         **eval_fractions.as_json(fractions),
     }
+    whole = [level for level in levels if level.leakage_at_most is None]
     tables = {title: table for title, table in tables_of(results).items() if table.rows}
     blocks = [eval_report.rules_of(opened, settings), *(f"{title}\n{table.text}" for title, table in tables.items())]
+    if gains := [gain for level in whole if (gain := eval_report.gain_in_words(level, opened[0].model))]:
+        results["gains"] = gains
+        blocks.append("\n".join(gains))
     options.deliver(results, "\n\n".join(filter(None, blocks)), write_eval_page)
     return 0
 

@@ -16,8 +16,8 @@ class ImportOptions:
 
     output: Path
     """The file, `NAME.safetensors`."""
-    chunk_length: int = 64
-    """Chunk length of the datastores that the model will use."""
+    chunk_length: int = 32
+    """Chunk length of the datastores that the model will use; 32 is the default of `chunks.chunk_length`."""
     context: int = 0
     """Maximum number of tokens of context in scoring and generation; 0 = that of the model, up to 2,048."""
     precision: Precision = "auto"

@@ -22,7 +22,11 @@ from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
 from retro.evaluation.sets import EvaluationSet, short_names
+from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.retro import Retro
+from retro.model.settings import ModelSettings
+
+_MANY_DOCUMENTS = 50
 
 
 @dataclass(frozen=True)
@@ -294,6 +298,37 @@ def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = (
         "leakage": [asdict(level) for level in levels if level.leakage_at_most is not None],
         "overlap": [asdict(each) for each in statistics],
     }
+
+
+def gain_in_words(level: Level, model: ModelSettings) -> str:
+    """What retrieval brings to a model on a set, in a sentence; empty if it was not measured with retrieval.
+
+    Args:
+        level: measurements over all chunks. The best ON counts, and its interval must differ from 0 as printed.
+        model: settings of the first model.
+    """
+    off, *others = level.results
+    on = [row for row in others if row["model"] == off["model"]]
+    if not on:
+        return ""
+    best = min(range(len(on)), key=lambda number: on[number]["bits_per_byte"])
+    change, documents = level.changes[best], off["documents"]
+    measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {level.set}"
+    low, high = sorted((abs(change.low), abs(change.high)))
+    size = f"{abs(change.percent):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; {measured})"
+    if documents >= LEAST_DOCUMENTS and round(change.high, 1) < 0:
+        return f"Retrieval saves {size}."
+    if documents >= LEAST_DOCUMENTS and round(change.low, 1) > 0:
+        return f"Retrieval costs {size}. {_advice(model, documents)}"
+    return f"No measurable gain yet: {in_words(change.percent, change.low, change.high)}; {measured}. {_advice(model, documents)}"
+
+
+def _advice(model: ModelSettings, documents: int) -> str:
+    """What can make the gain of retrieval larger or its interval smaller."""
+    tips = ["train longer", "more text in the datastore"]
+    tips += [] if model.copy_head.neighbors else ["a copy head (model.copy_head.neighbors = true)"]
+    tips += ["more held-out documents (corpus.split)"] if documents < _MANY_DOCUMENTS else []
+    return f"Try: {', '.join(tips)}."
 
 
 def in_words(percent: float, low: float, high: float) -> str:

@@ -23,7 +23,7 @@ from retro.estimates.training_memory import Memory, memory_of
 from retro.model.loss import loss
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.parallel.data_parallel import share_data
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
@@ -41,7 +41,7 @@ def sized(name: str, batch_size: int, job: Job) -> tuple[ModelSettings, int, int
     """A preset with a vocabulary of 128,000, and B and T of its batch; a small model for a tiny job."""
     if job.tiny:
         small = {"num_layers": 2, "retrieval.cca_layers": (2,), "vocab_size": 128, "chunk_length": 8}
-        return updated(PRESETS["tiny"], small), 2, 32
+        return updated(replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD), small), 2, 32
     return replace(PRESETS[name], vocab_size=128_000, chunk_length=64), batch_size, 2048
 
 

@@ -23,7 +23,7 @@ from pipelines.results import ResultOptions
 from pipelines.terminal import aligned, human_bytes, human_count
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
-from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, num_microbatches
+from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, check_copy_head, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 """Operations relative to no checkpointing: full checkpointing adds a forward pass to three; selective adds none."""
+
+
+_LEAST_TIMED = 100_000_000
+"""Parameters without embeddings from which MFU estimates a time. Steps of smaller models wait for kernels to start."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,16 @@ class ParallelMode:
         parallel: the settings.
         memory: of the device with the largest memory use.
         sent_bytes: parameters and gradients that a device sends in a step.
-        step_seconds: time of an optimizer step.
-        days: time for all tokens.
+        step_seconds: time of an optimizer step; None for a small model on devices that were not measured.
+        days: time for all tokens, or None.
         fits: whether it fits into the device memory.
     """
 
     parallel: ParallelSettings
     memory: "Memory"
     sent_bytes: int
-    step_seconds: float
-    days: float
+    step_seconds: float | None
+    days: float | None
     fits: bool
 
 
@@ -151,6 +155,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
     vocab_size, chunk_length = options.tokenizer.vocab_size, options.chunks.chunk_length
     model = replace(model, vocab_size=model.vocab_size or vocab_size, chunk_length=model.chunk_length or chunk_length)
+    check_copy_head(model, options.parallel)
     data, train = options.data, options.train
     if data.sequence_length % model.chunk_length:
         raise InputError(
@@ -166,6 +171,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         else options.peak_tflops * 1e12 * options.mfu
     )
     tokens = options.tokens or float(train.steps * per_step)
+    is_timed = bool(options.measured) or count_parameters(made) >= _LEAST_TIMED
     step_seconds = per_step * per_token / (options.devices * rate) / _busy(options)
     gpu = train.device != "cpu"
     run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
@@ -175,9 +181,9 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         memory = memory_of(
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )
-        seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing]
+        seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing] if is_timed else None
         sent = sent_bytes(model, parallel, train.gradient_accumulation_steps, narrow=run.narrow)
-        days = seconds * tokens / per_step / 86_400
+        days = None if seconds is None else seconds * tokens / per_step / 86_400
         modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
         parameters=count_parameters(made),
@@ -293,7 +299,8 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
             [
                 *(str(parallel.zero), parallel.activation_checkpointing, "yes" if parallel.cpu_offload else ""),
                 *map(human_bytes, (*parts, memory.working, memory.device, memory.host, mode.sent_bytes)),
-                *(_short_time(mode.step_seconds), long_time(86_400 * mode.days), "yes" if mode.fits else "no"),
+                *_times(mode),
+                "yes" if mode.fits else "no",
             ]
         )
     return [what, modes]
@@ -313,10 +320,21 @@ def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
         f'zero = {parallel.zero}, activation_checkpointing = "{parallel.activation_checkpointing}"'
         + ", cpu_offload = true" * parallel.cpu_offload
     )
-    return (
-        f"The cheapest mode that fits: {changes}: {human_bytes(mode.memory.device)} per device, {_short_time(mode.step_seconds)} per step, "
-        f"{long_time(86_400 * mode.days)} for all tokens."
-    )
+    fits = f"The cheapest mode that fits: {changes}: {human_bytes(mode.memory.device)} per device"
+    if mode.step_seconds is None:
+        return (
+            f"{fits}. Times are left out: MFU says little about models with fewer than {_LEAST_TIMED:,} parameters. Train a few "
+            "steps and add --measured RUN."
+        )
+    step, all_tokens = _times(mode)
+    return f"{fits}, {step} per step, {all_tokens} for all tokens."
+
+
+def _times(mode: ParallelMode) -> tuple[str, str]:
+    """Time of a step and of all tokens, or dashes."""
+    if mode.step_seconds is None or mode.days is None:
+        return "–", "–"
+    return _short_time(mode.step_seconds), long_time(86_400 * mode.days)
 
 
 def _short_time(seconds: float) -> str:

@@ -119,6 +119,11 @@ def from_words(words: Sequence[str], hint: Any) -> Any:
     return from_toml(word, hint) if hint is types.NoneType else hint(word)
 
 
+def is_switch(hint: Any) -> bool:
+    """Whether a leaf of this type is true or false, or undecided (None)."""
+    return hint is bool or (_is_union(hint) and bool in get_args(hint))
+
+
 def takes_several(hint: Any) -> bool:
     """Whether a leaf of this type is a list."""
     return get_origin(hint) is tuple or (_is_union(hint) and any(map(takes_several, get_args(hint))))

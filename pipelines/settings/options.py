@@ -6,14 +6,16 @@ from itertools import takewhile
 from typing import Any
 
 from indexing.store.errors import InputError
-from pipelines.settings.fields import accepted, did_you_mean, from_words, leaf_types, nearest, takes_several
+from pipelines.settings.fields import accepted, did_you_mean, from_words, is_switch, leaf_types, nearest, takes_several
+
+_OPTIONAL_SWITCH = {"True": True, "False": False, "None": None}
 
 
 def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> dict[str, Any]:
     """Read options; the last one of a key wins.
 
-    Hyphens and underscores are the same. A bool is a pair of switches, `--train.compile` and `--train.no-compile`. A list takes
-    all words up to the next option. `--key=value` passes a value that begins with two hyphens.
+    Hyphens and underscores are the same. A bool is a pair of switches, `--train.compile` and `--train.no-compile`. One that can be
+    None also takes True, False or None. A list takes all words up to the next option. `--key=value` passes a value that begins with two hyphens.
 
     Args:
         settings_type: the tree of settings.
@@ -31,13 +33,14 @@ def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> d
         option, equals, value = argument.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         switch = key if key in leaves else re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
-        if not option.startswith("--") or (equals and leaves.get(switch) is bool):
+        if not option.startswith("--") or (equals and is_switch(leaves.get(switch))):
             several = " For more than one datastore use --extra-datastores." if "extra_datastores" in leaves else ""
             raise InputError(
                 f"unexpected argument {argument!r}. A switch takes no value: --key for true, --no-key for false.{several} {more}"
             )
-        if leaves.get(switch) is bool:
-            values[switch] = key == switch
+        if is_switch(leaves.get(switch)):
+            is_value = leaves[switch] is not bool and key == switch and rest[:1] and rest[0] in _OPTIONAL_SWITCH
+            values[switch] = _OPTIONAL_SWITCH[rest.pop(0)] if is_value else key == switch
             continue
         if key not in leaves:
             raise InputError(f"unknown option {option}.{_hint(key, leaves)} {more}")

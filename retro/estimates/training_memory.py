@@ -296,8 +296,8 @@ def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:
 
     With scores by content, autograd keeps about 32 for each pair, and the activations from which keys are computed.
     """
-    own, width = run.sequence_length * settings.copy_head.context, settings.copy_head.content_width
-    neighbors = 2 * settings.chunk_length * run.k * settings.copy_head.neighbors
+    own, width = run.sequence_length * bool(settings.copy_head.context), settings.copy_head.content_width
+    neighbors = 2 * settings.chunk_length * run.k * bool(settings.copy_head.neighbors)
     pairs = max(12 * own, (32 if width else 12) * neighbors)
     keys = neighbors // settings.chunk_length * (60 * width + 4 * settings.d_model) if width else 0
     return run.num_sequences * run.sequence_length * (pairs + keys)

@@ -92,6 +92,11 @@ class SetResult:
         return int(self.bytes_by_document.sum())
 
     @property
+    def documents(self) -> int:
+        """Number of documents with scored tokens."""
+        return int(np.count_nonzero(self.bytes_by_document))
+
+    @property
     def bits_per_byte(self) -> float:
         """Total bits divided by the bytes of the scored tokens."""
         return float(self.nats_by_document.sum() / math.log(2) / self.bytes_by_document.sum())
@@ -103,8 +108,8 @@ class SetResult:
 
     def as_json(self) -> dict[str, Any]:
         """All values except the arrays."""
-        names = ("set", "retrieval", "k", "bits_per_byte", "perplexity", "tokens", "bytes", "tokens_per_second")
-        return {name: getattr(self, name) for name in names}
+        figures = ("bits_per_byte", "perplexity", "documents", "tokens", "bytes", "tokens_per_second")
+        return {name: getattr(self, name) for name in ("set", "retrieval", "k", *figures)}
 
 
 def evaluate(

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from indexing.store.errors import InputError
 from retro.evaluation.sets import check_entries
 
+LEAST_DOCUMENTS = 5
+"""Held-out documents from which an interval over documents means something."""
+
 
 @dataclass(frozen=True)
 class EvaluationSettings:

@@ -58,6 +58,8 @@ def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, 
         "scaled_embeddings": False,
         "retrieval.positions": "rope",
         "retrieval.cca_layers": (),
+        "copy_head.context": False,
+        "copy_head.neighbors": False,
         "chunk_length": chunk_length,
     }
     try:

@@ -42,7 +42,7 @@ def _description(model: ModelSettings) -> str:
     reading = [
         f"an encoder reads them, and the decoder's layers {layers} attend to the result (chunked cross-attention)"
     ]
-    copying = ["a copy head predicts what followed the same text in them"] * model.copy_head.neighbors
+    copying = ["a copy head predicts what followed the same text in them"] * bool(model.copy_head.neighbors)
     return (
         "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). With retrieval ON, the model reads the "
         f"nearest neighbors of every chunk of {model.chunk_length} tokens from a datastore: "

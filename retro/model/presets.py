@@ -11,6 +11,7 @@ from retro.model.mixture_of_experts import ExpertLinear
 from retro.model.retro import Retro
 from retro.model.settings import (
     AttentionSettings,
+    CopyHeadSettings,
     EncoderSettings,
     ModelSettings,
     RetrievalSettings,
@@ -27,6 +28,8 @@ def _preset(
     num_layers: int,
     cca_layers: tuple[int, ...],
     encoder: tuple[int, int, int],
+    *,
+    copies: bool = True,
 ) -> ModelSettings:
     """Settings of some sizes.
 
@@ -37,6 +40,7 @@ def _preset(
         num_layers: its layers.
         cca_layers: those with chunked cross-attention.
         encoder: its width, inner width and number of heads of 64 features. It has two layers and cross-attention in the first.
+        copies: whether it has a copy head over its context and its neighbors.
     """
     return ModelSettings(
         d_model=d_model,
@@ -45,12 +49,14 @@ def _preset(
         attention=AttentionSettings(num_heads=heads[0], head_dim=heads[1]),
         retrieval=RetrievalSettings(cca_layers=cca_layers),
         encoder=EncoderSettings(d_model=encoder[0], d_ffw=encoder[1], num_heads=encoder[2]),
+        copy_head=CopyHeadSettings(context=copies, neighbors=copies),
     )
 
 
 def _paper(d_model: int, d_ffw: int, heads: tuple[int, int], num_layers: int, last_cca: int) -> ModelSettings:
     """A row of table 10. All sizes have the same encoder, and P is every third layer from 6 (section 2.5)."""
-    return _preset(d_model, d_ffw, heads, num_layers, tuple(range(6, last_cca + 1, 3)), (896, 3584, 16))
+    layers = tuple(range(6, last_cca + 1, 3))
+    return _preset(d_model, d_ffw, heads, num_layers, layers, (896, 3584, 16), copies=False)
 
 
 PRESETS: dict[str, ModelSettings] = {
@@ -68,7 +74,7 @@ PRESETS: dict[str, ModelSettings] = {
 
 
 def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> ModelSettings:
-    """Settings with the sizes of their preset.
+    """Settings with the sizes of their preset, and with the copy head that they have by default.
 
     Args:
         settings: with or without a preset.
@@ -78,7 +84,7 @@ def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> Model
         InputError: there is no such preset, or a size is set in addition to it.
     """
     if not settings.preset:
-        return settings
+        return _with_copy_head(settings, copies=bool(settings.retrieval.cca_layers))
     if settings.preset == "base":
         return _with_base(settings, base)
     if settings.preset not in PRESETS:
@@ -86,7 +92,16 @@ def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> Model
     sizes = keys_with("size")
     _check_unset(settings, ModelSettings(), sizes)
     preset = flatten(PRESETS[settings.preset])
-    return updated(settings, {key: preset[key] for key in sizes} | {"preset": ""})
+    sized = updated(settings, {key: preset[key] for key in sizes} | {"preset": ""})
+    return _with_copy_head(sized, copies=preset["copy_head.neighbors"])
+
+
+def _with_copy_head(settings: ModelSettings, *, copies: bool) -> ModelSettings:
+    """Decide `copy_head.neighbors`, by default as `copies`, and `copy_head.context`, by default as `neighbors`."""
+    head = settings.copy_head
+    neighbors = copies if head.neighbors is None else head.neighbors
+    context = neighbors if head.context is None else head.context
+    return updated(settings, {"copy_head.context": context, "copy_head.neighbors": neighbors})
 
 
 def _check_unset(settings: ModelSettings, preset: ModelSettings, decided: set[str]) -> None:
@@ -101,6 +116,7 @@ def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSett
     """The decoder of the base, with the encoder and cross-attention that are set, else the base's, else the usual ones."""
     if base is None:
         raise InputError("model.preset = 'base' needs train.init_from: name a trained model there.")
+    base = _with_copy_head(base, copies=False)
     decided = keys_with("with_base", "decoder")
     if not (base.attention.smeared_keys or base.retrieval.smeared_keys):
         decided -= {"attention.smeared_tokens"}

@@ -22,6 +22,9 @@ RopeScaling = Literal["none", "linear", "llama3"]
 Initialization = Literal["depth-scaled", "mup"]
 WithBase = Literal["decoder", "retrieval", "switch", "free"]
 
+PAPER_PRESETS = ("172m", "425m", "1.5b", "7.5b")
+"""Presets of the paper's models (table 10)."""
+
 
 def _setting(
     default: Any,
@@ -200,13 +203,19 @@ class CopyHeadSettings(_Section):
 
     key: ClassVar = "model.copy_head"
 
-    context: bool = _setting(False, with_base="switch")
-    """Copy from the preceding tokens of the same document. A baseline can have it too, which keeps a comparison fair."""
-    neighbors: bool = _setting(False, with_base="switch")
-    """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention."""
+    context: bool | None = _setting(None, with_base="switch")
+    """Copy from the preceding tokens of the same document. A baseline can have it too, which keeps a comparison fair.
+    "None" = as `neighbors`."""
+    neighbors: bool | None = _setting(None, with_base="switch")
+    """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a model with
+    chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
+    the checkpoint."""
     content_width: int = _setting(0, minimum=0, with_base="switch")
     """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
     token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
+
+
+NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +253,7 @@ class ModelSettings(_Section):
 
     preset: str = _setting("", with_base="free")
     """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes.
-    `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`. `[model.encoder]`
+    The last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`. `[model.encoder]`
     and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has none, every third
     layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of the decoder's
     width, up to 896."""
@@ -302,7 +311,7 @@ class ModelSettings(_Section):
         self._check_layers()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
             self.refuse("copying_init", "false, or set model.shared_embeddings")
-        if self.copy_head.content_width and not self.copy_head.neighbors:
+        if self.copy_head.content_width and self.copy_head.neighbors is False:
             self.copy_head.refuse("content_width", "0, or set model.copy_head.neighbors = true")
         if self.attention.smeared_tokens > (self.chunk_length or math.inf):
             self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
@@ -314,7 +323,7 @@ class ModelSettings(_Section):
     @property
     def retrieves(self) -> bool:
         """Whether the model reads neighbors."""
-        return bool(self.retrieval.cca_layers) or self.copy_head.neighbors
+        return bool(self.retrieval.cca_layers or self.copy_head.neighbors)
 
     @property
     def retrieval_positions(self) -> PositionScheme:
@@ -406,6 +415,8 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again.
 
+    What was stored before copy heads existed has none.
+
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
@@ -417,6 +428,7 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
         read = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
         return kind(**{**read, **made_sections})
 
+    values = {**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
     sections = {name: made(kind, values[name], {}) for name, kind in _SECTIONS.items() if name in values}
     settings: ModelSettings = made(ModelSettings, values, sections)
     return settings

@@ -72,10 +72,13 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
 
 def check_copy_head(model: ModelSettings, settings: ParallelSettings) -> None:
     """Raise InputError if a model with a copy head is divided by token or by layer: it needs all tokens and the last layer."""
-    copies = [key for key, value in flatten(model).items() if key.startswith("copy_head.") and value]
+    sources = [source for source in ("neighbors", "context") if getattr(model.copy_head, source)]
     for key in ("tensor", "pipeline"):
-        if copies and getattr(settings, key) > 1:
-            raise InputError(f"parallel.{key} = {getattr(settings, key)}: must be 1 with model.{copies[0]} = true.")
+        if sources and getattr(settings, key) > 1:
+            raise InputError(
+                f"parallel.{key} = {getattr(settings, key)}: must be 1 with a copy head, which a model with cross-attention has "
+                f"by default. Set model.copy_head.{sources[0]} = false to train without it."
+            )
 
 
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:

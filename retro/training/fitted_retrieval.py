@@ -23,7 +23,7 @@ def fits_cross_attention(model: Retro, base: ModelSettings) -> bool:
 
 def fits_copying(model: Retro, base: ModelSettings) -> bool:
     """Whether copying from neighbors is new in the model."""
-    return model.settings.copy_head.neighbors and not base.copy_head.neighbors
+    return bool(model.settings.copy_head.neighbors) and not base.copy_head.neighbors
 
 
 def fit_retrieval(

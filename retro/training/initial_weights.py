@@ -48,13 +48,15 @@ def load_initial_weights(
     left_out = [name for name in theirs if name not in ours]
     foreign = [name for name in left_out if not name.startswith(RETRIEVAL)]
     if foreign:
-        raise InputError(f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {advice}")
+        raise InputError(
+            f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {_switch(foreign, 'true')}{advice}"
+        )
     drawn = [name for name in ours if name not in theirs]
     trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[tuning.weights]
     if untrained := [name for name in drawn if not name.startswith(trained)]:
         raise InputError(
             f"train.init_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
-            f"not train: {', '.join(untrained)}. {advice}"
+            f"not train: {', '.join(untrained)}. {_switch(untrained, 'false')}{advice}"
         )
     _check_function(checkpoint, model)
     known = checkpoint.known_tokenizer if tokenizer else ""
@@ -73,6 +75,12 @@ def load_initial_weights(
     for words, names in (("drawn at random", drawn), ("left out", left_out)):
         if names:
             log.info("%s: %s", words, ", ".join(names))
+
+
+def _switch(names: list[str], value: str) -> str:
+    """The line that adds or removes a copy head over the context, if it is among these weights: it can be there by default."""
+    is_copying = any(name.startswith("copy_head.context.") for name in names)
+    return f"Set model.copy_head.context = {value}. " * is_copying
 
 
 def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:

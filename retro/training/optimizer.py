@@ -50,7 +50,7 @@ def decaying(model: nn.Module) -> Iterator[Tensor]:
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
     """The learning rate of a step, counted from 0: linear warm-up from 1e-7, then `train.lr_schedule`."""
-    lr, warmup_steps = settings.lr, settings.warmup_steps
+    lr, warmup_steps = settings.lr, settings.warmup
     if step < warmup_steps:
         return 1e-7 + (lr - 1e-7) * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, settings.steps - warmup_steps)

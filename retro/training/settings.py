@@ -26,7 +26,7 @@ class TrainSettings:
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 1e-7 (paper: 750)."""
+    """Steps of linear warm-up from 1e-7 (paper: 750). A run with fewer `steps` warms up in a tenth of them."""
     lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can be
     continued as `wsd`."""
@@ -110,11 +110,11 @@ class TrainSettings:
             raise InputError(f"train.lr = {self.lr}: must be above 0.")
         if not 0 < self.decay_ratio <= 1:
             raise InputError(f"train.decay_ratio = {self.decay_ratio}: must be above 0 and at most 1.")
-        if self.warmup_steps > self.steps:
-            raise InputError(
-                f"train.warmup_steps = {self.warmup_steps}: must not exceed train.steps = {self.steps}. A short run needs both: "
-                f"--train.warmup-steps {self.steps // 10}, for example."
-            )
         unknown = set(self.report_to) - {"tensorboard", "wandb"}
         if unknown:
             raise InputError(f"train.report_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up: `warmup_steps`, or a tenth of a run that has fewer steps."""
+        return self.warmup_steps if self.warmup_steps <= self.steps else self.steps // 10

@@ -32,7 +32,7 @@ from retro.data.loader import load
 from retro.device import TensorBatch, choose_training_placement
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, from_json
+from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
 from retro.training.bad_batches import advice, describe_figures, name_batch
@@ -116,6 +116,10 @@ class Trainer:
         """
         settings.check()
         status("opening the data and the model")
+        if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
+            log.warning(
+                "train.warmup_steps = %d is more than train.steps: warming up in %d steps instead", wanted, warmup
+            )
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
             settings.train.device, settings.train.precision, settings.train.num_threads
@@ -283,7 +287,9 @@ class Trainer:
         }
 
     def _last_checkpoint(self) -> Checkpoint | None:
-        defaults = RunSettings().recorded({name: type(each)() for name, each in self.task.extra_sections.items()})
+        defaults = RunSettings(ModelSettings(copy_head=NO_COPY_HEAD)).recorded(
+            {name: type(each)() for name, each in self.task.extra_sections.items()}
+        )
         return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from pipelines.results import Format
 from pipelines.settings.fields import leaf_types
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +50,19 @@ def test_index_writes_reports_and_prints_the_same_when_run_again(trained: Path, 
     )
 
 
+@pytest.mark.parametrize(
+    ("documents", "split", "warns"), [(3, (980, 20, 0), True), (3, (1, 0, 0), False), (60, (500, 500, 0), False)]
+)
+def test_index_warns_if_fewer_than_a_handful_of_documents_are_held_out(
+    tmp_path: Path, capsys, documents: int, split: tuple[float, float, float], warns: bool
+) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", documents))
+    config = replace(config, corpus=replace(config.corpus, split=split))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert main(["index", str(tmp_path / "config.toml"), "--stage", "chunk"]) == 0
+    assert ("corpus.split = " in capsys.readouterr().err) == warns
+
+
 def test_finished_run_trains_again_without_error_and_a_changed_setting_is_refused(trained: Path, capsys) -> None:
     assert main(["train", str(trained / "config.toml")]) == 0
     assert main(["train", str(trained / "config.toml"), "--train.lr", "5e-4"]) == 2
@@ -62,6 +76,7 @@ def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, t
     assert "OFF" in printed
     assert re.search(r"valid +ON k=2 +OFF +[-+]\d+\.\d\d%", printed)
     results = json.loads(out.read_text())
+    assert [printed.strip().split("\n")[-2]] == results["gains"]  # the last line names the report
     assert [row["k"] for row in results["results"]] == [0, 1, 2]
     assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
 

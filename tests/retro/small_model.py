@@ -15,7 +15,14 @@ from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
+from retro.model.settings import (
+    NO_COPY_HEAD,
+    AttentionSettings,
+    EncoderSettings,
+    ModelSettings,
+    RetrievalSettings,
+    updated,
+)
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -34,6 +41,7 @@ SETTINGS = ModelSettings(
     retrieval=RetrievalSettings(cca_layers=(2, 4)),
     encoder=EncoderSettings(d_model=24, d_ffw=48, num_heads=2, head_dim=8),
     chunk_length=M,
+    copy_head=NO_COPY_HEAD,
 )
 SCHEMES: dict[str, dict[str, Any]] = {
     "rope": {},

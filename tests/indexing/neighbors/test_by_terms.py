@@ -21,7 +21,7 @@ from pipelines.config import Config
 from pipelines.reports.datastore import measure
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-SETTINGS = NeighborSettings(stored=6, candidates=24, retrieval="sparse", search="exact")
+SETTINGS = NeighborSettings(stored=6, candidates=24, retrieval="sparse", rerank="embeddings", search="exact")
 
 
 def config_of(folder: Path, *files: Path, **changes) -> Config:

@@ -11,7 +11,6 @@ import faiss
 import numpy as np
 import pytest
 
-from indexing.neighbors.search import NeighborSettings
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
@@ -296,7 +295,7 @@ def test_neighbors_in_another_datastore_are_verified_there(tmp_path, tiny_corpus
     other = shutil.copytree(tiny_datastore.folder, tmp_path / "other")
     embedder = replace(config.embedder, path=str(other))
     tokenizer = replace(config.tokenizer, kind="sentencepiece", path=str(other / "tokenizer" / "sentencepiece.model"))
-    extra = NeighborSettings(stored=6, candidates=24, extra_datastores=(other,))
+    extra = replace(config.neighbors, extra_datastores=(other,))
     datastore = build_local(replace(config, embedder=embedder, tokenizer=tokenizer, neighbors=extra))
     assert verify(datastore.folder).problems == ()
     last = (1 << 40) + tiny_datastore.train.num_chunks

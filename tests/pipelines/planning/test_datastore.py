@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.neighbors.search import NeighborSettings
@@ -22,7 +23,8 @@ from tests.pipelines.planning.sizes import assert_bytes_close, calibrated
 
 CONFIG = Config(
     corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
-    neighbors=NeighborSettings(search="index"),  # the search that was measured
+    chunks=ChunkSettings(chunk_length=64),
+    neighbors=NeighborSettings(search="index", rerank="embeddings"),  # the search that was measured
 )
 
 

@@ -23,6 +23,16 @@ def planned(*arguments: str) -> tuple[PlanTrainOptions, dict]:
     return options, {"plan": plan, "told": advice(plan, options)}
 
 
+@pytest.fixture
+def measured_run(tmp_path: Path) -> Path:
+    """The folder of a run that has logged its speed."""
+    sizes = {"vocab_size": 500, "chunk_length": 64, "num_layers": 2, "retrieval": {"cca_layers": [2]}}
+    (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
+    lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
 def test_verb_writes_every_mode_and_prints_the_cheapest(tmp_path: Path, capsys) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "train", *SMALL, "--tokens", "1e9", "--output", str(out)]) == 0
@@ -44,8 +54,9 @@ def test_verb_accepts_a_settings_file_and_plan_datastore_checks_its_own_options(
 
 
 def test_time_is_operations_divided_by_device_throughput() -> None:
-    options, made = planned("--tokens", "1e9", "--devices", "2", "--peak-tflops", "100", "--mfu", "0.5")
-    plan, sizes = made["plan"], {"preset": "tiny", "vocab_size": 500, "chunk_length": 64}
+    rate = ["--peak-tflops", "100", "--mfu", "0.5"]
+    options, made = planned("--tokens", "1e9", "--devices", "2", "--model.preset", "172m", *rate)
+    plan, sizes = made["plan"], {"preset": "172m", "vocab_size": 500, "chunk_length": 64}
     from retro.model.presets import resolve
 
     per_token = 3 * forward_flops(resolve(updated(ModelSettings(), sizes)), 128, 2) / 128  # type: ignore[arg-type]
@@ -57,10 +68,17 @@ def test_time_is_operations_divided_by_device_throughput() -> None:
     assert options.tokens == 1e9
 
 
-def test_pipeline_plan_includes_the_bubble() -> None:
-    alone, four = (
-        planned("--devices", "4", "--parallel.pipeline", p, "--train.batch-size", "32")[1]["plan"] for p in ("1", "4")
-    )
+def test_no_time_is_named_for_a_small_model_unless_it_was_measured(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "train", *SMALL, "--output", str(out)]) == 0
+    assert {(mode["step_seconds"], mode["days"]) for mode in json.loads(out.read_text())["modes"]} == {(None, None)}
+    assert "--measured RUN" in capsys.readouterr().out
+
+
+def test_pipeline_plan_includes_the_bubble(measured_run: Path) -> None:
+    options = ["--devices", "4", "--train.batch-size", "32", "--measured", str(measured_run)]
+    options += ["--model.copy-head.no-neighbors"]  # pipelines do not support it
+    alone, four = (planned(*options, "--parallel.pipeline", p)[1]["plan"] for p in ("1", "4"))
     assert four.modes[0].step_seconds == pytest.approx(alone.modes[0].step_seconds * (8 + 3) / 8)
 
 
@@ -74,15 +92,11 @@ def test_modes_that_fit_are_marked_and_the_cheapest_is_named() -> None:
     assert "No mode fits into 1MB" in planned("--device-memory", "1MB")[1]["told"]
 
 
-def test_device_throughput_comes_from_the_median_of_a_measured_run(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 500, "chunk_length": 64, "num_layers": 2, "retrieval": {"cca_layers": [2]}}
-    (tmp_path / "settings.json").write_text(json.dumps({"model": sizes, "data": {"sequence_length": 128, "k": 1}}))
-    lines = [{"step": 10, "tokens_per_second": rate} for rate in (10.0, 1000.0, 1100.0)] + [{"step": 10, "valid": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run: Path) -> None:
     model = ModelSettings(vocab_size=500, chunk_length=64, num_layers=2, retrieval=RetrievalSettings(cca_layers=(2,)))
     expected = 1000.0 * flops_per_token(model, DataSettings(sequence_length=128, k=1))
-    assert measured_flops(tmp_path, 1) == pytest.approx(expected)
-    assert planned("--measured", str(tmp_path))[1]["plan"].device_flops == pytest.approx(expected)
+    assert measured_flops(measured_run, 1) == pytest.approx(expected)
+    assert planned("--measured", str(measured_run))[1]["plan"].device_flops == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +108,7 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(tmp_path: Pat
         (["--mfu", "40"], "mfu = 40: must be above 0 and at most 1"),
         (["--peak-tflops", "0"], "peak_tflops = 0: must be above 0"),
         (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
+        (["--parallel.tensor", "2"], "Set model.copy_head.neighbors = false"),
         (["--data.sequence-length", "100"], "data.sequence_length = 100: must be a multiple of model.chunk_length"),
         (["--measured", "nowhere"], "measured = 'nowhere': not the folder of a training run"),
         (["--zero", "1"], "unknown option --zero"),

@@ -42,6 +42,8 @@ class Train:
     """More places."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Exactly two."""
+    copies: bool | None = None
+    """Copy, by default as another setting says."""
     limit: int | None = None
     """At most."""
     inner: Inner = field(default_factory=lambda: Inner(depth=7))
@@ -78,6 +80,21 @@ def error_of(folder: Path, text: str, *arguments: str) -> str:
     with pytest.raises(InputError) as caught:
         load_text(folder, text, *arguments)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--train.copies"], True),
+        (["--train.no-copies"], False),
+        (["--train.copies", "False"], False),
+        (["--train.copies", "True"], True),
+        (["--train.copies", "None"], None),
+    ],
+)
+def test_a_switch_that_can_be_none_is_a_pair_of_options_or_takes_a_word(words: list[str], value: bool | None) -> None:
+    loaded = load(Settings, None, ["--train.copies", *words, "--train.steps", "2"], verb="train").train
+    assert (loaded.copies, loaded.steps) == (value, 2)
 
 
 def test_settings_without_file_and_arguments_are_the_defaults():

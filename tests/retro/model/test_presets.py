@@ -10,7 +10,16 @@ import torch
 from indexing.store.errors import InputError
 from retro.model.presets import PRESETS, baseline_of, count_active_parameters, count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
+from retro.model.settings import (
+    NO_COPY_HEAD,
+    PAPER_PRESETS,
+    AttentionSettings,
+    CopyHeadSettings,
+    EncoderSettings,
+    ModelSettings,
+    RetrievalSettings,
+    updated,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +71,31 @@ def test_options_other_than_sizes_can_be_set_with_a_preset() -> None:
     assert resolve(updated(ModelSettings(preset="tiny"), options)) == updated(PRESETS["tiny"], options)
 
 
+@pytest.mark.parametrize("preset", ["", *PRESETS])
+def test_models_with_cross_attention_copy_by_default_except_the_papers(preset: str) -> None:
+    head = resolve(ModelSettings(preset=preset)).copy_head
+    assert (head.context, head.neighbors) == (preset not in PAPER_PRESETS,) * 2
+
+
+@pytest.mark.parametrize("preset", ["", "small", "172m"])
+@pytest.mark.parametrize(("neighbors", "context"), [(False, None), (True, None), (False, True), (True, False)])
+def test_copy_head_neighbors_decides_both_sources_unless_the_context_is_set(
+    preset: str, neighbors: bool, context: bool | None
+) -> None:
+    chosen = CopyHeadSettings(neighbors=neighbors, context=context)
+    head = resolve(ModelSettings(preset=preset, copy_head=chosen)).copy_head
+    assert (head.neighbors, head.context) == (neighbors, neighbors if context is None else context)
+
+
+@pytest.mark.parametrize("stored", [CopyHeadSettings(), NO_COPY_HEAD, CopyHeadSettings(context=True, neighbors=False)])
+def test_plain_decoders_and_the_preset_base_get_no_copy_head_by_default(stored: CopyHeadSettings) -> None:
+    plain = ModelSettings(vocab_size=7, retrieval=RetrievalSettings(cca_layers=()), copy_head=stored)
+    for settings in (resolve(plain), resolve(ModelSettings(preset="base"), plain)):
+        assert (settings.copy_head.neighbors, settings.copy_head.context) == (False, bool(stored.context))
+    copying = resolve(ModelSettings(preset="base", copy_head=CopyHeadSettings(neighbors=True)), plain).copy_head
+    assert (copying.neighbors, copying.context) == (True, bool(stored.context))
+
+
 def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings() -> None:
     small = ModelSettings(
         vocab_size=7,
@@ -71,6 +105,7 @@ def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings(
         activation="swiglu",
         attention=AttentionSettings(positions="alibi"),
         dropout=0.5,
+        copy_head=NO_COPY_HEAD,
     )
     found = resolve(ModelSettings(preset="base", chunk_length=16, shared_embeddings=True), small)
     assert found == updated(

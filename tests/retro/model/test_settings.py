@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
+from retro.model.presets import resolve
 from retro.model.settings import (
+    NO_COPY_HEAD,
     AttentionSettings,
     ExpertSettings,
     ModelSettings,
@@ -28,7 +30,7 @@ def test_settings_survive_a_json_round_trip() -> None:
     for settings in (ModelSettings(), OTHER):
         assert from_json(json.loads(json.dumps(asdict(settings)))) == settings
     assert from_json({"d_model": 32, "retrieval": {"cca_layers": [1]}}) == updated(
-        ModelSettings(), {"d_model": 32, "retrieval.cca_layers": (1,)}
+        ModelSettings(copy_head=NO_COPY_HEAD), {"d_model": 32, "retrieval.cca_layers": (1,)}
     )
 
 
@@ -90,6 +92,11 @@ def test_integer_minimums_are_checked_in_every_section() -> None:
                         updated(ModelSettings(), {f"{section.name}.{each.name}": -1})
 
 
+@pytest.mark.parametrize("stored", [{}, {"copy_head": {"content_width": 0}}])
+def test_a_model_stored_before_copy_heads_existed_has_none(stored: dict[str, Any]) -> None:
+    assert resolve(from_json(stored)).copy_head == from_json(stored).copy_head == NO_COPY_HEAD
+
+
 def test_scores_by_content_need_copying_from_neighbors() -> None:
     with pytest.raises(InputError, match=r"content_width is 8: set it to 0, or set model\.copy_head\.neighbors = true"):
-        updated(ModelSettings(), {"copy_head.content_width": 8})
+        updated(ModelSettings(), {"copy_head.content_width": 8, "copy_head.neighbors": False})

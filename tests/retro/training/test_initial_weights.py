@@ -18,6 +18,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from retro.training.initial_weights import load_initial_weights
 from retro.training.trainer import train
+from retro.tuning.settings import TuningSettings
 from tests.conftest import tiny_config
 
 
@@ -116,6 +117,19 @@ def test_incompatible_weights_are_rejected_with_their_name(retro: Checkpoint, ch
         weights_before_and_after(retro, updated(retro.model, change))
     for pattern in words:
         assert caught.match(pattern)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "line"), [(True, False, r"context = true\."), (False, True, r"context = false\.")]
+)
+def test_a_copy_head_that_one_model_lacks_is_named_with_the_line_that_switches_it(
+    config: Config, tmp_path: Path, theirs: bool, ours: bool, line: str
+) -> None:
+    base = updated(config.model, {"copy_head.context": theirs})
+    source = trained(replace(config, run=tmp_path / "base", model=base, train=replace(config.train, steps=1)))
+    model = Retro(updated(source.model, {"copy_head.context": ours}))
+    with pytest.raises(InputError, match=rf"copy_head\.context\..* Set model\.copy_head\.{line}"):
+        load_initial_weights(source, model, source.datastores, TuningSettings(weights="retrieval"))
 
 
 def test_a_resumed_run_does_not_need_the_initial_weights(config: Config, retro: Checkpoint, tmp_path: Path) -> None:

@@ -29,6 +29,14 @@ def test_schedules_warm_up_and_end_at_their_final_rate(schedule, middle: float, 
     assert values == sorted(values, reverse=True)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(99, 9), (60, 6), (5, 0), (100, 100), (1000, 100)])
+def test_a_run_with_fewer_steps_than_its_warmup_warms_up_in_a_tenth_of_them(steps: int, warmup: int) -> None:
+    settings = TrainSettings(steps=steps, warmup_steps=100, lr=1.0)
+    rates = [learning_rate(step, settings) for step in range(steps)]
+    assert max(range(steps), key=rates.__getitem__) == max(0, warmup - 1)
+    assert rates[max(0, warmup - 1)] == pytest.approx(1.0)
+
+
 def test_matrices_decay_and_norms_do_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))

@@ -183,6 +183,28 @@ def test_settings_missing_in_old_checkpoints_have_their_default(config: Config) 
     assert _changes(checkpoint, now, defaults) == []
 
 
+def test_a_run_from_before_the_copy_head_resumes_without_one(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_train(config, lr_schedule="constant")
+    run(with_train(config, steps=4))
+    read = checkpoints.read
+
+    def read_old(folder: Path) -> checkpoints.Checkpoint:
+        found = read(folder)
+        del found.settings["model"]["copy_head"]
+        return found
+
+    monkeypatch.setattr(checkpoints, "read", read_old)
+    assert run(config).metrics[-1]["step"] == 8
+
+
+def test_a_run_shorter_than_its_warmup_trains_and_says_how_it_warms_up(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = run(with_train(config, steps=20, warmup_steps=100, eval_every=0))
+    assert [line["lr"] for line in outcome.metrics if "lr" in line][1] == pytest.approx(config.train.lr)
+    assert "train.warmup_steps = 100" in caplog.text
+
+
 def test_a_changed_datastore_is_rejected(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(config.datastore, folder)
