@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.evaluation.bits_per_byte_tables import Rows, label_of, tables_of
+from pipelines.evaluation.bits_per_byte_tables import Rows, interval_in_words, label_of, tables_of
 from pipelines.reports.html import PlotLine, Section, line_plot, settings_table, stairs, write_report
 
 
@@ -64,7 +64,7 @@ def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         figures.append((f"{first['set']}, {label_of(best)}", f"{best['bits_per_byte']:.4f}", "bits per byte"))
     for change in results["changes"]:
         if change["set"] == first["set"] and on and change["measured"] == label_of(best):
-            note = f"95% of bootstraps: {change['low']:+.2f}% to {change['high']:+.2f}%"
+            note = f"95% of bootstraps: {interval_in_words(change['low'], change['high'])}"
             figures.append((f"{change['measured']} against {change['reference']}", f"{change['percent']:+.2f}%", note))
     return figures
 
