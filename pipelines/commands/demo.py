@@ -205,13 +205,13 @@ def _words(on: "SetResult") -> dict[str, str]:
     words = {
         "bits per byte": "bits that a model needs for a byte of text that it was not trained on; fewer is better",
         "plain baseline": "a transformer of the same size, trained on the same tokens",
-        "copying baseline": "the same, and it can copy words from the text before, not from neighbors",
-        _OFF: "the RETRO model reads no neighbors; it can copy from the text before",
+        "copying baseline": "the same, but it can copy words from the text before",
+        _OFF: "the RETRO without neighbors; it can copy from the text before",
         _ON: f"the same weights; each chunk also reads {on.k} neighbors: similar chunks of other documents",
     }
     if on.documents > 1:
         words["95% interval"] = (
-            f"of 1,000 draws of the {documents}; all rows score the same text, so bars can overlap and the difference be certain"
+            "from 1,000 draws of the documents; compare rows by the last column: all score the same text"
         )
     return words | {"measured on": f"{on.tokens:,} tokens of {documents}; another seed gives other figures"}
 
