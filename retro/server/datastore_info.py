@@ -24,6 +24,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
         "embedder": embedder,
         "dimension": retriever.embedder.dimension,
         "filters": retriever.filter_columns,
+        "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
         "model": _model(service),
         "limits": service.settings.limits,
     }

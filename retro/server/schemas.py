@@ -207,6 +207,7 @@ class DatastoreResponse(BaseModel):
     embedder: str
     dimension: int
     filters: list[str] = Field(description="Metadata columns that `filters` accepts.")
+    retrieval: list[Retrieval] = Field(description="Kinds of retrieval that a search accepts.")
     model: dict[str, Any] | None = Field(
         description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`. Null without a model."
     )
@@ -219,6 +220,13 @@ class Example(BaseModel):
     document_id: str
     title: str
     text: str
+    prompt: str = Field(
+        description="The beginning of the text. If the gain was measured, up to a token that is the likeliest one only with retrieval."
+    )
+    gain: float | None = Field(
+        None,
+        description="Share of the text's bits that retrieval saves (k = 2). Null without a model that retrieves, or if not measured yet.",
+    )
 
 
 class ExamplesResponse(BaseModel):

@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.settings import GenerationSettings
+from retro.server import schemas
 from retro.server.batching import Batcher, Wanted
 from retro.server.errors import ApiError, InvalidRequest
 from retro.server.generation_queue import GenerationQueue
@@ -90,6 +91,7 @@ class Service:
         generations: None without a model.
         chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
+        examples: by length in chunks: passages to try, and the task that measures their gains.
     """
 
     retriever: Retriever
@@ -104,6 +106,7 @@ class Service:
     generations: GenerationQueue | None
     chat_template: ChatTemplate | None
     started: int
+    examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":

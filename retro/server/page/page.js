@@ -16,9 +16,10 @@ const views = { neighbors, passage, generation, datastore, document: documents }
 const tablist = document.querySelector("[role=tablist]");
 const tabs = [...tablist.querySelectorAll("[role=tab]")];
 
-function route() {
+async function route() {
   const { view, id, parameters } = readAddress();
-  const name = Object.hasOwn(views, view) ? view : "neighbors";
+  const name = Object.hasOwn(views, view) ? view : await firstView();
+  if (view !== readAddress().view) return; // The user went on meanwhile.
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== name;
   for (const tab of tabs) {
     const selected = tab.dataset.view === name;
@@ -29,6 +30,9 @@ function route() {
   if (name === "document") tabs[0].setAttribute("tabindex", "0"); // No tab is selected, but Tab must reach one.
   views[name].show(parameters, id);
 }
+
+/** The view of an address that names none. */
+const firstView = () => served().then(({ model }) => (model?.retrieval ? "passage" : "neighbors"), () => "neighbors");
 
 function open({ dataset: { view } }) {
   if (view && view !== readAddress().view) location.hash = addressOf(view);
@@ -49,7 +53,9 @@ function introduce({ datastores, model, limits, chunk_length: length }) {
   const names = [`datastore ${datastores.map((each) => each.name).join(", ")}`, `${count(chunks)} chunks`, model ? `model ${model.name}, ${roughly(model.parameters)} parameters` : ""];
   document.querySelector(".served").textContent = names.filter(Boolean).join(" · ");
   for (const field of document.querySelectorAll("[data-limit]")) {
-    if (limits[field.dataset.limit]) field.max = limits[field.dataset.limit];
+    const limit = limits[field.dataset.limit];
+    if (limit) field.max = limit;
+    if (limit < Number(field.value)) field.value = limit;
   }
 }
 

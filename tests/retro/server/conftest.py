@@ -1,9 +1,11 @@
 """A tiny datastore and a tiny checkpoint served over HTTP: in-process and on a real socket."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.protocol import uvicorn_config
 from retro.server.settings import ServeSettings
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, build_local, tiny_config
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
 
@@ -36,6 +38,25 @@ def retriever(tiny_datastore: Datastore) -> Retriever:
 @pytest.fixture(scope="session")
 def language_model(tiny_run: Path, retriever: Retriever) -> LanguageModel:
     return LanguageModel.open(tiny_run, retriever, "cpu")
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
+    """Two datastores searched as one: texts about ships, and texts about trains. No document is held out."""
+    folders = []
+    for word in ("ship", "train"):
+        folder = tmp_path_factory.mktemp(word)
+        corpus = folder / "corpus.jsonl"
+        rows = [{"id": f"{word}/{n}", "text": f"the {word} number {n} of the {word}s leaves " * 8} for n in range(30)]
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = tiny_config(folder, corpus)
+        config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+        if folders:  # datastores that are searched as one share the tokenizer and the embedder
+            model = str(folders[0] / "tokenizer" / "sentencepiece.model")
+            config = replace(config, tokenizer=replace(config.tokenizer, kind="sentencepiece", path=model))
+            config = replace(config, embedder=replace(config.embedder, path=str(folders[0])))
+        folders.append(build_local(config).folder)
+    return Retriever.open(*folders)
 
 
 Make = Callable[..., FastAPI]

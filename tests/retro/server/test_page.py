@@ -11,7 +11,7 @@ from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from tests.conftest import build_local, tiny_config
-from tests.retro.server.browser import LONG, MARKS, VIEWS, Page, expect, submit
+from tests.retro.server.browser import LONG, MARKS, VIEWS, Page, expect, form_of, submit
 from tests.retro.server.conftest import TEXT, Make, listening
 
 pytestmark = MARKS
@@ -23,7 +23,7 @@ pytestmark = MARKS
 def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
     open_page, url: str, retriever: Retriever
 ) -> None:
-    page = open_page(url)
+    page = open_page(url + form_of("neighbors"))
     chunk = retriever.chunk(40)
     submit(page, "neighbors", chunk.text)
     card = page.locator("article.chunk").first
@@ -43,7 +43,7 @@ def test_shared_runs_are_equal_on_both_sides_and_occur_in_the_stored_text(
 
 
 def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url, viewport={"width": 900, "height": 300})
+    page = open_page(url + form_of("neighbors"), viewport={"width": 900, "height": 300})
     submit(page, "neighbors", retriever.chunk(90).text)
     link = page.locator(".neighbor h4 a").first
     number = int(re.search(r"chunk=(\d+)", link.get_attribute("href")).group(1))
@@ -58,7 +58,7 @@ def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retr
 
 
 def test_filters_and_ranking_are_sent_and_restored_from_the_url(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url)
+    page = open_page(url + form_of("neighbors"))
     page.get_by_role("button", name="Add a filter").click()
     page.get_by_label("Column").select_option("title")
     page.get_by_label("Value").fill("Title 7")
@@ -81,7 +81,7 @@ def test_html_in_documents_is_escaped(open_page, tmp_path: Path) -> None:
     )
     datastore = build_local(tiny_config(tmp_path, corpus))
     with listening(make_app(Retriever.open(datastore.folder), None, ServeSettings())) as url:
-        page = open_page(url)
+        page = open_page(url + form_of("neighbors"))
         submit(page, "neighbors", texts[0])
         expect(page.locator(".neighbor").first).to_be_visible()
         assert "<script>" in page.locator("article.chunk .query pre").first.text_content()
@@ -95,23 +95,23 @@ def test_html_in_documents_is_escaped(open_page, tmp_path: Path) -> None:
 
 
 def test_passage_tokens_join_to_the_text_and_are_colored_by_sign(open_page, url: str) -> None:
-    page = open_page(f"{url}/#/passage")
+    page = open_page(url + form_of("passage"))
     with page.expect_response("**/score") as answered:
         submit(page, "passage", LONG)
     tokens = page.locator(".token")
-    expect(tokens.first).to_be_visible()
+    expect(page.locator(".token:not(.first)").first).to_be_visible()
     assert "".join(tokens.all_text_contents()) == LONG
     differences = [each["difference"] for each in answered.value.json()["tokens"]]
     assert any(differences)
     for token, difference in list(zip(tokens.all(), differences, strict=True))[::7]:
         kind = token.get_attribute("class").split()
         assert ("helped" in kind, "hurt" in kind) == (difference > 0, difference < 0)
-    tokens.nth(5).click()
+    tokens.last.click()
     expect(page.locator(".readout")).to_contain_text("probability")
 
 
 def test_two_texts_generate_in_parallel_and_can_be_stopped(open_page, url: str) -> None:
-    page = open_page(f"{url}/#/generation")
+    page = open_page(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("900")
     submit(page, "generation", TEXT)
     expect(page.locator(".pane")).to_have_count(2)
@@ -123,7 +123,7 @@ def test_two_texts_generate_in_parallel_and_can_be_stopped(open_page, url: str) 
 
 
 def test_equal_seeds_generate_equal_texts(open_page, url: str) -> None:
-    page = open_page(f"{url}/#/generation")
+    page = open_page(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("12")
     texts = []
     for _ in range(2):
@@ -152,24 +152,24 @@ def test_the_datastore_view_shows_its_statistics(open_page, url: str, retriever:
 
 
 def test_no_view_scrolls_horizontally_on_a_phone(open_page, url: str) -> None:
-    page = open_page(url, viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
+    page = open_page(url + form_of("neighbors"), viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
     submit(page, "neighbors", LONG + "x" * 300)
     expect(page.locator(".neighbor").first).to_be_visible()
     wide = []
     for view in VIEWS:
-        page.locator(f"#tab-{view}").click()
+        page.evaluate("address => (location.hash = address)", form_of(view))
         if view == "passage":
             submit(page, view, LONG + "y" * 300)
-            expect(page.locator(".token").first).to_be_visible()
+            expect(page.locator(".token:not(.first)").first).to_be_visible()
         expect(page.locator(f"#{view}")).to_be_visible()
         wide.append(page.evaluate("document.documentElement.scrollWidth"))
     assert wide == [360] * len(VIEWS)
 
 
 def test_every_view_is_usable_by_keyboard(open_page, url: str) -> None:
-    page = open_page(url)
+    page = open_page(url + form_of("neighbors"))
     page.locator("#tab-neighbors").focus()
-    for view in ("passage", "generation", "datastore", "neighbors"):
+    for view in ("datastore", "passage", "generation", "neighbors"):
         page.keyboard.press("ArrowRight")
         expect(page.locator(f"#{view}")).to_be_visible()
         expect(page.locator(f"#tab-{view}")).to_be_focused()
@@ -182,7 +182,7 @@ def test_every_view_is_usable_by_keyboard(open_page, url: str) -> None:
     expect(page.locator("#neighbors textarea")).to_be_focused()
     page.keyboard.type("the index of a chunk")
     page.keyboard.press("Control+Enter")
-    expect(page.locator(".neighbor").first).to_be_visible()
+    expect(page.locator("#neighbors .neighbor").first).to_be_visible()
     expect(page.locator("#status")).to_contain_text("found")
 
 
@@ -208,7 +208,7 @@ CONTRAST = """
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast_in_light_and_dark_mode(open_page, url: str, scheme: str) -> None:
-    page = open_page(url, color_scheme=scheme)
+    page = open_page(url + form_of("neighbors"), color_scheme=scheme)
     submit(page, "neighbors", LONG)
     expect(page.locator(".neighbor").first).to_be_visible()
     selectors = (
@@ -234,7 +234,7 @@ def test_text_has_enough_contrast_in_light_and_dark_mode(open_page, url: str, sc
 
 
 def test_a_filter_fits_on_one_line_on_a_phone(open_page, url: str) -> None:
-    page = open_page(url, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    page = open_page(url + form_of("neighbors"), viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
     page.get_by_role("button", name="Add a filter").click()
     word = page.locator(".filter span", has_text="is")
     assert word.bounding_box()["height"] < 2 * float(
@@ -244,7 +244,7 @@ def test_a_filter_fits_on_one_line_on_a_phone(open_page, url: str) -> None:
 
 
 def test_fields_of_a_row_are_aligned(open_page, url: str) -> None:
-    page = open_page(url)
+    page = open_page(url + form_of("neighbors"))
     number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "retrieval"))
     assert (number["y"], number["height"]) == (choice["y"], choice["height"])
 
@@ -254,7 +254,7 @@ def test_fields_of_a_row_are_aligned(open_page, url: str) -> None:
     [(503, "unavailable"), (422, "Invalid request"), (413, "Invalid request"), (404, "Not found")],
 )
 def test_a_permanent_error_offers_no_retry(open_page, url: str, status: int, heading: str) -> None:
-    page = open_page(url, errors=True)
+    page = open_page(url + form_of("neighbors"), errors=True)
     body = json.dumps({"error": {"message": "no.", "type": "x", "param": None, "code": None}})
     answer = {"status": status, "content_type": "application/json", "headers": {"Retry-After": "5"}, "body": body}
     page.route("**/neighbors", lambda route: route.fulfill(**answer))
@@ -284,7 +284,7 @@ def test_retry_loads_the_server_details_after_a_failed_start(open_page, url: str
 
 def test_entering_a_token_loads_the_server_details(open_page, app_with: Make) -> None:
     with listening(app_with(token="secret")) as url:
-        page = open_page(url, errors=True)
+        page = open_page(url + form_of("neighbors"), errors=True)
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("header").get_by_role("alert")).to_contain_text("token")
         submit(page, "neighbors", TEXT)
@@ -304,7 +304,7 @@ def test_the_api_docs_need_no_token(open_page, app_with: Make) -> None:
 
 @pytest.mark.parametrize(("status", "heading"), [(500, "Server error"), (429, "busy")])
 def test_a_server_error_shows_its_message_and_offers_a_retry(open_page, url: str, status: int, heading: str) -> None:
-    page = open_page(url, errors=True)
+    page = open_page(url + form_of("neighbors"), errors=True)
     body = json.dumps({"error": {"message": "the shelf is on fire.", "type": "x", "param": None, "code": None}})
     page.route("**/neighbors", lambda route: route.fulfill(status=status, content_type="application/json", body=body))
     submit(page, "neighbors", TEXT)
@@ -332,7 +332,7 @@ def test_all_requests_go_to_the_server(open_page, url: str) -> None:
     page = open_page("about:blank")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(url)
+    page.goto(url + form_of("neighbors"))
     submit(page, "neighbors", TEXT)
     expect(page.locator(".neighbor").first).to_be_visible()
     for view in VIEWS:

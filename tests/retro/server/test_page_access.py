@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, VIEWS, Page, ask, expect
+from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, VIEWS, Page, ask, expect, form_of
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytestmark = MARKS
@@ -21,17 +21,18 @@ def violations(page: Page) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("context", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_axe_finds_no_violation(open_page, url: str, scheme: str, context: dict) -> None:
-    page = open_page(url, color_scheme=scheme, **context)
+    page = open_page(url + form_of("neighbors"), color_scheme=scheme, **context)
     page.get_by_text("Words used here").click()
     page.get_by_role("button", name="Add a filter").click()
     assert violations(page) == []
     page.get_by_role("button", name="Remove this filter").click()
     for view in BUTTONS:
-        page.locator(f"#tab-{view}").click()
+        page.evaluate("address => (location.hash = address)", form_of(view))
         if view == "generation":
             page.get_by_text("How tokens are chosen").click()
             page.get_by_label("Tokens to write").fill("20")
         ask(page, view)
+        page.locator(f"#{view}-strip summary").click()
         if view == "passage":
             page.locator(".rows .token").last.click()
         assert violations(page) == [], view
@@ -54,9 +55,9 @@ def test_the_api_description_leads_back_to_the_page(open_page, url: str) -> None
 
 
 def test_no_answer_scrolls_sideways_on_a_phone(open_page, url: str) -> None:
-    page = open_page(url, **PHONE)
+    page = open_page(url + form_of("neighbors"), **PHONE)
     for view in BUTTONS:
-        page.locator(f"#tab-{view}").click()
+        page.evaluate("address => (location.hash = address)", form_of(view))
         if view == "generation":
             page.get_by_label("Tokens to write").fill("40")
         ask(page, view, "x" * 40 if view == "generation" else LONG + "x" * 300)
@@ -103,9 +104,9 @@ def contrast(color: str, behind: list[str]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_borders_and_signs_have_the_contrast_of_wcag_aa(open_page, url: str, scheme: str) -> None:
-    page = open_page(url, color_scheme=scheme)
+    page = open_page(url + form_of("neighbors"), color_scheme=scheme)
     page.get_by_role("button", name="Add a filter").click()
-    expect(page.locator(".examples button").first).to_be_visible()
+    expect(page.locator("#neighbors .examples button").first).to_be_visible()
 
     def least(selector: str, attribute: str, pseudo: str | None = None) -> float:
         found = page.evaluate(COLORS, [selector, attribute, pseudo])
@@ -122,6 +123,16 @@ def test_borders_and_signs_have_the_contrast_of_wcag_aa(open_page, url: str, sch
     page.evaluate("document.querySelectorAll('.token').forEach(node => node.classList.add('newline'))")
     assert least(".rows .token", "color") >= 4.5
     assert least(".rows .token.newline", "color", "::before") >= 4.5
+    assert least("#passage .neighbor mark", "color") >= 4.5
+    page.locator("#passage .neighbor mark").evaluate_all("nodes => nodes.forEach(node => node.classList.add('linked'))")
+    assert least("#passage .neighbor mark.linked", "color") >= 4.5
+    assert least("#passage-strip .helped", "color") >= 4.5
+    assert least("#passage-strip .hurt", "color") >= 4.5
+    ask(page, "neighbors", "neighbor vector")
+    assert least("mark.word", "color") >= 4.5
+    page.locator("#tab-generation").click()
+    expect(page.locator(".first-difference").first).to_be_visible()
+    assert least(".first-difference", "color") >= 4.5
 
 
 def test_a_tab_name_is_never_broken_inside_a_word(open_page, url: str) -> None:

@@ -1,67 +1,12 @@
-"""What fills the page's forms: examples come from held-out documents, and filter values are accepted by filters."""
-
-import json
-from dataclasses import replace
+"""What fills the page's forms: filter values are accepted by filters."""
 
 import pytest
 from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
 from retro.server.app import make_app
-from retro.server.page_api import held_out_passages
 from retro.server.settings import ServeSettings
-from tests.conftest import build_local, tiny_config
 from tests.retro.server.conftest import TEXT
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
-    """Two datastores searched as one: texts about ships, and texts about trains. No document is held out."""
-    folders = []
-    for word in ("ship", "train"):
-        folder = tmp_path_factory.mktemp(word)
-        corpus = folder / "corpus.jsonl"
-        rows = [{"id": f"{word}/{n}", "text": f"the {word} number {n} of the {word}s leaves " * 8} for n in range(30)]
-        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = tiny_config(folder, corpus)
-        config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
-        if folders:  # datastores that are searched as one share the tokenizer and the embedder
-            model = str(folders[0] / "tokenizer" / "sentencepiece.model")
-            config = replace(config, tokenizer=replace(config.tokenizer, kind="sentencepiece", path=model))
-            config = replace(config, embedder=replace(config.embedder, path=str(folders[0])))
-        folders.append(build_local(config).folder)
-    return Retriever.open(*folders)
-
-
-# --- examples --------------------------------------------------------------------------------------------------------
-
-
-def test_examples_are_beginnings_of_held_out_documents(client: TestClient, retriever: Retriever) -> None:
-    answer = client.get("/examples", params={"count": 3, "chunks": 2}).json()
-    assert answer["held_out"]
-    stored = retriever.datastore.valid
-    ids = {row["id"] for row in stored.metadata(range(stored.num_documents))}
-    assert len(answer["examples"]) == 3
-    for example in answer["examples"]:
-        assert example["document_id"] in ids
-        document = stored.find_documents([example["document_id"]])[0]
-        first = stored.chunk_range(document)[0]
-        assert example["text"].startswith(retriever.tokenizer.decode(stored.tokens.read(first, first + 1)[0])[:20])
-        assert len(retriever.tokenizer.encode(example["text"])) <= 2 * retriever.datastore.chunk_length + 1
-
-
-def test_the_first_example_has_the_nearest_neighbors(retriever: Retriever) -> None:
-    texts = [each.text for each in held_out_passages(retriever, 4, 2).examples]
-    distances = [retriever.search([text], 1).hits[0][0].distance for text in texts]
-    assert distances[0] == min(distances)
-
-
-def test_without_held_out_documents_examples_are_from_the_datastore(two: Retriever) -> None:
-    answer = held_out_passages(two, 2, 100)  # no document has 100 chunks
-    assert not answer.held_out
-    assert all(example.document_id.startswith("ship/") for example in answer.examples)
-    assert len(answer.examples) == 2
-
 
 # --- values to filter by ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
  */
 export function roving(group, selector, moved = () => {}) {
   group.addEventListener("keydown", (event) => {
-    const items = [...group.querySelectorAll(selector)];
+    const items = [...group.querySelectorAll(selector)].filter((item) => item.checkVisibility());
     const next = target(items, items.indexOf(document.activeElement), event);
     if (!next) return;
     event.preventDefault();

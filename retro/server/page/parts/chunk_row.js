@@ -10,22 +10,26 @@ import { LEAST_RUN, sharedRuns } from "./shared_runs.js";
  * @param {object} chunk
  * @param {number} chunk.number from 0
  * @param {string} [chunk.note] below the title
+ * @param {string} [chunk.fold] fold the chunk, and say this in its first line
  * @param {{text: string, node: HTMLElement}[]} chunk.tokens with the nodes that show them; this function adds marks to them
  * @param {number} chunk.start characters of the answer's text before its first token
  * @param {import("./neighbor.js").Hit[]} chunk.neighbors
  * @param {{text: [number, number], neighbor: number, neighbor_text: [number, number], tokens: number}[]} chunk.copies
  * @returns {HTMLElement}
  */
-export function chunkRow({ number, note, tokens, start, neighbors, copies }) {
+export function chunkRow({ number, note, fold, tokens, start, neighbors, copies }) {
   const marks = neighbors.map(() => []);
   markShared(number, tokens, neighbors, marks);
   markCopied(number, tokens, start, copies, marks);
   const text = element("div", { class: "text tokens", ...language(tokens.map((each) => each.text).join("")) }, ...tokens.map(({ node }) => node));
-  const title = element("h3", {}, `Chunk ${number + 1} `, element("small", {}, counted(tokens.length, "token")));
-  const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank])));
+  const name = `Chunk ${number + 1}`;
+  const length = element("small", {}, counted(tokens.length, "token"));
+  if (fold) return element("details", { class: "chunk-row folded" }, element("summary", {}, element("b", {}, name), length, element("small", {}, fold)), text);
+  const title = element("h3", {}, `${name} `, length);
+  const found = neighbors.map((neighbor, rank) => neighborFold(neighbor, rank, marks[rank], factOf(neighbor, marks[rank]), rank === 0));
   const row = element(
     "article",
-    { class: "chunk-row", "aria-label": `Chunk ${number + 1}` },
+    { class: "chunk-row", "aria-label": name },
     element("div", { class: "query" }, title, note ? element("p", { class: "label" }, note) : null, text),
     element("div", { class: "found" }, ...(found.length ? [element("p", { class: "label" }, `Neighbors of chunk ${number}, which the model could read here`), ...found] : [])),
   );

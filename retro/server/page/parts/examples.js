@@ -1,12 +1,12 @@
-// Buttons that fill a form with the beginning of a document that was held out of the datastore.
+// Buttons that fill a form with the beginning of a document that was held out of the datastore. The best example is the first.
 
 import { get, whenServed } from "../lib/api.js";
 import { element, language } from "../lib/elements.js";
+import { percent } from "../lib/numbers.js";
 
 const CHUNKS = 6; // enough to show where neighbors help
-const PROMPT = 0.45; // share of a passage that is a prompt
-
-const NONE = { examples: [] };
+const LONGEST_NAME = 36;
+const NONE = { held_out: false, examples: [] };
 
 let loaded = null;
 const load = () => (loaded ??= get(`examples?${new URLSearchParams({ count: 3, chunks: CHUNKS })}`).catch(() => NONE));
@@ -15,35 +15,40 @@ const load = () => (loaded ??= get(`examples?${new URLSearchParams({ count: 3, c
  * Fill a form's `.examples` with buttons. A form with `data-prompt` gets only the beginning of a passage.
  *
  * @param {HTMLFormElement} form
+ * @returns {Promise<string>} the best example's text; empty if no document is held out, or no model reads neighbors
  */
 export function offerExamples(form) {
   const group = form.querySelector(".examples");
-  whenServed(async () => {
-    const { held_out: heldOut, examples } = await load();
-    if (!examples.length) return;
-    const buttons = examples.map((example) => {
-      const use = () => {
-        form.elements.text.value = "prompt" in form.dataset ? beginning(example.text) : example.text;
-        form.requestSubmit();
-      };
-      const name = nameOf(example);
-      return element("button", { type: "button", title: example.document_id, click: use, ...language(name) }, name);
+  return new Promise((resolve) => {
+    whenServed(async ({ model }) => {
+      const { held_out: heldOut, examples } = await load();
+      const buttons = examples.map((example) => {
+        const use = ({ currentTarget: { value } }) => {
+          form.elements.text.value = value;
+          form.requestSubmit();
+        };
+        const text = "prompt" in form.dataset ? example.prompt : example.text;
+        const [name, gain] = [nameOf(example), example.gain > 0 ? element("span", { class: "helped" }, ` −${percent(example.gain)}`) : ""];
+        return element("button", { type: "button", title: example.document_id, value: text, click: use, ...language(name) }, name, gain);
+      });
+      group.replaceChildren(element("span", {}, heldOut ? "Not in the datastore:" : "In the datastore (finds itself):"), ...buttons);
+      group.hidden = !buttons.length;
+      markExample(form);
+      resolve(heldOut && model?.retrieval ? (buttons[0]?.value ?? "") : "");
     });
-    const about = heldOut ? "Try a document that was kept out of the datastore:" : "Try a document of the datastore (it finds itself):";
-    group.replaceChildren(element("span", {}, about), ...buttons);
-    group.hidden = false;
   });
 }
 
-/** The title, the text's heading in Markdown, or the end of the id. */
-function nameOf({ title, document_id: id, text }) {
-  const name = title || /^#+ (.+)/u.exec(text)?.[1] || id.split("/").at(-1) || text;
-  return name.length > 40 ? `${name.slice(0, 38)}…` : name;
+/** Mark the button whose text is the form's. @param {HTMLFormElement} form */
+export function markExample(form) {
+  for (const button of form.querySelectorAll(".examples button")) {
+    button.setAttribute("aria-pressed", String(button.value === form.elements.text.value));
+  }
 }
 
-/** The first part of a text, up to a space if it has spaces. */
-function beginning(text) {
-  const part = text.slice(0, Math.ceil(PROMPT * text.length));
-  const space = part.search(/\s+\S*$/u);
-  return space > part.length / 2 ? part.slice(0, space) : part;
+/** The id if it is a path, otherwise the title, the text's heading in Markdown, or the id; the end of what is too long. */
+function nameOf({ title, document_id: id, text }) {
+  if (id.includes("/")) return id.length > LONGEST_NAME ? `…${id.slice(1 - LONGEST_NAME)}` : id;
+  const name = title || /^#+ (.+)/u.exec(text)?.[1] || id || text;
+  return name.length > LONGEST_NAME ? `${name.slice(0, LONGEST_NAME - 1)}…` : name;
 }

@@ -8,9 +8,10 @@ const FULL_COLOR = 16;
 
 /**
  * A run that two texts share. `start` and `stop` count characters as Python does (code points, not UTF-16 units). Both
- * texts have the same `key`. `rank`: number of the neighbor, from 0. `copied`: the model copied it.
+ * texts have the same `key`. `rank`: number of the neighbor, from 0. `copied`: the model copied it. `word`: a word of the
+ * question, not a run.
  *
- * @typedef {{start: number, stop: number, key: string, tokens: number, rank: number, copied?: boolean}} Mark
+ * @typedef {{start: number, stop: number, key: string, tokens: number, rank: number, copied?: boolean, word?: boolean}} Mark
  */
 
 /** @param {string} text @returns {number} its length as Python counts it */
@@ -49,12 +50,12 @@ export function marked(pieces, numbered = false) {
 
 function run({ text, stop, marks }, numbered) {
   const ended = marks.filter((mark) => mark.stop === stop).map((mark) => mark.rank + 1);
-  const copied = marks.some((mark) => mark.copied);
+  const kinds = ["copied", "word"].filter((kind) => marks.some((mark) => mark[kind])).join(" ");
   const described = [...new Set(marks.map((mark) => describe(mark, numbered)))].join(", ");
   const node = element(
     "mark",
     {
-      class: copied && "copied",
+      class: kinds || null,
       "data-keys": marks.map((mark) => mark.key).join(" "),
       "data-ranks": numbered && ended.length ? [...new Set(ended)].join(" ") : null,
       tabindex: -1,
@@ -67,21 +68,23 @@ function run({ text, stop, marks }, numbered) {
   return node;
 }
 
-const describe = ({ tokens, rank, copied }, numbered) =>
-  `${copied ? "copied" : "shared"}: ${counted(tokens, "token")}${numbered ? ` of neighbor ${rank + 1}` : ""}`;
+const describe = ({ tokens, rank, copied, word }, numbered) =>
+  word ? "a word of your question" : `${copied ? "copied" : "shared"}: ${counted(tokens, "token")}${numbered ? ` of neighbor ${rank + 1}` : ""}`;
 
 /** Make the first run of a text reachable with Tab; arrow keys move on from there. @param {HTMLElement} text */
 export function reachable(text) {
   text.querySelector("mark")?.setAttribute("tabindex", "0");
 }
 
-/** Highlight all runs of the same pair when the user points at a run or token in `card`. @param {HTMLElement} card */
+/** Highlight all runs of the same pair when the user points at a run or token in `card`; a click unfolds them. @param {HTMLElement} card */
 export function linkRuns(card) {
   const keysOf = (node) => node?.dataset.keys?.split(" ") ?? [];
-  const activate = ({ target }) => {
+  const activate = ({ target, type }) => {
     const keys = keysOf(target.closest?.("[data-keys]"));
     for (const node of card.querySelectorAll("[data-keys]")) {
-      node.classList.toggle("linked", keysOf(node).some((key) => keys.includes(key)));
+      const linked = keysOf(node).some((key) => keys.includes(key));
+      node.classList.toggle("linked", linked);
+      if (linked && type === "click") for (let fold = node.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     }
   };
   for (const event of ["pointerover", "focusin", "click"]) card.addEventListener(event, activate);

@@ -27,7 +27,8 @@ export const isNearCopy = (one, other) => share(piecesOf(one), piecesOf(other)) 
 
 function piecesOf(text) {
   const characters = Array.from(text.replace(/\s+/gu, " ").trim());
-  return new Set(characters.map((_, start) => characters.slice(start, start + PIECE).join("")));
+  const length = Math.max(1, characters.length - PIECE + 1);
+  return new Set(Array.from({ length }, (_, start) => characters.slice(start, start + PIECE).join("")));
 }
 
 /** Jaccard similarity of two sets. */

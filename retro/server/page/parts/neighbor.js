@@ -49,12 +49,13 @@ export function neighborCard(neighbor, rank, marks, facts) {
  * @param {number} rank from 0
  * @param {import("./marks.js").Mark[]} marks in the text with its continuation
  * @param {string} fact
+ * @param {boolean} open
  * @returns {HTMLElement}
  */
-export function neighborFold(neighbor, rank, marks, fact) {
+export function neighborFold(neighbor, rank, marks, fact, open) {
   const line = [element("span", { class: "rank" }, rank + 1), element("b", language(nameOf(neighbor)), ...breakable(nameOf(neighbor))), " ", element("span", { class: "fact" }, fact)];
   const links = element("p", { class: "after-text" }, documentLink(neighbor, "Open the document"), " ", moreLikeThis(neighbor));
-  const card = element("details", { class: "neighbor", open: marks.length > 0 }, element("summary", {}, ...line), ...origin(neighbor), ...texts(neighbor, marks), links);
+  const card = element("details", { class: "neighbor", open }, element("summary", {}, ...line), ...origin(neighbor), ...texts(neighbor, marks), links);
   return withKeys(card);
 }
 

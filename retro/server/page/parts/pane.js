@@ -67,5 +67,35 @@ function piece({ text, sources }, bordered) {
   const last = sources?.chunks.at(-1);
   const border = last && bordered ? [element("span", { class: "border", title: `Chunk ${last.chunk + 2} begins.` })] : [];
   const copy = sources?.copies[0];
-  return [...border, copy ? element("span", { class: "copied", title: `copied from neighbor ${copy.neighbor + 1}` }, text) : text];
+  const attributes = copy ? { class: "piece copied", title: `copied from neighbor ${copy.neighbor + 1}` } : { class: "piece" };
+  return [...border, element("span", attributes, text)];
+}
+
+/**
+ * Mark the first word in which two generated texts differ.
+ *
+ * @param {HTMLElement[]} cards of two panes
+ * @returns {string[]} the word of each text; none if the texts are equal as far as both go
+ */
+export function markDifference(cards) {
+  const texts = cards.map((card) => card.querySelector(".generated").textContent);
+  const start = differenceOf(...texts);
+  const words = texts.map((text) => /^\s*\S+/u.exec(text.slice(start))?.[0] ?? "");
+  if (words.includes("") || words[0] === words[1]) return [];
+  cards.forEach((card, number) => {
+    let at = 0;
+    for (const node of card.querySelectorAll(".piece")) {
+      const [from, to] = [at, (at += node.textContent.length)];
+      node.classList.toggle("first-difference", from < start + words[number].length && to > start);
+    }
+  });
+  return words.map((word) => word.trim());
+}
+
+/** Where two texts begin to differ, from the start of the word. */
+function differenceOf(one, other) {
+  let at = 0;
+  while (at < one.length && one[at] === other[at]) at++;
+  const between = [one, other].every((text) => /^\s/u.test(text.slice(at)));
+  return between ? at : at - /\S*$/u.exec(one.slice(0, at))[0].length;
 }

@@ -1,10 +1,12 @@
 // A form with its values in the address: submitting writes the address; an address with a text fills and submits the form.
-// Once a question is asked, the form shrinks to a line with the text and a button to change it.
+// Once a question is asked, the form shrinks to a line with the text and a button to change it. A form with `data-opens` begins
+// with the best example.
 
 import { writeAddress } from "../lib/address.js";
 import { element, language } from "../lib/elements.js";
 import { counted } from "../lib/numbers.js";
-import { offerExamples } from "./examples.js";
+import { markExample, offerExamples } from "./examples.js";
+import { skeleton } from "./region.js";
 
 /**
  * @param {HTMLFormElement} form has a `textarea` named `text`, and the parts `.asked`, `.inputs` and `.examples`
@@ -13,16 +15,17 @@ import { offerExamples } from "./examples.js";
  * @returns {(parameters: URLSearchParams) => void} shows the view with the parameters of an address
  */
 export function queryForm(form, view, run) {
-  let shown = "";
+  let [shown, begun] = ["", false];
 
   const start = (values) => {
     shown = values.toString();
     shrink(form, values.get("text"));
+    markExample(form);
     run(values);
   };
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const values = new URLSearchParams(new FormData(form));
+    const values = valuesOf(form);
     writeAddress(view, values, values.toString() === shown ? "replaceState" : "pushState");
     start(values);
     showResults(form);
@@ -30,18 +33,33 @@ export function queryForm(form, view, run) {
   form.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
-  offerExamples(form);
+  const best = offerExamples(form);
+
+  /** Begin with the best example, unless the user begins first. */
+  const begin = async () => {
+    begun = true;
+    const [empty, waiting] = [form.parentElement.querySelector(".empty"), skeleton("Looking for a passage where neighbors help…")];
+    empty?.replaceWith(waiting);
+    const text = await best;
+    waiting.replaceWith(empty);
+    if (shown || !text || form.elements.text.value || form.querySelector(".inputs").matches(":focus-within")) return;
+    form.elements.text.value = text;
+    start(valuesOf(form));
+  };
 
   return (parameters) => {
-    if (!parameters.get("text")) {
-      if (shown) writeAddress(view, new URLSearchParams(shown), "replaceState");
-    } else if (parameters.toString() !== shown) {
-      form.dispatchEvent(new CustomEvent("restore", { detail: parameters }));
-      restore(form, parameters);
-      start(parameters);
-    }
+    if (parameters.get("text")) {
+      if (parameters.toString() !== shown) {
+        restore(form, parameters);
+        start(parameters);
+      }
+    } else if (shown) writeAddress(view, new URLSearchParams(shown), "replaceState");
+    else if (parameters.size) restore(form, parameters);
+    else if ("opens" in form.dataset && !begun) begin();
   };
 }
+
+const valuesOf = (form) => new URLSearchParams(new FormData(form));
 
 function shrink(form, text) {
   const [asked, inputs] = [form.querySelector(".asked"), form.querySelector(".inputs")];
@@ -52,7 +70,7 @@ function shrink(form, text) {
   asked.replaceChildren(
     element("p", language(text), text.trim().replace(/\s+/gu, " ")),
     element("span", { class: "label" }, counted(Array.from(text).length, "character")),
-    element("button", { type: "button", click: grow }, "Change text or settings"),
+    element("button", { type: "button", click: grow }, "Change text"),
   );
   [asked.hidden, inputs.hidden] = [false, true];
   form.classList.add("answered"); // Leaves room below, so that the page can scroll before the answer is there.
@@ -66,6 +84,7 @@ function showResults(form) {
 
 /** Write the n-th value of a name into the n-th field of that name. */
 function restore(form, parameters) {
+  form.dispatchEvent(new CustomEvent("restore", { detail: parameters }));
   for (const name of new Set(parameters.keys())) {
     const fields = form.querySelectorAll(`[name="${CSS.escape(name)}"]`);
     parameters.getAll(name).forEach((value, number) => {

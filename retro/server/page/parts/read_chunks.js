@@ -17,7 +17,7 @@ const NOTHING_YET = "Neighbors are looked up when a chunk is complete, so the fi
 export function readChunks(prompt) {
   const rows = element("div", { class: "rows" });
   const copying = element("li", { hidden: true }, element("span", { class: "copied", "data-ranks": 1 }, "Underlined"), ": copied from the neighbor with this number");
-  const shared = element("li", {}, element("span", { class: "shared" }, "Dotted"), `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is yellow`);
+  const shared = element("li", {}, element("span", { class: "shared" }, "Dotted"), `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is marked`);
   const legend = element("ul", { class: "legend-list" }, copying, shared, element("li", {}, SIMILARITY));
   const card = element("section", { class: "card passage", "aria-label": "What the text with neighbors read", hidden: true }, element("h3", {}, "What the text with neighbors read"), legend, rows);
   let [length, current] = [0, { number: 0, note: NOTHING_YET, tokens: [], start: 0, neighbors: [], copies: [] }];

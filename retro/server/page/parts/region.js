@@ -83,7 +83,8 @@ function heading({ status = 0 }) {
   return status >= 400 ? "Invalid request" : "No answer";
 }
 
-function skeleton(label) {
+/** A card that shows the current activity. @param {string} label @returns {HTMLElement} */
+export function skeleton(label) {
   const bars = Array.from({ length: 4 }, () => element("span", { class: "bar" }));
   return element("div", { class: "card skeleton" }, element("p", {}, label), ...bars);
 }

@@ -3,10 +3,11 @@
 import { whenServed } from "../lib/api.js";
 import { element } from "../lib/elements.js";
 import { downloadButton } from "../parts/download.js";
-import { pane } from "../parts/pane.js";
+import { markDifference, pane } from "../parts/pane.js";
 import { queryForm } from "../parts/query_form.js";
 import { readChunks } from "../parts/read_chunks.js";
 import { announce, noModel } from "../parts/region.js";
+import { strip } from "../parts/strip.js";
 
 const FIELDS = ["k", "max_tokens", "temperature", "top_k", "top_p", "seed"];
 
@@ -33,13 +34,22 @@ async function generate(values) {
   );
   const stop = element("button", { type: "button", class: "stop", click: () => own.abort() }, "Stop");
   const save = downloadButton("texts", () => ({ request, ...Object.fromEntries(panes.map(({ name, answer }) => [name, answer()])) }));
-  const about = element("div", { class: "summary" }, element("p", {}, modes[0] ? "Same prompt (grey), same settings, same seed." : "This model does not read neighbors."), stop);
-  results.replaceChildren(about, modes[0] ? legend() : "", element("div", { class: "panes" }, ...panes.map(({ card }) => card)), read.card);
+  const about = element("span", {}, modes[0] ? "Same prompt (grey), same settings." : "This model does not read neighbors.");
+  const cards = panes.map(({ card }) => card);
+  const line = strip("generation-strip", [about, stop], [modes[0] ? legend() : "", element("p", {}, save)]);
+  results.replaceChildren(line, element("div", { class: "panes" }, ...cards), read.card);
   await Promise.all(panes.map(({ run }) => run(own)));
   read.finish();
   if (own !== control) return;
-  stop.replaceWith(save);
+  stop.remove();
+  if (modes[0]) about.replaceChildren(...difference(markDifference(cards)));
   announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
+}
+
+/** The first words that differ, in a sentence. */
+function difference([on, off]) {
+  if (on === undefined) return ["Both texts are the same as far as they go."];
+  return ["First difference: ", element("b", { class: "helped" }, on), " with neighbors, ", element("b", { class: "hurt" }, off), " without."];
 }
 
 function legend() {
@@ -47,6 +57,7 @@ function legend() {
   return element(
     "ul",
     { class: "legend-list" },
+    element("li", {}, "Same prompt (grey), same settings, same seed. One text reads neighbors, the other does not."),
     item("copied", "Underlined", ": copied from a neighbor. The neighbors are listed below the texts."),
     item("border", "", "A bar: the next chunk begins here, and the model reads other neighbors."),
   );

@@ -3,7 +3,7 @@
 import { post, whenServed } from "../lib/api.js";
 import { element, figures } from "../lib/elements.js";
 import { roving } from "../lib/keyboard.js";
-import { bitsOf, counted, fixed, percent, verdict } from "../lib/numbers.js";
+import { counted, fixed, percent, verdict } from "../lib/numbers.js";
 import { chunkRow } from "../parts/chunk_row.js";
 import { downloadButton } from "../parts/download.js";
 import { codePoints } from "../parts/marks.js";
@@ -11,9 +11,10 @@ import { SIMILARITY } from "../parts/neighbor.js";
 import { queryForm } from "../parts/query_form.js";
 import { fill, noModel, notice } from "../parts/region.js";
 import { LEAST_RUN } from "../parts/shared_runs.js";
+import { strip } from "../parts/strip.js";
 import { colorScale, numbersOf, tokenNode } from "../parts/tokens.js";
 
-const FIRST = "Grey: the model looks up neighbors of complete chunks and reads them in the next one, so the first chunk has none.";
+const FIRST = "no neighbors yet";
 const ONE_CHUNK = "The first chunk has no neighbors, so both predictions are equal. A longer text shows where neighbors help.";
 const UNIT = "bits per byte: the bits that the model needs for each byte of the text. Fewer is better.";
 
@@ -28,20 +29,21 @@ function score(values) {
   fill(results, "Scoring the text with and without neighbors…", async (signal) => {
     const body = { text: values.get("text"), k: Number(values.get("k") ?? form.elements.k.value), return_sources: true };
     const answer = await post("score", body, signal);
-    const chunks = (answer.tokens.at(-1)?.chunk ?? 0) + 1;
-    const size = `${counted(answer.tokens.length, "token")} in ${counted(chunks, "chunk")}. ${chunks > 1 ? "" : ONE_CHUNK}`;
-    const save = element("div", { class: "summary" }, element("p", {}, size), downloadButton("scores", () => ({ request: body, ...answer })));
-    return { nodes: [save, ...details(answer)], summary: sentence(answer) };
+    const save = downloadButton("scores", () => ({ request: body, ...answer }));
+    return { nodes: details(answer, save), summary: sentence(answer) };
   });
 }
 
-function details(answer) {
-  if (answer.bits_per_byte_on !== null) return [keyFigures(answer), passage(answer)];
+function details(answer, save) {
+  if (answer.bits_per_byte_on !== null) return [passage(answer, save)];
   const missing = notice("Without neighbors only", "This model does not read neighbors, so there is no comparison.");
-  return [figures([{ label: "Bits per byte", value: fixed(answer.bits_per_byte_off, 4), note: UNIT }]), missing];
+  return [figures([{ label: "Bits per byte", value: fixed(answer.bits_per_byte_off, 4), note: UNIT }]), missing, save];
 }
 
-const change = ({ bits_per_byte_on: on, bits_per_byte_off: off }) => verdict(off - on, `${fixed((100 * Math.abs(on - off)) / off, 2)} %`);
+function change({ bits_per_byte_on: on, bits_per_byte_off: off }) {
+  const percents = (100 * Math.abs(on - off)) / off;
+  return verdict(off - on, `${fixed(percents, percents < 1 ? 2 : 1)} %`);
+}
 
 function sentence(answer) {
   const { tokens, bits_per_byte_on: on, bits_per_byte_off: off } = answer;
@@ -50,32 +52,29 @@ function sentence(answer) {
   return `Neighbors over the whole text: ${change(answer).text}.`;
 }
 
-function keyFigures(answer) {
+/** The answer in one line. */
+function verdicts(answer) {
   const { tokens, bits_per_byte_on: on, bits_per_byte_off: off } = answer;
-  const could = tokens.filter(({ chunk }) => chunk > 0).map(({ difference }) => bitsOf(difference));
-  const [helped, hurt] = [could.filter((bits) => bits > 0), could.filter((bits) => bits < 0)];
-  const told = (some) => `by ${fixed(Math.abs(some.reduce((sum, bits) => sum + bits, 0)) / Math.max(1, some.length), 2)} bits on average`;
-  const share = (some) => percent(some.length / Math.max(1, could.length));
+  const could = tokens.filter(({ chunk }) => chunk > 0);
+  if (!could.length) return [element("p", {}, ONE_CHUNK)];
+  const share = (sign, word) => `${percent(could.filter(({ difference }) => sign * difference > 0).length / could.length)} ${word}`;
   const { text, kind } = change(answer);
-  return figures([
-    { label: "With neighbors", value: fixed(on, 4), note: UNIT },
-    { label: "Without neighbors", value: fixed(off, 4), note: "bits per byte: the same model and text, but nothing to read." },
-    { label: "Difference", value: text, kind, note: "over the whole text, its first chunk included" },
-    {
-      label: `Of ${counted(could.length, "token")} with neighbors`,
-      value: could.length ? `${share(helped)} helped` : "none",
-      note: could.length ? `${told(helped)}; ${share(hurt)} hurt, ${told(hurt)}` : "The text ends in its first chunk.",
-    },
-  ]);
+  return [
+    element("b", { class: `verdict ${kind}` }, text),
+    element("span", {}, `${fixed(off, 2)} → ${fixed(on, 2)} bits per byte`),
+    element("span", {}, `${counted(could.length, "token")} with neighbors: `, element("b", { class: "helped" }, share(1, "helped")), ", ", element("b", { class: "hurt" }, share(-1, "hurt"))),
+  ];
 }
 
-function passage({ tokens, sources }) {
+function passage(answer, save) {
+  const { tokens, sources } = answer;
   const nodes = tokens.map(tokenNode);
   const rows = rowsOf(tokens, nodes, sources);
   const text = element("div", { class: "rows", role: "group", "aria-label": "Chunks of the text" }, ...rows);
-  nodes[0]?.setAttribute("tabindex", "0");
+  nodes[Math.max(0, tokens.findIndex(({ chunk }) => chunk > 0))]?.setAttribute("tabindex", "0");
   roving(text, ".token");
-  return element("section", { class: "card passage" }, colorScale(tokens, nodes), legend(sources), readout(text, tokens, nodes), text);
+  const line = strip("passage-strip", verdicts(answer), [colorScale(tokens, nodes), legend(sources), element("p", {}, save)]);
+  return element("section", { class: "card passage" }, line, text, readout(text, tokens, nodes));
 }
 
 function legend({ copies }) {
@@ -83,9 +82,11 @@ function legend({ copies }) {
   return element(
     "ul",
     { class: "legend-list" },
-    element("li", {}, "One bit fewer: the model finds the token twice as likely."),
+    element("li", {}, "The model looks up neighbors of complete chunks and reads them in the next one, so the first chunk has none."),
+    element("li", {}, "One bit fewer: the model finds the token twice as likely. The comparison covers the whole text, its first chunk included."),
+    element("li", {}, `Bits per byte: the bits that the model needs for each byte of the text. Fewer is better.`),
     copies.length ? item("copied", ": the model copied it from the neighbor with this number", 1) : "",
-    item("shared", `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is yellow`),
+    item("shared", `: a run of at least ${LEAST_RUN} tokens that is also in a neighbor, where it is marked`),
     element("li", {}, SIMILARITY),
   );
 }
@@ -99,7 +100,8 @@ function rowsOf(tokens, nodes, { chunks, copies }) {
     const own = tokens.slice(first, stop).map(({ text }, index) => ({ text, node: nodes[first + index] }));
     const neighbors = chunks.find(({ chunk }) => chunk === number - 1)?.neighbors ?? [];
     const copied = copies.filter(({ chunk }) => chunk === number - 1);
-    rows.push(chunkRow({ number, note: number === 0 ? FIRST : "", tokens: own, start, neighbors, copies: copied }));
+    const fold = number === 0 && tokens.at(-1).chunk > 0 ? FIRST : "";
+    rows.push(chunkRow({ number, fold, tokens: own, start, neighbors, copies: copied }));
     start += own.reduce((sum, { text }) => sum + codePoints(text), 0);
     first = stop;
   }

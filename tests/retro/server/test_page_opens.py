@@ -1,0 +1,243 @@
+"""What a visitor sees first, without typing: a held-out passage in color, a prompt where retrieval matters; and a question's hits."""
+
+import pytest
+
+from tests.retro.server.browser import LAPTOP, MARKS, PHONE, Page, expect, form_of, submit
+from tests.retro.server.conftest import TEXT, Make, listening
+from tests.retro.server.test_page_explains import answer_with
+
+pytestmark = MARKS
+
+COLORED = ".rows .token.helped, .rows .token.hurt"
+QUESTION = "neighbor vector"
+ABOVE_THE_FOLD = """
+nodes => nodes.filter((node) => {
+  const { top, bottom, width } = node.getBoundingClientRect();
+  const covering = width && document.elementFromPoint(node.getBoundingClientRect().left + 1, top + 1);
+  const colored = getComputedStyle(node).backgroundColor !== "rgba(0, 0, 0, 0)";
+  return node.checkVisibility() && top >= 0 && bottom <= innerHeight && covering === node && colored;
+}).length
+"""
+
+
+def opened(open_page, url: str, **context) -> Page:
+    """Open the page without a view and wait for the colored text."""
+    page = open_page(url, **context)
+    expect(page.locator(COLORED).first).to_be_attached()
+    return page
+
+
+# --- where it helps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("context", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_the_page_opens_with_colored_tokens_above_the_fold(open_page, url: str, context: dict, scheme: str) -> None:
+    page = opened(open_page, url, color_scheme=scheme, **context)
+    expect(page.locator("#tab-passage")).to_have_attribute("aria-selected", "true")
+    assert page.locator(COLORED).evaluate_all(ABOVE_THE_FOLD) >= 8
+    expect(page.locator("#passage-strip .verdict")).to_be_in_viewport()
+    assert page.evaluate("scrollY") == 0
+
+
+def test_the_best_example_is_first_and_is_shown(open_page, url: str) -> None:
+    page = open_page("about:blank")
+    with page.expect_response("**/examples?*") as answered, page.expect_request("**/score") as sent:
+        page.goto(url)
+    best, *others = answered.value.json()["examples"]
+    assert best["gain"] >= max(each["gain"] for each in others if each["gain"] is not None)
+    assert sent.value.post_data_json["text"] == best["text"].replace("\r\n", "\n")
+    first = page.locator("#passage .examples button").first
+    expect(first).to_have_attribute("title", best["document_id"])
+    expect(first).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#passage .examples [aria-pressed=true]")).to_have_count(1)
+
+
+def test_an_example_is_named_by_its_path(open_page, url: str) -> None:
+    page = open_page("about:blank")
+    answer_with(
+        page,
+        "**/examples?*",
+        lambda body: body["examples"][0].update(document_id="lib/email/header.py", title="header"),
+    )
+    page.goto(url)
+    expect(page.locator("#passage .examples button").first).to_contain_text("lib/email/header.py")
+
+
+def test_first_chunk_legend_and_all_neighbors_but_the_first_are_folded(open_page, url: str) -> None:
+    page = opened(open_page, url)
+    first, *rows = page.locator(".chunk-row").all()
+    expect(first.locator(".token").first).to_be_hidden()
+    first.locator("summary").click()
+    expect(first.locator(".token").first).to_be_visible()
+    expect(page.locator("#passage-strip .legend-list")).to_be_hidden()
+    page.locator("#passage-strip summary").click()
+    expect(page.locator("#passage-strip .legend-list")).to_be_visible()
+    read = [row for row in rows if row.locator(".neighbor").count() > 1]
+    assert read
+    for row in read:
+        opens = [each.get_attribute("open") is not None for each in row.locator(".neighbor").all()]
+        assert opens == [True] + [False] * (len(opens) - 1)
+
+
+@pytest.mark.parametrize("context", [LAPTOP, PHONE], ids=["laptop", "phone"])
+def test_your_text_stays_in_view_while_its_neighbors_scroll(open_page, url: str, context: dict) -> None:
+    page = opened(open_page, url, **context)
+    row = page.locator("article.chunk-row").first
+    row.locator(".neighbor pre").first.evaluate("node => node.append('\\n'.repeat(80))")  # longer than the window
+    text, neighbor = row.locator(".query"), row.locator(".neighbor").first
+    before = neighbor.bounding_box()["y"]
+    page.evaluate("y => window.scrollTo(0, y)", text.bounding_box()["y"] + 300)
+    assert neighbor.bounding_box()["y"] < before - 100
+    assert text.bounding_box()["y"] == pytest.approx(0, abs=1)
+
+
+def test_a_click_on_a_copied_token_unfolds_the_neighbor_that_has_it(open_page, url: str) -> None:
+    def copy_from_the_second(body: dict) -> None:
+        start = sum(len(token["text"]) for token in body["tokens"] if token["chunk"] == 0)
+        word = next(token["text"] for token in body["tokens"] if token["chunk"] == 1)
+        copy = {"text": [start, start + len(word)], "chunk": 0, "neighbor": 1, "neighbor_text": [0, 3]}
+        body["sources"]["copies"] = [copy | {"tokens": 1, "share": 0.9}]
+
+    page = open_page("about:blank")
+    answer_with(page, "**/score", copy_from_the_second)
+    page.goto(url)
+    second = page.locator("article.chunk-row").first.locator(".neighbor").nth(1)
+    expect(second.locator("pre").first).to_be_hidden()
+    page.locator(".token.copied").click()
+    expect(second.locator("mark.copied")).to_be_visible()
+
+
+def test_an_address_with_a_text_and_a_form_in_use_are_left_alone(open_page, url: str) -> None:
+    page = open_page(url + "#/passage?text=" + "the+index+" * 30)
+    expect(page.locator("#passage .examples button").first).to_be_visible()
+    expect(page.locator(COLORED).first).to_be_attached()
+    assert "".join(page.locator("#passage .token").all_text_contents()) == "the index " * 30
+    page = open_page(url + form_of("passage"))
+    expect(page.locator("#passage .examples button").first).to_be_visible()
+    expect(page.locator("#passage textarea")).to_have_value("")
+    expect(page.locator("#passage .empty")).to_be_visible()
+
+
+def test_a_datastore_without_a_model_opens_on_its_search(open_page, app_with: Make) -> None:
+    with listening(app_with(model=False)) as url:
+        page = open_page(url)
+        expect(page.locator("#tab-neighbors")).to_have_attribute("aria-selected", "true")
+        expect(page.locator("#neighbors textarea")).to_be_visible()
+
+
+# --- write -----------------------------------------------------------------------------------------------------------
+
+
+def test_write_begins_with_a_prompt_and_marks_the_first_difference(open_page, url: str) -> None:
+    page = open_page(f"{url}/#/generation")
+    marks = page.locator("#generation .first-difference")
+    expect(marks.first).to_be_visible()
+    with_neighbors, without = (
+        [
+            (part.text_content(), "first-difference" in part.get_attribute("class").split())
+            for part in pane.locator(".piece").all()
+        ]
+        for pane in page.locator(".pane").all()
+    )
+    place = next(n for n, (on, off) in enumerate(zip(with_neighbors, without, strict=False)) if on[0] != off[0])
+    for pieces in (with_neighbors, without):
+        assert pieces[place][1]
+        assert not any(marked for _, marked in pieces[: max(0, place - 3)])  # a word may begin some tokens before
+    bold = page.locator("#generation-strip b").all_text_contents()
+    assert len(set(bold)) == 2
+    for word, pieces in zip(bold, (with_neighbors, without), strict=True):
+        assert word in "".join(text for text, marked in pieces if marked)
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "words"),
+    [
+        ("a cat sat", "a car sat", ["cat", "car"]),
+        ("a cat sat", "a cathedral", ["cat", "cathedral"]),
+        ("a cat\nsat", "a cat sits", ["sat", "sits"]),
+        ("a cat sat", "a cat sat", []),
+        ("a cat", "a cat sat", []),
+    ],
+)
+def test_the_first_differing_word_is_found(open_page, url: str, on: str, off: str, words: list[str]) -> None:
+    script = """
+    async (texts) => {
+      const { markDifference } = await import("./parts/pane.js");
+      const cards = texts.map((text) => {
+        const [card, generated] = [document.createElement("div"), document.createElement("pre")];
+        generated.className = "generated";
+        for (const part of text.match(/\\s?\\S{1,2}/g)) generated.append(Object.assign(document.createElement("span"), { className: "piece", textContent: part }));
+        card.append(generated);
+        return card;
+      });
+      const words = markDifference(cards);
+      return [words, cards.map((card) => [...card.querySelectorAll(".first-difference")].map((node) => node.textContent).join(""))];
+    }
+    """
+    found, marked = open_page(url + form_of("datastore")).evaluate(script, [on, off])
+    assert found == words
+    assert [each.strip() for each in marked if each] == words
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_searched_by_words_and_vectors(open_page, url: str) -> None:
+    page = open_page(url + form_of("neighbors"))
+    with page.expect_request("**/neighbors") as sent:
+        submit(page, "neighbors", QUESTION)
+    assert sent.value.post_data_json["retrieval"] == "hybrid"
+
+
+def test_without_a_sparse_index_a_question_is_searched_by_vectors(open_page, url: str) -> None:
+    page = open_page("about:blank")
+    answer_with(page, "**/datastore", lambda body: body.update(retrieval=["dense"]))
+    page.goto(url + form_of("neighbors"))
+    with page.expect_request("**/neighbors") as sent:
+        submit(page, "neighbors", QUESTION)
+    assert sent.value.post_data_json["retrieval"] == "dense"
+
+
+def test_hits_of_one_document_are_grouped_and_have_bars(open_page, url: str) -> None:
+    def change(body: dict) -> None:
+        hits = body["chunks"][0]["neighbors"]
+        for number, hit in enumerate(hits):
+            hit.update(
+                text=f"{'abcdefgh'[number] * 30} a Vector", document_id=f"doc-{'abaca'[number]}", score=1 / (number + 1)
+            )
+
+    page = open_page(url + form_of("neighbors"))
+    answer_with(page, "**/neighbors", change)
+    submit(page, "neighbors", QUESTION)
+    groups = page.locator("#neighbors .document-hits")
+    expect(groups).to_have_count(3)
+    ranks = [[each.text_content() for each in group.locator("h4 .rank").all()] for group in groups.all()]
+    assert ranks == [["1", "3", "5"], ["2"], ["4"]]
+    expect(groups.first.locator("details.others .neighbor").first).to_be_hidden()
+    groups.first.locator("details.others > summary").click()
+    widths = {
+        neighbor.locator(".rank").text_content(): neighbor.locator(".strength > span").evaluate(
+            "node => parseFloat(node.style.width)"
+        )
+        for neighbor in page.locator("#neighbors .neighbor").all()
+    }
+    assert widths == {str(rank): pytest.approx(100 / rank, abs=0.01) for rank in range(1, 6)}
+
+
+def test_words_of_a_question_are_marked_in_its_hits(open_page, url: str) -> None:
+    text = "Vectors of a revector are not the NEIGHBOR: neighborhood, 向量"
+
+    def change(body: dict) -> None:
+        body["chunks"][0]["neighbors"][0].update(text=text, continuation="", spans=[])
+
+    page = open_page(url + form_of("neighbors"))
+    answer_with(page, "**/neighbors", change)
+    submit(page, "neighbors", QUESTION + " 向量")
+    neighbor = page.locator("#neighbors .neighbor").first
+    expect(neighbor.locator("pre").first).to_contain_text("revector")
+    assert neighbor.locator("mark.word").all_text_contents() == ["Vectors", "NEIGHBOR", "向量"]
+    expect(neighbor.locator("pre.text")).to_have_text(text)
+    submit(page, "neighbors", TEXT * 4)  # not a question
+    expect(page.locator("#neighbors article.chunk").nth(1)).to_be_visible()
+    expect(page.locator("#neighbors mark.word")).to_have_count(0)
