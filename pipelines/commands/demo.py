@@ -381,14 +381,15 @@ def _write_report(path: Path, trained: Trained, compared: Compared, measured: di
     retriever = Retriever.open(trained.config.datastore)
     chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
     write_bytes(path.with_name("bits_per_byte.svg"), chart.encode())
-    words = "\n".join(f"{name}: {text}." for name, text in compared.words.items())
+    words = Table(["word", "meaning"], [[name, text] for name, text in compared.words.items()])
     report.write_report(
         path,
         title="RETRO demo",
         subtitle=f"{trained.tokens:,} training tokens for each model",
         sections=[
             report.Section("Does retrieval help?", text=compared.verdict, plots=[chart]),
-            report.Section("The measurements", text=words, table=compared.table),
+            report.Section("In numbers", table=compared.table),
+            report.Section("What the words mean", table=words),
             report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
             report.Section("Training", plots=_training_plots(trained.outcomes)),
             report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
