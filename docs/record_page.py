@@ -1,7 +1,7 @@
 """Record the page of `retro serve` as an animation: the passage that it opens with, and what the model copies from neighbors.
 
     retro serve retro-demo/datastore --checkpoint retro-demo/retro
-    python -m docs.record_page http://127.0.0.1:8000 docs/where-it-helps.gif
+    python -m docs.record_page http://127.0.0.1:8080 docs/where-it-helps.gif
 
 It needs Playwright, Pillow and Chromium (Debian's package `chromium`), as the tests of the page do.
 """
