@@ -24,6 +24,7 @@ from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
 from retro.server import docs_page, model_api, page_api, schemas, search_api
 from retro.server.errors import ApiError, error_responses, reraise_errors
+from retro.server.examples import finish_measuring
 from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
@@ -53,6 +54,7 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(service.warm_up)
         yield
+        await finish_measuring(service)
 
     app = FastAPI(
         title=f"HTTP API of {service.name}",

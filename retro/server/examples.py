@@ -42,10 +42,15 @@ async def best_examples(service: Service, count: int, chunks: int) -> schemas.Ex
     passages, task = service.examples[chunks]
     await asyncio.wait([task], timeout=_WAIT_SECONDS)
     if task.done() and (error := task.exception()):
-        del service.examples[chunks]
+        service.examples.pop(chunks, None)
         raise error
     ranked = sorted(passages.examples, key=lambda example: math.inf if example.gain is None else -example.gain)
     return passages.model_copy(update={"examples": ranked[:count]})
+
+
+async def finish_measuring(service: Service) -> None:
+    """Wait until no passage is being scored: a process must not end while a thread computes."""
+    await asyncio.gather(*(task for _, task in service.examples.values()), return_exceptions=True)
 
 
 async def _measure(service: Service, examples: list[schemas.Example]) -> None:
@@ -53,14 +58,15 @@ async def _measure(service: Service, examples: list[schemas.Example]) -> None:
     if not service.retrieves:
         return
     tokenizer, k = service.retriever.tokenizer, min(_K, service.settings.max_model_k)
-    until = time.monotonic() + _SCORING_SECONDS
-    for example in examples:
-        if time.monotonic() > until:
-            break
-        tokens = as_document(service, await asyncio.to_thread(tokenizer.encode, example.text))
-        on, off = [(await service.scores([tokens], ScoreKey(each, top=1)))[0] for each in (k, 0)]
-        example.gain = float(1 - on.log_probabilities.sum() / off.log_probabilities.sum())
-        example.prompt = await asyncio.to_thread(differing_prompt, tokenizer, tokens, on, off) or example.prompt
+    async with service.measuring:
+        until = time.monotonic() + _SCORING_SECONDS
+        for example in examples:
+            if time.monotonic() > until or service.admission.draining:
+                break
+            tokens = as_document(service, await asyncio.to_thread(tokenizer.encode, example.text))
+            on, off = [(await service.scores([tokens], ScoreKey(each, top=1)))[0] for each in (k, 0)]
+            example.gain = float(1 - on.log_probabilities.sum() / off.log_probabilities.sum())
+            example.prompt = await asyncio.to_thread(differing_prompt, tokenizer, tokens, on, off) or example.prompt
 
 
 def differing_prompt(tokenizer: Tokenizer, tokens: np.ndarray, on: Scores, off: Scores) -> str:
@@ -131,4 +137,5 @@ def _beginning(retriever: Retriever, split: Split, document: int, chunks: int) -
         title=str(metadata.get("title") or ""),
         text=decode(tokens).rstrip("\ufffd"),  # a character may continue in the next chunk
         prompt=decode(tokens[: len(tokens) // 2]).rstrip("\ufffd"),
+        gain=None,
     )

@@ -92,6 +92,7 @@ class Service:
         chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
         examples: by length in chunks: passages to try, and the task that measures their gains.
+        measuring: held by the one of these tasks that runs.
     """
 
     retriever: Retriever
@@ -107,6 +108,7 @@ class Service:
     chat_template: ChatTemplate | None
     started: int
     examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = field(default_factory=dict)
+    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":

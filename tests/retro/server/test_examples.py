@@ -87,6 +87,36 @@ def test_the_answer_does_not_wait_for_all_scores(app_with: Make, monkeypatch: py
         assert len(measured(client)) == len(first)
 
 
+def test_examples_of_several_lengths_are_measured_one_after_the_other(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "_WAIT_SECONDS", 0.0)
+    app = app_with()
+    with TestClient(app) as client:
+        for chunks in range(1, 9):
+            client.get("/examples", params={"chunks": chunks})
+        service, waiting = app.state.service, []
+        while not all(task.done() for _, task in service.examples.values()):
+            waiting.append(len(service.score))
+            time.sleep(0.001)
+    assert len(waiting) > 10
+    assert max(waiting) <= 1
+
+
+def test_a_server_that_stops_finishes_the_passage_it_scores_and_no_other(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "_WAIT_SECONDS", 0.0)
+    app = app_with()
+    with TestClient(app) as client:
+        client.get("/examples", params={"chunks": 8})
+        app.state.service.admission.draining = True
+    passages, task = app.state.service.examples[8]
+    assert task.done()
+    assert not task.cancelled()
+    assert passages.examples[-1].gain is None
+
+
 def test_a_failed_measurement_is_reported_and_repeated(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise ValueError("out of memory")
