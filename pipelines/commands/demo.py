@@ -100,7 +100,7 @@ class Compared:
         """The rows of the chart as numbers."""
         from retro.evaluation.bits_per_byte import compare
 
-        against = [_percent(compare(self.on, row), ".1f") for row in (self.plain, self.copying, self.off)]
+        against = [_percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off)]
         rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, [*against, ""], strict=True)]
         return Table(["held-out text", "bits per byte", "retrieval ON against it"], rows)
 
@@ -193,10 +193,10 @@ def _difference(other: str, change: tuple[float, float, float], documents: int) 
     return f"Reading neighbors, RETRO needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
 
 
-def _percent(change: tuple[float, float, float], form: str) -> str:
+def _percent(change: tuple[float, float, float]) -> str:
     """A change and its interval, as `compare` returns them: `-10.7% (-20.0% to -4.4%)`."""
-    percent, low, high = (f"{value:+{form}}%" for value in change)
-    return f"{percent} ({low} to {high})" if change[1] < change[2] else percent
+    percent, low, high = (f"{value:+.1f}%" for value in change)
+    return f"{percent} ({low} to {high})" if low != high else percent
 
 
 def _words(on: "SetResult") -> dict[str, str]:
