@@ -210,3 +210,15 @@ def flat_keys(values: dict, path: str = "") -> Iterator[str]:
             yield from flat_keys(value, f"{path}{key}.")
         else:
             yield path + key
+
+
+WIDTH_ON_GITHUB = 830
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.svg")), ids=name)
+def test_the_text_of_a_picture_is_readable_at_the_width_of_github(path: Path) -> None:
+    svg = path.read_text()
+    box = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+    scale = min(1.0, WIDTH_ON_GITHUB / float(box[1])) if box else 1.0  # without a box it fits any width
+    sizes = [float(size) for size in re.findall(r'font-size(?:="|: ?)([\d.]+)', svg)]
+    assert scale * min(sizes) >= 14

@@ -1,11 +1,12 @@
 """`retro demo`: from text to trained models and what retrieval brings, with all real stages.
 
 Python's own documentation and sources (or --corpus) → datastore → two baselines and a RETRO of the same size, trained on the
-same tokens → held-out bits per byte → a passage colored by token gain, report.html
+same tokens → held-out bits per byte → a sentence, a chart, a passage colored by token gain; report.html, bits_per_byte.svg
 
 One deadline holds for all of it: see `demo_training.py` for the number of steps. Held-out tokens are as many as fit.
 """
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +18,13 @@ from indexing.corpus.python_library import write_python_corpus
 from indexing.store.artifact import remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
-from pipelines.commands.datastore import indented
+from indexing.store.files import read_json, write_bytes, write_json
 from pipelines.commands.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import echo, one_line
+from pipelines.terminal import aligned, echo, echo_shaded, is_colored, one_line
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings
@@ -40,6 +40,9 @@ _EVALUATION = 0.2
 _LEAST_TOKENS = 4_000
 _K = 4
 """Neighbors of each chunk in the evaluation."""
+_OFF, _ON = "RETRO, retrieval OFF", "RETRO, retrieval ON"
+_BAR_CELLS = 20
+"""Width of the longest bar on the terminal."""
 _PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
 """Passages of the report by the quantile of their gain. The terminal shows the first one."""
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
@@ -70,7 +73,8 @@ class Compared:
 
     Attributes:
         plain, copying, off, on: results of the two baselines, and of the RETRO without and with neighbors.
-        verdict: what was gained, in words; then the other comparisons.
+        verdict: what was gained, in a sentence.
+        words: what the rows and columns of the table mean.
         passages: colored by the gain of their tokens.
     """
 
@@ -78,8 +82,26 @@ class Compared:
     copying: "SetResult"
     off: "SetResult"
     on: "SetResult"
-    verdict: list[str]
+    verdict: str
+    words: dict[str, str]
     passages: list[report.ColoredPassage]
+
+    @property
+    def bars(self) -> list[report.Bar]:
+        """Bits per byte of each row with their intervals; blue is the one with retrieval."""
+        from retro.evaluation.bits_per_byte import interval
+
+        results = {"plain baseline": self.plain, "copying baseline": self.copying, _OFF: self.off, _ON: self.on}
+        return [report.Bar(name, row.bits_per_byte, interval(row), row is self.on) for name, row in results.items()]
+
+    @property
+    def table(self) -> Table:
+        """The rows of the chart as numbers."""
+        from retro.evaluation.bits_per_byte import compare
+
+        against = [_percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off)]
+        rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, [*against, ""], strict=True)]
+        return Table(["held-out text", "bits per byte", "retrieval ON against it"], rows)
 
 
 def demo(options: DemoOptions) -> int:
@@ -102,9 +124,8 @@ def demo(options: DemoOptions) -> int:
         echo(f"   {NAMES[name]}: {outcome.parameters:,} parameters without embeddings")
 
     compared = _compare(trained, options.output, deadline)
-    first, *others = compared.verdict
-    table = _results_table(compared)
-    echo(f"\n3. {first}\n" + "\n".join([indented(table.text), *(f"   {line}" for line in others)]))
+    echo(f"\n3. {compared.verdict}\n")
+    _print_chart(compared)
     echo(f"\n4. {compared.passages[0].title}")
     print_passage(compared.passages[0])
 
@@ -150,25 +171,46 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         for name, model in models.items()
     }
     plain, copying, off, on = results["plain"] + results["baseline"] + results["retro"]
-    verdict = [
-        _difference("a baseline that copies from its own context", compare(on, copying)),
-        _difference("a plain baseline", compare(on, plain)),
-        _difference("without them, with the same weights", compare(on, off)),
-        f"{on.tokens:,} held-out tokens. Each model is one training run: with another seed the figures differ.",
-    ]
+    verdict = _difference("a baseline that copies from its own context", compare(on, copying), on.documents)
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
-    return Compared(plain, copying, off, on, verdict, _passages(models["retro"], off, on, held_out, placement, config))
+    passages = _passages(models["retro"], off, on, held_out, placement, config)
+    return Compared(plain, copying, off, on, verdict, _words(on), passages)
 
 
-def _difference(other: str, change: tuple[float, float, float]) -> str:
+def _difference(other: str, change: tuple[float, float, float], documents: int) -> str:
     """Say how many bits per byte RETRO needs, compared with `other`. An interval that includes 0 may be chance."""
     percent, low, high = change
-    interval = f"95% interval over documents: {low:+.1f}% to {high:+.1f}%"
+    interval = f"95% interval over {documents:,} held-out documents: {low:+.1f}% to {high:+.1f}%"
+    if documents == 1:
+        interval = "a single held-out document, so there is no interval and this may be chance"
     if low <= 0 <= high:
         return f"Reading neighbors, RETRO needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
     fewer = "fewer" if percent < 0 else "more"
     return f"Reading neighbors, RETRO needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
+
+
+def _percent(change: tuple[float, float, float]) -> str:
+    """A change and its interval, as `compare` returns them: `-10.7% (-20.0% to -4.4%)`."""
+    percent, low, high = (f"{value:+.1f}%" for value in change)
+    return f"{percent} ({low} to {high})" if low != high else percent
+
+
+def _words(on: "SetResult") -> dict[str, str]:
+    """What the rows and columns of the table mean."""
+    documents = f"{on.documents:,} held-out document" + "s" * (on.documents > 1)
+    words = {
+        "bits per byte": "bits that a model needs for a byte of text that it was not trained on; fewer is better",
+        "plain baseline": "a transformer of the same size, trained on the same tokens",
+        "copying baseline": "the same, but it can copy words from the text before",
+        _OFF: "the RETRO without neighbors; it can copy from the text before",
+        _ON: f"the same weights; each chunk also reads {on.k} neighbors: similar chunks of other documents",
+    }
+    if on.documents > 1:
+        words["95% interval"] = (
+            "from 1,000 draws of the documents; compare rows by the last column: all score the same text"
+        )
+    return words | {"measured on": f"{on.tokens:,} tokens of {documents}; another seed gives other figures"}
 
 
 def _tokens_until(
@@ -310,40 +352,43 @@ def _print_datastore(measured: dict[str, Any]) -> None:
     )
 
 
-def _results_table(compared: Compared) -> Table:
-    named = {
-        "plain baseline": compared.plain,
-        "baseline that copies from its own context": compared.copying,
-        "RETRO, retrieval OFF": compared.off,
-        f"RETRO, retrieval ON, k={compared.on.k}": compared.on,
-    }
-    rows = [
-        [
-            name,
-            f"{result.bits_per_byte:.4f}",
-            *(
-                f"{100 * (result.bits_per_byte / other.bits_per_byte - 1):+.2f}%"
-                for other in (compared.copying, compared.plain)
-            ),
-            f"{result.perplexity:.2f}",
-        ]
-        for name, result in named.items()
-    ]
-    return Table(["held-out text", "bits per byte", "against copying", "against plain", "perplexity"], rows)
+def _print_chart(compared: Compared) -> None:
+    """Print the table with a bar in each row, and what its words mean."""
+    bars, table = compared.bars, compared.table
+    scale = _BAR_CELLS / max(bar.end for bar in bars)
+    drawn = []
+    for bar in bars:
+        solid, end = (round(scale * value) for value in (bar.interval or (bar.value, bar.value)))
+        drawn.append("█" * solid + "░" * (end - solid))
+    header = "░ 95% interval" if bars[0].interval else ""
+    cells = [[*row[:2], bar, *row[2:]] for row, bar in zip([table.header, *table.rows], [header, *drawn], strict=True)]
+    first, *lines = aligned(cells)
+    echo(f"   {first}")
+    for line, text, bar in zip(lines, drawn, bars, strict=True):
+        before, _, after = line.partition(text)
+        shade = (1 if bar.is_blue else -1) if is_colored(sys.stdout) else 0
+        echo_shaded([(f"   {before}", 0), (text, shade), (after, 0)])
+    echo()
+    for line in aligned([[name, text] for name, text in compared.words.items()]):
+        echo(f"   {line}")
 
 
 def _write_report(path: Path, trained: Trained, compared: Compared, measured: dict[str, Any]) -> None:
     from indexing.retrieval.retriever import Retriever
     from pipelines.reports.datastore import plots_of, summary_table
 
-    retriever, table = Retriever.open(trained.config.datastore), _results_table(compared)
+    retriever = Retriever.open(trained.config.datastore)
+    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
+    write_bytes(path.with_name("bits_per_byte.svg"), chart.encode())
+    words = Table(["word", "meaning"], [[name, text] for name, text in compared.words.items()])
     report.write_report(
         path,
         title="RETRO demo",
         subtitle=f"{trained.tokens:,} training tokens for each model",
-        figures=[(row[0], row[1], f"{row[2]} against copying, {row[3]} against plain") for row in table.rows],
         sections=[
-            report.Section("Does retrieval help?", text=" ".join(compared.verdict), table=table),
+            report.Section("Does retrieval help?", text=compared.verdict, plots=[chart]),
+            report.Section("In numbers", table=compared.table),
+            report.Section("What the words mean", table=words),
             report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
             report.Section("Training", plots=_training_plots(trained.outcomes)),
             report.Section("Datastore", table=summary_table(measured), plots=plots_of(retriever, measured)),
@@ -353,10 +398,11 @@ def _write_report(path: Path, trained: Trained, compared: Compared, measured: di
 
 def _training_plots(outcomes: dict[str, Any]) -> list[str]:
     """Training loss of all models, on the same batches."""
-    losses = {}
+    losses, colors = {}, {"retro": 0, "baseline": 1, "plain": 1}
     for name, outcome in outcomes.items():
         lines = [line for line in outcome.metrics if "loss" in line]
-        losses[NAMES[name]] = ([line["tokens"] for line in lines], [line["loss"] for line in lines])
+        tokens, values = ([line[key] for line in lines] for key in ("tokens", "loss"))
+        losses[NAMES[name]] = report.PlotLine(tokens, values, colors[name], dashed=name == "plain")
     return [report.line_plot(losses, "tokens", "nats per token", "Training loss")]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from pipelines.evaluation.bits_per_byte_tables import interval_in_words
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
@@ -333,4 +334,4 @@ def _advice(model: ModelSettings, documents: int) -> str:
 
 def in_words(percent: float, low: float, high: float) -> str:
     """A change of bits per byte with its uncertainty, as `compare` returns it."""
-    return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {low:+.2f}% to {high:+.2f}%)"
+    return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {interval_in_words(low, high)})"

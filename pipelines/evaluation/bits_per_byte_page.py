@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.evaluation.bits_per_byte_tables import Rows, label_of, tables_of
+from pipelines.evaluation.bits_per_byte_tables import Rows, interval_in_words, label_of, tables_of
 from pipelines.reports.html import PlotLine, Section, line_plot, settings_table, stairs, write_report
 
 
@@ -64,7 +64,7 @@ def _figures(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         figures.append((f"{first['set']}, {label_of(best)}", f"{best['bits_per_byte']:.4f}", "bits per byte"))
     for change in results["changes"]:
         if change["set"] == first["set"] and on and change["measured"] == label_of(best):
-            note = f"95% of bootstraps: {change['low']:+.2f}% to {change['high']:+.2f}%"
+            note = f"95% of bootstraps: {interval_in_words(change['low'], change['high'])}"
             figures.append((f"{change['measured']} against {change['reference']}", f"{change['percent']:+.2f}%", note))
     return figures
 
@@ -88,7 +88,7 @@ def _plots_by_k(rows: Rows, sets: Sequence[str]) -> list[str]:
 
 
 def _plots_by_leakage(levels: Rows, sets: Sequence[str]) -> list[str]:
-    """Bits per byte by shared tokens for every measurement; OFF is dashed."""
+    """Bits per byte by shared tokens for every measurement; OFF is dashed, and orange if there is one model."""
     return _plots_by(
         levels, sets, "shared_tokens_at_most", "shared tokens at most", "by tokens shared with a neighbor", log_x=False
     )
@@ -113,6 +113,8 @@ def _plots_by(levels: Rows, sets: Sequence[str], key: str, x_label: str, title: 
             for row in level["results"]:
                 curves.setdefault(label_of(row), []).append((level[key], row["bits_per_byte"]))
                 number = models.index(row["model"]) * max(1, len(ks)) + (ks.index(row["k"]) if row["k"] else 0)
+                if len(models) == 1:  # blue is ON, orange is OFF
+                    number = number + (number > 0) if row["k"] else 1
                 colors[label_of(row)] = (number, not row["k"])
         lines = {label: _line(sorted(points), *colors[label]) for label, points in curves.items()}
         if any(len(points) > 1 for points in curves.values()):

@@ -113,4 +113,9 @@ def _percent(change: Mapping[str, Any]) -> str:
 
 
 def _interval(change: Mapping[str, Any]) -> str:
-    return f"{change['low']:+.2f}% to {change['high']:+.2f}%"
+    return interval_in_words(change["low"], change["high"])
+
+
+def interval_in_words(low: float, high: float) -> str:
+    """An interval of percentages. A single document has none: both ends are its own change."""
+    return f"{low:+.2f}% to {high:+.2f}%" if low < high else "no interval"

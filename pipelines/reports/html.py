@@ -18,11 +18,17 @@ from indexing.store.files import write_bytes
 from pipelines.results import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Of medium lightness, for light and dark pages. Color-blind readers can distinguish them in this order.
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ec4899", "#06b6d4")
-# Placeholders for colors of the page's theme. A plot outside the page uses the second value.
-_THEMED = {"#010203": "var(--ink, #1f2937)", "#010204": "var(--soft, #6b7280)", "#010205": "var(--line, #e5e7eb)"}
-_INK, _SOFT, _LINE = _THEMED
+# Placeholders for colors of the page's theme, as in `retro/server/page/page.css`. A plot outside the page uses the second value.
+_THEMED = {
+    "#010203": "var(--ink, #1f2937)",
+    "#010204": "var(--soft, #566275)",
+    "#010205": "var(--line, #e3e6eb)",
+    "#010206": "var(--helped-ink, #1d4ed8)",
+    "#010207": "var(--hurt-ink, #b03a05)",
+}
+_INK, _SOFT, _LINE, _BLUE, _ORANGE = _THEMED
+# Blue: better, with retrieval. Orange: worse, without. The others are of medium lightness, for light and dark pages.
+_COLORS = (_BLUE, _ORANGE, "#10b981", "#a855f7", "#ec4899", "#06b6d4")
 # Shorter runs of shared words are likely to be chance. A Chinese character counts less than a word.
 _MARKED_WORDS = 3
 _CHARACTER = 0.75
@@ -68,7 +74,7 @@ class Piece:
 
     @property
     def shade(self) -> int:
-        """Color: 2 and 1 = retrieval helps (green), -1 and -2 = it hurts (red), 0 = about the same."""
+        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same."""
         return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
 
 
@@ -192,6 +198,72 @@ def _weight(word: str) -> float:
 
 
 Numbers = Sequence[float] | np.ndarray
+
+
+class Bar(NamedTuple):
+    """A bar of a chart.
+
+    Attributes:
+        name, value: its label and length.
+        interval: 95% interval of the value; None = there is none.
+        is_blue: blue = with retrieval, otherwise orange.
+    """
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None
+    is_blue: bool
+
+    @property
+    def end(self) -> float:
+        """The larger of the value and the end of its interval."""
+        return self.interval[1] if self.interval else self.value
+
+    @property
+    def figure(self) -> str:
+        """The value and its interval as text."""
+        low, high = self.interval or (0, 0)
+        return f"{self.value:.2f}" + (f" ({low:.2f} to {high:.2f})" if self.interval else "")
+
+
+def bar_chart(bars: Sequence[Bar], title: str) -> str:
+    """Draw horizontal bars with their intervals as an SVG, which is as wide as its place and brings its own light and dark colors.
+
+    A shorter bar is better.
+    """
+    from html import escape
+
+    scale = _BAR_WIDTH / max(bar.end for bar in bars)
+    parts = []
+    for number, bar in enumerate(bars):
+        y = 76 + 56 * number
+        parts.append(
+            f'<text x="2%" y="{y}">{escape(bar.name)}</text><text x="98%" y="{y}" text-anchor="end">{bar.figure}</text>'
+            f'<rect class="{"with" if bar.is_blue else "without"}" x="2%" y="{y + 8}" width="{scale * bar.value:.2f}%" height="18" rx="3"/>'
+        )
+        if bar.interval:
+            low, high = (f"{2 + scale * end:.2f}%" for end in bar.interval)
+            ends = [(low, high, y + 17, y + 17), (low, low, y + 11, y + 23), (high, high, y + 11, y + 23)]
+            lines = "".join(f'<line x1="{a}" x2="{b}" y1="{c}" y2="{d}"/>' for a, b, c, d in ends)
+            parts.append(f'<g class="interval">{lines}</g>')
+    note = "line: 95% interval" if any(bar.interval for bar in bars) else "one document: no interval"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="bars" role="img" aria-label="{escape(title)}" width="100%" '
+        f'height="{64 + 56 * len(bars)}" font-family="system-ui, sans-serif" font-size="15">'
+        f'<style>{_BAR_STYLE}</style><rect class="card" width="100%" height="100%" rx="8"/>'
+        f'<text x="2%" y="24" font-weight="650">{escape(title)}</text><text class="note" x="2%" y="45">shorter is better; {note}</text>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+_BAR_WIDTH = 96  # percent of the picture
+_BAR_STYLE = (
+    ".bars{--ink:#1f2937;--soft:#566275;--card:#ffffff;--helped:#4f9cf9;--hurt:#f98b32}"
+    "@media(prefers-color-scheme:dark){"
+    ".bars{--ink:#e5e7eb;--soft:#9aa7ba;--card:#182235;--helped:#1d55d0;--hurt:#a3460f}}"
+    ".bars text{fill:var(--ink)}.bars .note{fill:var(--soft)}.bars .card{fill:var(--card)}"
+    ".bars .with{fill:var(--helped)}.bars .without{fill:var(--hurt)}.bars line{stroke:var(--ink);stroke-width:2}"
+)
 
 
 class PlotLine(NamedTuple):

@@ -16,8 +16,10 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from pipelines.config import Config
 from pipelines.reports.html import PlotLine, Section, flat, line_plot, shown, write_report
 from pipelines.results import Table
+from pipelines.settings.toml_file import as_plain
 from retro.evaluation.sets import short_names
 from retro.training.monitor import PREFIX
 from retro.training.run_folder import read_metrics
@@ -120,15 +122,17 @@ def write_run_report(folders: Sequence[Path], path: Path) -> Table:
         raise InputError(f"{', '.join(map(str, folders))}: a run is named twice. Name different runs.")
     runs = [open_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     summary = runs_table(runs)
+    changed, others = settings_sections(runs)
     sections = [
         Section("Runs", table=summary if len(runs) > 1 else None),
+        changed,
         Section("Held-out documents", table=held_out_table(runs), plots=held_out_plots(runs)),
         Section(
             "Training", plots=[metric_plot(runs, name, *texts) for name, texts in _KNOWN.items() if _has(runs, name)]
         ),
         Section("Layer groups", text=_GROUPS_TEXT, table=groups_table(runs), plots=group_plots(runs)),
         Section("More", plots=[metric_plot(runs, name, name, "") for name in more_metrics(runs)]),
-        *settings_sections(runs),
+        others,
     ]
     write_report(
         path,
@@ -220,16 +224,22 @@ def held_out_table(runs: Sequence[Run]) -> Table:
     return Table(["run", "set", "OFF", "ON", "ON against OFF", "best OFF", "best ON"], rows)
 
 
-def settings_sections(runs: Sequence[Run]) -> list[Section]:
-    """Settings that differ between runs, with a column for each run, and settings in common."""
+def settings_sections(runs: Sequence[Run]) -> tuple[Section, Section]:
+    """Settings that differ between runs, with a column for each run, and the others; of one run, those that differ from defaults."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    values = {key: [shown(run.settings.get(key, "–")) for run in runs] for key in keys}
+    columns = {run.name: run.settings for run in runs}
+    if len(runs) == 1:
+        columns["default"] = flat(as_plain(Config()))
+    values = {key: [shown(column.get(key, "–")) for column in columns.values()] for key in keys}
     differing = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
     common = [[key, row[0]] for key, row in values.items() if len(set(row)) == 1]
-    return [
-        Section("Settings that differ", table=Table(["setting", *(run.name for run in runs)], differing)),
-        Section("Settings in common" if len(runs) > 1 else "Settings", table=Table(["setting", "value"], common)),
-    ]
+    titles = (
+        ("Settings that differ", "Settings in common") if len(runs) > 1 else ("Changed settings", "Default settings")
+    )
+    return (
+        Section(titles[0], table=Table(["setting", *columns], differing)),
+        Section(titles[1], table=Table(["setting", "value"], common)),
+    )
 
 
 # --- layer groups --------------------------------------------------------------------------------------------------
@@ -315,7 +325,8 @@ def held_out_plots(runs: Sequence[Run]) -> list[str]:
                 curve = run.held_out(name, mode)
                 if len(curve[0]):
                     label = f"{run.name} {mode.upper()}" if len(runs) > 1 else f"retrieval {mode.upper()}"
-                    lines[label] = PlotLine(*thinned(*curve), color=number, dashed=mode == "off")
+                    color = number if len(runs) > 1 else int(mode == "off")
+                    lines[label] = PlotLine(*thinned(*curve), color=color, dashed=mode == "off")
             if len(gain_curve(run, name)[0]):
                 gains[run.name] = PlotLine(*thinned(*gain_curve(run, name)), color=number)
         unit = next(_HELD_OUT_UNITS[run.figure(name)] for run in runs if name in run.sets)

@@ -267,15 +267,30 @@ def compare(measured: SetResult, reference: SetResult, seed: int = 0, rounds: in
         rounds: samples of the bootstrap.
 
     Returns:
-        the difference (negative = fewer bits), and its 2.5% and 97.5% quantiles in a bootstrap over documents.
+        the difference (negative = fewer bits), and its 2.5% and 97.5% quantiles in a bootstrap over documents. With a single
+        document both quantiles equal the difference: there is no interval.
     """
     assert measured.bytes == reference.bytes, "not the same tokens"
+    ratio, low, high = _bootstrap(measured, reference.nats_by_document, seed, rounds)
+    return 100 * (ratio - 1), 100 * (low - 1), 100 * (high - 1)
+
+
+def interval(measured: SetResult, seed: int = 0, rounds: int = 1000) -> tuple[float, float] | None:
+    """The 2.5% and 97.5% quantiles of bits-per-byte in a bootstrap over documents; None with a single document."""
+    if measured.documents == 1:
+        return None
+    _, low, high = _bootstrap(measured, measured.bytes_by_document * math.log(2), seed, rounds)
+    return low, high
+
+
+def _bootstrap(measured: SetResult, parts: np.ndarray, seed: int, rounds: int) -> tuple[float, float, float]:
+    """The nats over a sum of `parts` [documents], and its 2.5% and 97.5% quantiles over draws of documents."""
     scored = np.flatnonzero(measured.bytes_by_document)
-    ours, theirs = measured.nats_by_document[scored], reference.nats_by_document[scored]
+    nats, parts = measured.nats_by_document[scored], parts[scored]
     generator, ratios = np.random.default_rng(seed), []
     at_once = max(1, _BUFFERED_DRAWS // len(scored))
     for start in range(0, rounds, at_once):
         drawn = generator.integers(0, len(scored), (min(at_once, rounds - start), len(scored)))
-        ratios.append(ours[drawn].sum(1) / theirs[drawn].sum(1))
-    low, high = 100 * (np.quantile(np.concatenate(ratios), [0.025, 0.975]) - 1)
-    return 100 * (ours.sum() / theirs.sum() - 1), float(low), float(high)
+        ratios.append(nats[drawn].sum(1) / parts[drawn].sum(1))
+    low, high = np.quantile(np.concatenate(ratios), [0.025, 0.975])
+    return float(nats.sum() / parts.sum()), float(low), float(high)

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import main
 from pipelines.commands import demo_training
-from pipelines.commands.demo import DemoOptions, _difference, demo
+from pipelines.commands.demo import Compared, DemoOptions, _difference, _print_chart, _words, demo
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
 from pipelines.launch.in_process import run_training
-from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece, Section, write_report
+from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece, Section, bar_chart, write_report
+from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
@@ -146,7 +148,51 @@ def test_of_a_run_the_demo_logs_only_warnings_and_the_status(small: Config, monk
     ],
 )
 def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[float, float, float], said: str) -> None:
-    assert said in _difference("a plain baseline", change)
+    assert said in _difference("a plain baseline", change, 20)
+
+
+def measured(*nats: float, k: int = 0) -> SetResult:
+    """A measurement of documents of 1,000 bytes."""
+    size = len(nats)
+    return SetResult("valid", k, 250 * size, 1.0, 1000 * np.array(nats), np.full(size, 1000.0))
+
+
+def compared(documents: int) -> Compared:
+    rows = [measured(*(part * np.linspace(1, 2, documents)), k=k) for part, k in ((2, 0), (1.5, 0), (1.6, 0), (1, 4))]
+    verdict = _difference("a baseline", compare(rows[3], rows[1]), documents)
+    return Compared(*rows, verdict, _words(rows[3]), [])
+
+
+def test_a_single_document_has_no_interval(capsys) -> None:
+    one = compared(1)
+    assert "no interval" in one.verdict
+    assert [bar.interval for bar in one.bars] == [None] * 4
+    _print_chart(one)
+    shown = capsys.readouterr().out
+    assert "95% interval" not in shown
+    assert " to " not in shown.partition("\n\n")[0]
+    assert "no interval" in bar_chart(one.bars, "T")
+
+
+def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys) -> None:
+    three = compared(3)
+    _print_chart(three)
+    table, words = capsys.readouterr().out.split("\n\n")
+    rows = table.splitlines()[1:]
+    lengths = [row.count("█") for row in rows]
+    assert lengths == sorted(lengths, reverse=True) != [lengths[0]] * 4
+    for bar, row in zip(three.bars, rows, strict=True):
+        assert "░" in row
+        assert f"{bar.value:.4f}" in row
+        assert row.split("  ")[0].strip() in words or bar.name in words
+    assert "-50.0%" in rows[0]
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_only_the_bar_with_retrieval_is_blue_and_each_has_its_interval(documents: int) -> None:
+    svg = bar_chart(compared(documents).bars, "T")
+    assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 3 + ["with"]
+    assert svg.count('class="interval"') == (4 if documents > 1 else 0)
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
@@ -245,10 +291,13 @@ def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path:
     assert main(arguments) == 0
     out = capsys.readouterr().out
     result = out[out.index("\n3. ") :]
-    assert re.match(r"\n3\. Reading neighbors, RETRO needs .* bits per byte .*95% interval over documents", result)
-    assert "{+" in result[result.index("\n4. ") :]
-    assert (tmp_path / "demo" / "report.html").exists()
     written = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert result.startswith(f"\n3. {written['verdict']}\n")
+    assert re.match(r"Reading neighbors, RETRO needs .* bits per byte .*interval", written["verdict"])
+    assert "{+" in result[result.index("\n4. ") :]
+    html, picture = ((tmp_path / "demo" / name).read_text() for name in ("report.html", "bits_per_byte.svg"))
+    assert html.count('<svg xmlns="http://www.w3.org/2000/svg" class="bars"') == html.count(picture) == 1
+    assert html.count(escape(written["verdict"])) == 1
     numbers = {name: len(rows) for name, rows in written["results"].items()}
     assert numbers == {"plain baseline": 1, "copying baseline": 1, "RETRO": 2}
     assert main(arguments) == 0

@@ -2,21 +2,28 @@
 
 import re
 from html import unescape
+from pathlib import Path
 
 import numpy as np
 
 from pipelines.reports.html import (
+    Bar,
+    ColoredPassage,
     NeighborExample,
     NeighborText,
+    Piece,
     PlotLine,
     Section,
     _tick,
+    bar_chart,
     histogram,
     line_plot,
     marked,
     write_report,
 )
 from pipelines.results import Table
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
@@ -123,3 +130,17 @@ def test_long_name_does_not_squeeze_the_plot() -> None:
 
     assert height_of_legend(5) == 1
     assert height_of_legend(50) == 3
+
+
+def test_gains_are_blue_and_losses_orange_as_on_the_page_of_the_server(tmp_path) -> None:
+    passage = ColoredPassage("t", "", [Piece("a", 3.0), Piece("b", -3.0)], [])
+    write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[passage])])
+    html, page = (tmp_path / "r.html").read_text(), (ROOT / "retro" / "server" / "page" / "page.css").read_text()
+    chart = bar_chart([Bar("a", 1.0, None, True)], "T")
+    for name in ("ink", "soft", "card", "helped", "hurt", "mark"):
+        of_page, of_report, of_chart = (re.findall(rf"--{name}: *(#\w+)", text) for text in (page, html, chart))
+        assert len(of_page) == 2, name  # light and dark
+        assert of_report == of_page, name
+        assert of_chart == of_page or name == "mark", name
+    rules = dict(re.findall(r"\.(up2|down2) { background: var\(--(\w+)\)", html))
+    assert rules == {"up2": "helped", "down2": "hurt"}

@@ -21,6 +21,7 @@ from pipelines.reports.training_runs import (
     write_run_report,
 )
 from retro.training.run_folder import read_metrics
+from retro.training.settings import TrainSettings
 
 
 def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "on"), **settings) -> Path:
@@ -96,7 +97,7 @@ def test_runs_without_evaluations_or_without_metrics_have_a_page(tmp_path: Path)
     assert "Training loss" in titles(html)
     html = page_of(write_run(tmp_path / "empty", steps=0))
     assert titles(html) == []
-    assert "Settings" in html
+    assert "Changed settings" in html
 
 
 def test_baseline_has_no_figure_for_the_gain_of_retrieval(tmp_path: Path) -> None:
@@ -119,6 +120,14 @@ def test_page_of_several_runs_shows_their_names_and_differing_settings(tmp_path:
     for label in ("a ON", "a OFF", "b OFF"):
         assert f"<!-- {label} -->" in html or f">{label}<" in html
     assert "b ON" not in html
+
+
+def test_changed_settings_come_first_with_their_defaults(tmp_path: Path) -> None:
+    html = page_of(write_run(tmp_path / "retro", lr=5e-4, seed=TrainSettings().seed))
+    changed, default = html.index("Changed settings"), html.index("Default settings")
+    assert changed < html.index("<td>train.lr</td>") < html.index("<svg")
+    assert html.index("<svg") < default < html.index("<td>train.seed</td>")
+    assert re.search(rf"<td>train.lr</td>\s*<td[^>]*>0.0005</td>\s*<td[^>]*>{TrainSettings().lr}</td>", html)
 
 
 def test_gain_of_retrieval_compares_on_with_off_at_the_same_tokens(tmp_path: Path) -> None:

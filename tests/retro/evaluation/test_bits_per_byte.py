@@ -14,7 +14,7 @@ from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, interval
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
@@ -103,6 +103,18 @@ def test_comparing_a_result_with_itself_gives_zero(tiny_model: Retro, tiny_datas
     assert change == pytest.approx(10)
     assert low <= change + 1e-9
     assert high >= change - 1e-9
+
+
+def test_an_interval_contains_the_figure_and_a_single_document_has_none() -> None:
+    sizes = np.array([100.0, 0.0, 300.0])
+    result = SetResult("valid", 0, 100, 1.0, np.array([90.0, 0.0, 400.0]), sizes)
+    low, high = interval(result)
+    by_document = [90 / 100 / math.log(2), 400 / 300 / math.log(2)]
+    assert by_document == pytest.approx([low, high])
+    assert low < result.bits_per_byte < high
+    one = replace(result, bytes_by_document=sizes * [1, 0, 0], nats_by_document=np.array([90.0, 0, 0]))
+    assert (result.documents, one.documents) == (2, 1)
+    assert interval(one) is None
 
 
 def test_bootstrapping_in_blocks_gives_the_same_interval(
