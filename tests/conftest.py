@@ -27,7 +27,7 @@ from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
-from indexing.store.files import read_json, write_checked
+from indexing.store.files import checksum, read_json, write_checked
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
@@ -189,11 +189,14 @@ def build_local(config: Config, **options) -> Datastore:
 
 
 def change_tokenizer(datastore: Path) -> None:
-    """Make a copy of a datastore one with another tokenizer of the same size, as its files' checksums tell."""
-    file = datastore / "tokenizer" / "manifest.json"
-    manifest = read_json(file)
-    manifest["files"]["token_bytes.npy"]["checksum"] = "other"
-    write_checked(file, manifest)
+    """Make a copy of a datastore one with another tokenizer of the same size: one byte of its tokens differs."""
+    folder = datastore / "tokenizer"
+    data = bytearray((folder / "token_bytes.npy").read_bytes())
+    data[-1] ^= 1
+    (folder / "token_bytes.npy").write_bytes(data)
+    manifest = read_json(folder / "manifest.json")
+    manifest["files"]["token_bytes.npy"]["checksum"] = checksum(folder / "token_bytes.npy")
+    write_checked(folder / "manifest.json", manifest)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
