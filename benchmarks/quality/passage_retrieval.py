@@ -6,8 +6,7 @@ DATA contains a folder for each set with passages (`id`, `text`, `title`) and qu
 JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
 held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
 BM25 over whole passages, once with words and pairs of characters as terms, once with the terms and titles of this
-project; `--no-baselines` leaves it out. `--fusions` prints hit@1 of several ways to join dense and sparse candidates. The defaults take minutes;
-docs/results/passage-retrieval.md has the options of its results.
+project; `--no-baselines` leaves it out. The defaults take minutes; docs/results/passage-retrieval.md has the options of its results.
 """
 
 import argparse
@@ -27,9 +26,8 @@ from indexing.corpus.readers import CorpusSettings, Document, read_documents
 from indexing.corpus.scan import list_files
 from indexing.embedders import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.retrieval.retriever import CANDIDATES, Ranked, Retriever
-from indexing.sparse.index import SparseIndex
-from indexing.sparse.terms import query_terms, terms
+from indexing.retrieval.retriever import Retriever
+from indexing.sparse.terms import terms
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
@@ -137,45 +135,6 @@ def measure_set(options: argparse.Namespace, name: str, limit: Budget) -> list[d
     return rows
 
 
-def measure_fusions(options: argparse.Namespace, name: str, limit: Budget) -> list[dict[str, Any]]:
-    """Return hit@1 of several fusions of the same candidates."""
-    passages, questions = read_set(options.data, name, options.every)
-    rows = []
-    for embedder in limit.each(options.embedders, "embedder"):
-        retriever = open_passages(options.work / f"{name}-{embedder}", passages, EMBEDDERS[embedder])
-        right = right_documents(retriever.retrieval, questions)
-        index = SparseIndex.open(retriever.retrieval.splits)
-        hits: Counter[str] = Counter()
-        for start in range(0, len(questions), 64):
-            texts = [each.question for each in questions[start : start + 64]]
-            sparse = retriever.rank(texts, CANDIDATES, retrieval="sparse")
-            dense = retriever.rank(texts, CANDIDATES, retrieval="dense")
-            largest = np.array([index.largest(query_terms(text)) for text in texts])
-            best = fusions(sparse, dense, largest) | {"ours": retriever.rank(texts, 1, retrieval="hybrid").ids[:, 0]}
-            for label, ids in best.items():
-                documents = retriever.retrieval.documents_of(ids)
-                hits[label] += sum(each in wanted for each, wanted in zip(documents, right[start:], strict=False))
-        rows += [
-            {"set": name, "baseline": f"{embedder}, {label}", "hit": {1: number / len(questions)}}
-            for label, number in hits.items()
-        ]
-    return rows
-
-
-def fusions(sparse: Ranked, dense: Ranked, largest: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the best chunk [n] of each query by reciprocal ranks, and by BM25 plus a fixed weight of the cosine."""
-    ids = np.concatenate([sparse.ids, dense.ids], axis=1)
-    same = ids[:, :, None] == ids[:, None, :]
-    ranks = np.where(ids >= 0, 1 / (60 + 1 + np.tile(np.arange(CANDIDATES), 2)), 0)
-    cosines = 1 - np.concatenate([sparse.distances, dense.distances], axis=1) / 2
-    terms = np.concatenate([np.where(sparse.ids >= 0, sparse.scores, 0), np.zeros(dense.ids.shape)], axis=1)
-    bm25 = (same * (terms / np.maximum(largest, 1e-6)[:, None])[:, None, :]).max(axis=2)
-    scores = {"reciprocal ranks": (same * ranks[:, None, :]).sum(axis=2)}
-    scores |= {f"BM25 + {weight:g} × cosine": bm25 + weight * cosines for weight in (0.02, 0.1, 0.3, 1.0)}
-    rows = np.arange(len(ids))
-    return {label: ids[rows, np.where(ids >= 0, each, -np.inf).argmax(axis=1)] for label, each in scores.items()}
-
-
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     """Return hit@1 as a Markdown table with a row for each kind of search and a column for each set."""
     lines: dict[str, dict[str, float]] = {}
@@ -197,7 +156,6 @@ def main() -> None:
     parser.add_argument("--embedders", nargs="+", default=["lexical"], choices=list(EMBEDDERS))
     parser.add_argument("--every", type=int, default=1, help="ask every n-th question")
     parser.add_argument("--no-baselines", dest="baselines", action="store_false")
-    parser.add_argument("--fusions", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("benchmark-questions"))
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-questions.json"))
@@ -205,10 +163,9 @@ def main() -> None:
     limit = budget(options)
     rows: list[dict[str, Any]] = []
     setup_logging()
-    measured = measure_fusions if options.fusions else measure_set
     for number, name in enumerate(limit.each(options.sets, "set")):
         say(name, file=sys.stderr)
-        rows += measured(options, name, limit.share(len(options.sets) - number))
+        rows += measure_set(options, name, limit.share(len(options.sets) - number))
         print("\n".join(table(rows, options.sets)), flush=True)
         write(options.output, {"rows": rows})
 

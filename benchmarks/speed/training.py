@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
-from benchmarks.speed.data_path import BATCH, BATCHES, LENGTH, batches
 from indexing.device import keep_freed_memory
 from pipelines.gpu_checks.training import their_model
 from retro.data.batches import TrainingData
@@ -207,10 +207,15 @@ def compare(chosen: list[Case], precision: str, count: int, steps: int, limit: B
 
 
 def data_path(folder: Path, count: int, limit: Budget) -> float:
-    """Return the tokens per second of one process that makes batches with two neighbors per chunk."""
-    data = TrainingData([folder], DataSettings(sequence_length=LENGTH), retrieval=True)
-    times = [batches(data, number) for number in limit.rounds(count + 1)][1:]  # the first round warms up
-    return BATCHES * BATCH * LENGTH / statistics.median(times)
+    """Return the tokens per second of one process that makes 50 batches of 8 sequences with two neighbors per chunk."""
+    data = TrainingData([folder], DataSettings(sequence_length=512), retrieval=True)
+
+    def batches(first: int) -> None:
+        for sample in range(first, first + 400, 8):
+            data.batch(range(sample, sample + 8))
+
+    times = [seconds(partial(batches, 400 * number)) for number in limit.rounds(count + 1)]
+    return 400 * 512 / statistics.median(times[1:])  # the first round warms up
 
 
 def main() -> None:

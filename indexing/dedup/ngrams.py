@@ -35,11 +35,7 @@ def gram_set(text: str, ngram: int) -> np.ndarray:
 
     A text with fewer units is one gram. A text without units has none.
     """
-    return grams_of(units(text), ngram)
-
-
-def grams_of(hashes: np.ndarray, ngram: int) -> np.ndarray:
-    """The distinct runs of `ngram` of these hashes [units] uint64: [grams] uint64, sorted. Fewer units are one run."""
+    hashes = units(text)
     if not len(hashes):
         return hashes
     length = min(ngram, len(hashes))
