@@ -155,7 +155,8 @@ def test_sliding_windows_of_all_layers_or_none_are_read() -> None:
 
 
 def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() -> None:
-    ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), {"retrieval.cca_layers": ()})
+    plain = {"retrieval.cca_layers": (), "copy_head.context": False, "copy_head.neighbors": False}
+    ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), plain)
     family, config = config_of(ours, 512)
     assert family == "llama"
     assert read_settings(config) == replace(
