@@ -21,6 +21,7 @@ from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.device import choose_placement
 from retro.huggingface.export import export_folder
+from retro.huggingface.import_folder import tokenizer_size
 from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
@@ -138,6 +139,7 @@ def test_the_tokenizer_gives_the_datastores_ids_also_after_saving(
     ids = [[ours.bos_id, *each.tolist()] for each in ours.encode_batch(DIFFICULT)]
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_size(tmp_path) == ours.vocab_size
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert [each(text).input_ids for text in DIFFICULT] == ids
         assert [each.decode(row, skip_special_tokens=True) for row in ids] == [ours.decode(row[1:]) for row in ids]
