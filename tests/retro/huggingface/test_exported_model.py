@@ -63,12 +63,7 @@ def model(auto: Any, folder: Path) -> Any:
 _ELSEWHERE = """
 import json, sys
 
-class Without:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("faiss", "pyarrow", "ray", "pipelines"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Without())
+sys.modules |= dict.fromkeys(("faiss", "pyarrow", "ray", "pipelines"))  # as if not installed
 folder, family, url, new, prompts = json.load(sys.stdin)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
