@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index.faiss_files import ivf_of, num_lists, read_index, search_index, transformed
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, search_index
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
 from indexing.store.artifact import parse_manifest, reading, stored_json
 from indexing.store.datastore import shard_name
-from indexing.store.errors import InputError
 from indexing.store.remote import fetch_manifest, is_away, present
 
 MEMORY = 4_000_000_000
@@ -29,17 +28,13 @@ class ShardedIndex:
     Args:
         shards: Faiss indexes with disjoint ids, or groups of files that every search opens in turn.
         nprobe: inverted lists that a search visits in each, unless the search sets its own.
-        big_batch: search list by list, with all queries that visit a list at once (`faiss.contrib.big_batch_search`).
         folders: artifacts of the shards, to detect damage.
     """
 
     by_codes = True
 
-    def __init__(
-        self, shards: Sequence[Any], nprobe: int = 1, *, big_batch: bool = False, folders: Sequence[Path] = ()
-    ) -> None:
-        self._shards = list(shards)
-        self.big_batch, self.folders = big_batch, folders
+    def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, folders: Sequence[Path] = ()) -> None:
+        self._shards, self.folders = list(shards), folders
         self.num_vectors = self.max_nprobe = 0
         for shard in self.each():
             self.num_vectors += int(shard.ntotal)
@@ -48,9 +43,7 @@ class ShardedIndex:
         self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
-    def open(
-        cls, folder: Path, shards: Iterable[int], memory: int = MEMORY, *, big_batch: bool = False
-    ) -> "ShardedIndex":
+    def open(cls, folder: Path, shards: Iterable[int], memory: int = MEMORY) -> "ShardedIndex":
         """Open the shards of `datastore/index` with the tuned `nprobe`.
 
         Args:
@@ -58,17 +51,12 @@ class ShardedIndex:
             shards: shard numbers.
             memory: bytes. If the shards need more, the merged index on disk (`--stage merge`) is searched. Without one, every
                 search reads the shards group by group, which costs little for many queries at once.
-            big_batch: as above; needs an IVF index of plain codes.
-
-        Raises:
-            InputError: `big_batch` cannot search this index.
         """
-
         wanted = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
         nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
-        if not big_batch and is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
+        if is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
             return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
         files = [present(each / "vectors.faiss") for each in wanted]
         groups: list[list[Path]] = []
@@ -76,15 +64,7 @@ class ShardedIndex:
             if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
                 groups.append([])
             groups[-1].append(file)
-        if big_batch:
-            first = read_index(files[0])
-            if ivf_of(first) is None or not _can_merge(first):
-                raise InputError(
-                    f"neighbors.search = 'big-batch' needs an IVF index of plain codes (Flat, PQ, SQ); {folder} holds "
-                    "another kind. Use 'index', 'exact' or 'auto'."
-                )
-        opened = _opened(groups[0], pack=not big_batch) if len(groups) == 1 else groups
-        return cls(opened, nprobe, big_batch=big_batch, folders=wanted)
+        return cls(_opened(groups[0]) if len(groups) == 1 else groups, nprobe, folders=wanted)
 
     @cached_property
     def _stop(self) -> int:
@@ -96,7 +76,7 @@ class ShardedIndex:
     def each(self) -> Iterator[Any]:
         """Yield the Faiss indexes to search, with one group of shards in memory at a time."""
         for shard in self._shards:
-            yield from _opened(shard, pack=not self.big_batch) if isinstance(shard, list) else [shard]
+            yield from _opened(shard) if isinstance(shard, list) else [shard]
 
     def search(
         self,
@@ -122,8 +102,7 @@ class ShardedIndex:
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for shard in self.each():
-            search = _big_batch if self.big_batch else search_index
-            found.append(search(shard, queries, k, nprobe))
+            found.append(search_index(shard, queries, k, nprobe))
             if len(found) == 2:
                 distances, ids = (np.stack(pair) for pair in zip(*found, strict=True))
                 found = [faiss.merge_knn_results(distances, ids)]
@@ -143,17 +122,7 @@ def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.nda
     return np.where((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None]), -1, ids)
 
 
-def _big_batch(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:
-    from faiss.contrib.big_batch_search import big_batch_search
-
-    ivf: Any = ivf_of(index)
-    queries = transformed(index, queries)  # big_batch_search ignores what comes before the IVF
-    lists = ivf.quantizer.search(queries, nprobe)[1].astype(np.int32)  # [n, nprobe]
-    distances, ids = big_batch_search(ivf, queries, k, method="knn_function", verbose=1, q_assign=lists)
-    return distances, ids
-
-
-def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
+def _opened(files: list[Path]) -> list[Any]:
     """Open some shards: merged into one if Faiss can, packed for fast scanning, and on GPUs if there are any.
 
     Faiss 1.15.1 corrupts memory when it merges fast-scan lists. So shards are stored with plain four-bit codes, which can be
@@ -166,7 +135,7 @@ def _opened(files: list[Path], *, pack: bool = True) -> list[Any]:
     with reading(*files):
         for file in files[1:]:
             whole.merge_from(read_index(file), 0)  # one at a time: each file has its own copy of the quantizer
-    if not pack or whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
+    if whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
         return [whole]
     return [on_gpus(_fast(whole), "searching")]
 

@@ -37,7 +37,7 @@ from indexing.vectors.exact_search import order_by_distance, rerank
 from indexing.vectors.floats import to_float32
 from indexing.vectors.product_search import ProductIndex
 
-Method = Literal["index", "big-batch", "exact", "lists"]
+Method = Literal["index", "exact", "lists"]
 
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
 _OVERLAP_ROWS = 4096
@@ -61,10 +61,9 @@ class NeighborSettings:
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
     (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
     `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
-    search: Literal["auto", "index", "big-batch", "exact", "lists"] = "auto"
-    """How candidates are found. `index`: by the index's codes, query by query. `big-batch`: by the codes, many queries at once
-    (Faiss's `big_batch_search`). `exact`: by matrix products with all embeddings. `lists`: by matrix products with the embeddings
-    of the nearest inverted lists. `auto`: the fastest of `index`, `exact` and `lists` by a cost model."""
+    search: Literal["auto", "index", "exact", "lists"] = "auto"
+    """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
+    products with the embeddings of the nearest inverted lists. `auto`: the fastest of these by a cost model."""
     max_overlap: float = 1.0
     """Drop a neighbor if its longest token run in common with the chunk is a larger share of the chunk. 1 keeps all neighbors."""
     extra_datastores: tuple[Path, ...] = ()
@@ -138,8 +137,8 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
         device: of a search by embeddings.
         keep: keep the embeddings in memory, for searches of few queries.
     """
-    if method in ("index", "big-batch"):
-        return ShardedIndex.open(train.folder / "index", shards, big_batch=method == "big-batch")
+    if method == "index":
+        return ShardedIndex.open(train.folder / "index", shards)
     opened = None
     if method == "lists":
         opened = ListIndex.open(train.folder / "index", train.embeddings, shards, device)

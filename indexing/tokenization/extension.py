@@ -24,14 +24,13 @@ from indexing.tokenization.tokenizer import (
     HUGGINGFACE_MODEL,
     META,
     MODEL,
+    SENTENCEPIECE_NAMES,
     Tokenizer,
     TokenizerSettings,
     install_tokenizer,
 )
 
 log = logging.getLogger("retro")
-
-_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # file names of Llama, T5 and a datastore
 
 
 class ExtensibleTokenizer(Protocol):
@@ -89,7 +88,7 @@ def open_base(path: Path) -> ExtensibleTokenizer:
 
 
 def _file_of(path: Path) -> Path:
-    files = [path / name for name in (HUGGINGFACE_MODEL, *_SENTENCEPIECE_NAMES)] if path.is_dir() else [path]
+    files = [path / name for name in (HUGGINGFACE_MODEL, *SENTENCEPIECE_NAMES)] if path.is_dir() else [path]
     for file in files:
         if file.is_file():
             return file

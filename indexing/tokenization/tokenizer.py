@@ -28,7 +28,7 @@ from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePie
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
-SENTENCEPIECE_MODEL = "tokenizer.model"  # file name in Hugging Face folders
+SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", MODEL)  # of Llama, of T5, and of `retro export`
 META = "meta.json"
 TOKEN_BYTES = "token_bytes.npy"
 
@@ -292,10 +292,11 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     source = Path(settings.path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     if settings.kind == "sentencepiece":
-        source = source / SENTENCEPIECE_MODEL if source.is_dir() else source
+        source = sentencepiece_file(source) or source
         if not source.is_file():
             raise InputError(
-                f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model), or a folder with a {SENTENCEPIECE_MODEL}."
+                f"tokenizer.path: {source} is not a file. Name a SentencePiece model (.model), or a folder with "
+                f"{' or '.join(SENTENCEPIECE_NAMES)}."
             )
         model = SentencePiece(source)
         write_bytes(folder / MODEL, source.read_bytes())
@@ -314,6 +315,11 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     if special.get("bos") is None and special.get("eos") is None:
         special |= _special_ids(source.parent, fast.num_tokens())
     _write_facts(folder, settings.kind, fast, special)
+
+
+def sentencepiece_file(folder: Path) -> Path | None:
+    """Return the SentencePiece model of a folder in Hugging Face's format or of a datastore's tokenizer; None without one."""
+    return next((folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()), None)
 
 
 def special_settings(folder: Path) -> dict[str, Any]:

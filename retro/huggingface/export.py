@@ -1,11 +1,12 @@
-"""Export a checkpoint to a folder for `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`, and read it back.
+"""Export a checkpoint to a folder for `AutoModelForCausalLM.from_pretrained(FOLDER)`, and read it back.
 
     checkpoint ─► config.json, model*.safetensors, generation_config.json     `export_folder`
-               ─► remote code (remote_files.py), tokenizer (tokenizer_files.py), README.md (model_card.py)
+               ─► tokenizer (tokenizer_files.py), README.md (model_card.py)
     folder ─► metadata and tensors                                            `read_folder`
 
+The folder has no code: `import retro.huggingface.register` adds the classes of `modeling.py` and `tokenization.py` to transformers.
 Tensors have their names in `Retro` with the prefix `model.`. A plain decoder that one of the families (families.py) can express is
-written as a model of that family, for which transformers needs no remote code.
+written as a model of that family, whose class transformers has.
 """
 
 import hashlib
@@ -24,11 +25,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.tokenizer import MODEL, Tokenizer, TokenizerSettings, install_tokenizer
 from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
 from retro.checkpoints.single_file import exported
 from retro.checkpoints.tensor_files import index, read_tensors
-from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.families import config_of
 from retro.huggingface.import_folder import open_weights
 from retro.huggingface.model_card import model_card
@@ -36,10 +36,6 @@ from retro.huggingface.tensor_names import NAMES
 from retro.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer
 
 _PREFIX = "model."
-_CLASSES = {
-    "AutoConfig": "configuration_retro.RetroConfig",
-    "AutoModelForCausalLM": "modeling_retro.RetroForCausalLM",
-}
 
 
 def export_folder(
@@ -71,17 +67,16 @@ def export_folder(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        write_bytes(work / "README.md", model_card(checkpoint, folder.name).encode())
-        ids, modules = _write_tokenizer(checkpoint, work, datastore, tokenizer)
+        ids = _write_tokenizer(checkpoint, work, datastore, tokenizer)
         state, tensors = exported(checkpoint)
         family = as_family(checkpoint, tensors)
         config, renamed = family or _as_retro(checkpoint, state, tensors)
+        needs_package = family is None or (work / MODEL).exists()
+        write_bytes(work / "README.md", model_card(checkpoint, folder.name, needs_package).encode())
         _save(renamed, work, max_shard_size)
         config["dtype"] = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         write_json(work / "config.json", config | ids)
         write_json(work / "generation_config.json", ids)
-        for name, text in remote_files((*modules, *(() if family else MODEL))).items():
-            write_bytes(work / name, text.encode())
         if folder.exists():
             folder.rmdir()
         os.rename(work, folder)
@@ -99,7 +94,6 @@ def _as_retro(checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[st
     config = {
         "model_type": "retro",
         "architectures": ["RetroForCausalLM"],
-        "auto_map": _CLASSES,
         "model_settings": asdict(checkpoint.model),
         "num_ids": checkpoint.num_ids,
         "context": data["sequence_length"],
@@ -180,11 +174,8 @@ def _save(tensors: dict[str, Tensor], folder: Path, max_shard_size: str) -> None
             os.fsync(written.fileno())
 
 
-def _write_tokenizer(
-    checkpoint: Checkpoint, folder: Path, datastore: str, tokenizer: str
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Write the tokenizer's files. Returns the special token ids for config.json, and the modules of remote code it needs."""
-    modules: tuple[str, ...] = ()
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path, datastore: str, tokenizer: str) -> dict[str, int]:
+    """Write the tokenizer's files. Returns the special token ids for config.json."""
     advice = "Use the tokenizer of the training run (--tokenizer, a folder in Hugging Face's format), or a datastore with it (--datastore)."
     if not datastore and not checkpoint.settings["data"]["datastores"]:
         tokenizer = tokenizer or checkpoint.settings.get("imported", {}).get("folder", "")
@@ -197,7 +188,7 @@ def _write_tokenizer(
     else:
         store = Path(datastore or checkpoint.folders[0])
         source = store / "tokenizer"
-        modules = write_tokenizer(source, folder)
+        write_tokenizer(source, folder)
         opened = Tokenizer.open(source)
         fits = checkpoint.reads(opened.vocab_size)
         if fits and checkpoint.known_tokenizer not in ("", tokenizer_fingerprint(store)):
@@ -211,4 +202,4 @@ def _write_tokenizer(
     ids = {"bos": opened.bos_id, "eos": opened.eos_id, "pad": opened.pad_id}
     if ids["pad"] >= checkpoint.model.vocab_size:  # the import added it, because the tokenizer had none
         ids["pad"] = ids["eos"]
-    return {f"{role}_token_id": number for role, number in ids.items()}, modules
+    return {f"{role}_token_id": number for role, number in ids.items()}

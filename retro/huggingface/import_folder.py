@@ -25,10 +25,10 @@ from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import (
     HUGGINGFACE_MODEL,
-    SENTENCEPIECE_MODEL,
     TokenizerSettings,
     install_tokenizer,
     read_meta,
+    sentencepiece_file,
 )
 from retro.checkpoints.single_file import write_exported
 from retro.data.settings import DataSettings
@@ -106,7 +106,7 @@ def tokenizer_size(folder: Path) -> int:
     """
     if (folder / HUGGINGFACE_MODEL).is_file():
         settings = TokenizerSettings(kind="huggingface", path=str(folder))
-    elif (folder / SENTENCEPIECE_MODEL).is_file():
+    elif sentencepiece_file(folder):
         settings = TokenizerSettings(kind="sentencepiece", path=str(folder))
     else:
         return 0

@@ -21,15 +21,14 @@ tags:
 """
 
 
-def model_card(checkpoint: Checkpoint, name: str) -> str:
-    """Return the text of README.md for a folder of this name."""
-    retrieves = checkpoint.model.retrieves
+def model_card(checkpoint: Checkpoint, name: str, needs_package: bool) -> str:
+    """Return the text of README.md for a folder of this name; `needs_package` says that transformers lacks one of its classes."""
     sections = [
         _HEADER + f"\n# {name}",
         _description(checkpoint.model),
         "## Metadata\n\n" + _table(_metadata(checkpoint)),
         "## Results on held-out text\n\n" + _results(checkpoint),
-        "## How to load the model\n\n" + _loading(name, checkpoint.model, retrieves),
+        "## How to load the model\n\n" + _loading(name, checkpoint.model, needs_package),
         "## Limits\n\n" + _limits(checkpoint.model),
     ]
     return "\n\n".join(sections) + "\n"
@@ -102,14 +101,14 @@ def _measured(checkpoint: Checkpoint) -> dict[str, Any]:
     return line
 
 
-def _loading(name: str, model: ModelSettings, retrieves: bool) -> str:
-    lines = [
+def _loading(name: str, model: ModelSettings, needs_package: bool) -> str:
+    lines = ["import retro.huggingface.register  # adds the folder's classes to transformers"] * needs_package + [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)',
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
     ]
-    if retrieves:
+    if model.retrieves:
         lines += [
             'model.retrieve_from("http://127.0.0.1:8080", k=2)  # a `retro serve DATASTORE`; without this line retrieval is OFF',
         ]
@@ -117,13 +116,18 @@ def _loading(name: str, model: ModelSettings, retrieves: bool) -> str:
         'inputs = tokenizer(["A text to continue", "Another"], return_tensors="pt", padding=True)',
         "print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=64), skip_special_tokens=True))",
     ]
-    text = "```python\n" + "\n".join(lines) + "\n```\n\n"
-    text += "Requires `torch`, `transformers`, `einops`, and `sentencepiece` if the folder has a `tokenizer.model`."
-    if retrieves:
+    text = (
+        "```python\n" + "\n".join(lines) + "\n```\n\nThis folder holds no code, so `trust_remote_code` is not needed."
+    )
+    if needs_package:
         text += (
-            "\n\nRetrieve from the URL of a server, which requires no other package, or from a datastore's folder, which requires the "
-            "package `retro`. `from_pretrained(…, datastore=…, k=2)` does the same. The datastore must have this tokenizer and "
-            f"chunks of {model.chunk_length} tokens."
+            " The classes are in the package `retro`. Without the first line, transformers does not recognize the model type `retro` "
+            "or the tokenizer."
+        )
+    if model.retrieves:
+        text += (
+            "\n\nRetrieve from the URL of a server, or from the folder or URL of a datastore. `from_pretrained(…, datastore=…, k=2)` "
+            f"does the same. The datastore must have this tokenizer and chunks of {model.chunk_length} tokens."
         )
     return text
 

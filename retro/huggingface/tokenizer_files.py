@@ -1,11 +1,12 @@
 """The tokenizer of an exported model: files with which AutoTokenizer produces the same ids as the datastore.
 
-    datastore's SentencePiece model ─► the same file, read by SentencePiece (remote_code/tokenization_retro.py)
+    datastore's SentencePiece model ─► the same file, which SentencePiece reads (tokenization.py)
     datastore's tokenizer.json ──────► with the datastore's special tokens, and the beginning-of-document token in front of a text
     folder in Hugging Face's format ─► the same files
 
 SentencePiece models are not converted: models of the same type in `tokenizers` give other results for long texts. The exported
-tokenizer adds the beginning-of-document token itself, because all texts begin with it here.
+tokenizer adds the beginning-of-document token itself, because all texts begin with it here. The file has the datastore's name for it:
+transformers 5 would convert a `tokenizer.model` by itself if the class is not registered, and give other ids.
 """
 
 import json
@@ -20,22 +21,18 @@ from indexing.tokenization.backends import SentencePiece
 from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, MODEL, Tokenizer
 
 CONFIG = "tokenizer_config.json"
-SENTENCEPIECE_MODEL = "tokenizer.model"
 _COPIED = (
     HUGGINGFACE_MODEL, CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "merges.txt", "vocab.txt", SENTENCEPIECE_MODEL, "spiece.model",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
 
 
-def write_tokenizer(source: Path, folder: Path) -> tuple[str, ...]:
+def write_tokenizer(source: Path, folder: Path) -> None:
     """Write the files of a datastore's tokenizer.
 
     Args:
         source: folder or URL of a datastore's `tokenizer`.
         folder: output folder.
-
-    Returns:
-        the modules of remote code that the tokenizer needs.
 
     Raises:
         InputError: the tokenizer is missing, or the package that reads it is not installed.
@@ -52,17 +49,15 @@ def write_tokenizer(source: Path, folder: Path) -> tuple[str, ...]:
         config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     else:
         path = present(source / MODEL)
-        write_bytes(folder / SENTENCEPIECE_MODEL, path.read_bytes())
+        write_bytes(folder / MODEL, path.read_bytes())
         processor = SentencePiece(path).processor
         names = _names(roles, {number: processor.id_to_piece(number) for number in range(processor.get_piece_size())})
         config |= {
             "tokenizer_class": "RetroTokenizer",
-            "auto_map": {"AutoTokenizer": ["tokenization_retro.RetroTokenizer", None]},
             "added_tokens_decoder": {str(number): _added(names[role]) for role, number in roles.items()},
             "split_special_tokens": True,  # "</s>" in a text does not end a document
         }
     write_json(folder / CONFIG, config | {f"{role}_token": name for role, name in names.items()})
-    return () if tokenizer.meta.kind == "huggingface" else ("tokenization_retro",)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

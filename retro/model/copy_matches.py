@@ -4,7 +4,6 @@ They are integers, exact, and need no gradient. A position votes for the token t
 `copy_head.py`.
 """
 
-import re
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ class Matches(NamedTuple):
 
 
 # Opaque to torch.compile: fused code would compute each length again for every position that reads it, 10 times slower.
-# Exported folders have copies of this module. torch frees an operator when another gets its name, so each copy has its own.
-@torch.library.custom_op(f"retro::match_lengths_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}", mutates_args=())
+@torch.library.custom_op("retro::match_lengths", mutates_args=())
 def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
     """Number of tokens before and including each query that equal those before and including each position.
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from retro.model.masks import document_mask, document_starts, visible
 from retro.model.settings import AttentionSettings
@@ -137,8 +138,6 @@ def dot_product_attention(
 
 def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     """Causal attention within documents, [N, H, T, C]: flash attention over sequences of variable length."""
-    from torch.nn.attention.varlen import varlen_attn  # exported models also run with releases that lack it
-
     num_rows, _, num_tokens, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [N·T, H, C], [N·T, G, C] twice
     y = varlen_attn(

@@ -1,7 +1,5 @@
 """A checkpoint, its exported folder, and a function that loads exported folders."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`auto(folder, …)` loads a model in this process; remote code is copied to a temporary folder."""
+def auto() -> Any:
+    """`auto(folder, …)` loads a model in this process."""
     from transformers import AutoModelForCausalLM
 
-    modules = str(tmp_path_factory.mktemp("modules"))
-    before = list(sys.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
-        yield lambda folder, **options: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
-    sys.path[:] = before
+    import retro.huggingface.register  # noqa: F401
+
+    return AutoModelForCausalLM.from_pretrained

@@ -1,4 +1,4 @@
-"""An exported folder: its model card, code and tokenizer, and plain decoders as models of a family."""
+"""An exported folder: its model card and tokenizer, and plain decoders as models of a family."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,6 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.huggingface.copied_code import MODEL, remote_files
 from retro.huggingface.export import as_family, export_folder
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -32,8 +31,10 @@ def test_the_model_card_has_fingerprints_and_results(tiny_run: Path, tmp_path: P
     measured = [line for line in read_metrics(tiny_run) if "valid_bits_per_byte_on" in line][-1]
     assert measured["step"] == opened.step
     assert f"| valid | {measured['valid_bits_per_byte_off']:.4f} | {measured['valid_bits_per_byte_on']:.4f} |" in card
-    for fact in (opened.fingerprint, *opened.datastores, f"{opened.tokens:,} tokens", "retrieve_from"):
+    loading = ("import retro.huggingface.register", "retrieve_from")
+    for fact in (opened.fingerprint, *opened.datastores, f"{opened.tokens:,} tokens", *loading):
         assert fact in card
+    assert {file.suffix for file in (tmp_path / "card").iterdir()} == {".json", ".md", ".model", ".safetensors"}
     again = tmp_path / "again"
     export_folder(opened, again)
     for file in (tmp_path / "card").iterdir():
@@ -55,20 +56,6 @@ def test_a_failed_export_leaves_nothing_and_overwrites_nothing(tiny_run: Path, t
     with pytest.raises(InputError, match="not empty"):
         export_folder(opened, tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
-
-
-def test_the_exported_code_is_flat_and_independent_of_this_project() -> None:
-    files = remote_files((*MODEL, "tokenization_retro"))
-    assert {"modeling_retro.py", "configuration_retro.py", "tokenization_retro.py", "retro_model_retro.py"} <= set(
-        files
-    )
-    for name, text in files.items():
-        compile(text, name, "exec")
-        top = [line for line in text.splitlines() if line.startswith(("from ", "import "))]
-        assert not any(line.split()[1].split(".")[0] in ("retro", "indexing", "pipelines") for line in top), name
-        for line in top:
-            if line.startswith("from ."):
-                assert line.split()[1][1:] + ".py" in files
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -97,7 +84,7 @@ def test_a_datastores_hugging_face_tokenizer_is_exported(byte_level: Path, tmp_p
 
     install_tokenizer(TokenizerSettings(kind="huggingface", path=str(byte_level)), tmp_path / "tokenizer")
     (tmp_path / "hf").mkdir()
-    assert write_tokenizer(tmp_path / "tokenizer", tmp_path / "hf") == ()
+    write_tokenizer(tmp_path / "tokenizer", tmp_path / "hf")
     ours, theirs = Tokenizer.open(tmp_path / "tokenizer"), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (ours.bos_id, ours.eos_id, ours.pad_id)
     assert len(theirs) == ours.vocab_size
@@ -120,7 +107,7 @@ def test_a_given_tokenizer_is_copied_unchanged(tiny_run: Path, byte_level: Path,
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox-serial", "qwen3"])
 def test_an_imported_family_is_exported_as_the_same_family(name: str, byte_level: Path, tmp_path: Path) -> None:
-    """The family's own class, bit-equal weights and the original tokenizer, without remote code."""
+    """The family's own class, bit-equal weights and the original tokenizer, which needs no import."""
     base, file, out = (tmp_path / each for each in ("base", "base.safetensors", "out"))
     theirs = make(name, vocab_size=301)  # one row for padding
     save(theirs, base)
@@ -128,9 +115,9 @@ def test_an_imported_family_is_exported_as_the_same_family(name: str, byte_level
         (base / each.name).write_bytes(each.read_bytes())
     assert main(["import", str(base), "--output", str(file), "--chunk-length", "16", "--no-verify"]) == 0
     assert main(["export", str(file), "--output", str(out)]) == 0
-    assert not list(out.glob("*.py"))
     back = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(back) is type(theirs)
+    assert "retro.huggingface" not in (out / "README.md").read_text()
     assert (back.config.bos_token_id, back.config.eos_token_id) == (0, 0)
     for (key, ours), (other, expected) in zip(back.state_dict().items(), theirs.state_dict().items(), strict=True):
         assert (key, torch.equal(ours, expected)) == (other, True)

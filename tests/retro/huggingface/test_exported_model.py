@@ -1,4 +1,4 @@
-"""An exported folder generates the same in transformers, without this package, as `retro generate`, ON and OFF."""
+"""An exported folder generates the same in transformers as `retro generate`, ON and OFF."""
 
 import json
 import os
@@ -15,13 +15,14 @@ import torch
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import MODEL, Tokenizer
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.device import choose_placement
 from retro.huggingface.export import export_folder
-from retro.huggingface.remote_code.retrieval_retro import open_retrieval
+from retro.huggingface.import_folder import tokenizer_size
+from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -57,34 +58,35 @@ def model(auto: Any, folder: Path) -> Any:
     return auto(folder)
 
 
-# --- without the package installed -----------------------------------------------------------------------------------
+# --- in a process of its own -----------------------------------------------------------------------------------------
 
 _ELSEWHERE = """
 import json, sys
 
-class Without:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("retro", "indexing", "pipelines"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Without())
-folder, url, new, prompts, texts = json.load(sys.stdin)
+sys.modules |= dict.fromkeys(("faiss", "pyarrow", "ray", "pipelines"))  # as if not installed
+folder, family, url, new, prompts = json.load(sys.stdin)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+said = {"refused": []}
+for auto, path in ((AutoModelForCausalLM, folder), (AutoTokenizer, folder), (AutoTokenizer, family)):
+    try:
+        auto.from_pretrained(path)
+    except ValueError as error:
+        said["refused"].append(str(error))
+
+import retro.huggingface.register
+
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+said["family"] = AutoTokenizer.from_pretrained(family)(prompts).input_ids
+said["ids"] = tokenizer(prompts).input_ids
 
 def generated():
     rows = model.generate(**inputs, max_new_tokens=new, do_sample=False)
     return rows[:, inputs["input_ids"].shape[1] :].tolist()
 
-said = {"off": generated(), "ids": [tokenizer(text).input_ids for text in texts]}
-said["texts"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in said["ids"]]
-try:
-    model.retrieve_from("/a/datastore")
-except ImportError as error:
-    said["refused"] = str(error)
+said["off"] = generated()
 said["on"] = (model.retrieve_from(url), generated())[1]
 said["off again"] = (model.retrieve_from(None), generated())[1]
 json.dump(said, sys.stdout)
@@ -92,36 +94,54 @@ json.dump(said, sys.stdout)
 
 
 @pytest.mark.slow
-def test_without_the_package_the_model_generates_the_same_and_retrieves_from_a_server(
+def test_one_import_loads_a_folder_which_transformers_alone_refuses(
     tmp_path: Path, folder: Path, generated: dict[str, list[list[int]]], tiny_datastore: Datastore
 ) -> None:
-    retriever = Retriever.open(tiny_datastore.folder)
+    """Not even the tokenizer loads without the import: transformers 5 converts SentencePiece models, with other ids."""
+    retriever, family = Retriever.open(tiny_datastore.folder), tmp_path / "family"
+    family.mkdir()
+    for file in folder.glob("*token*"):
+        (family / file.name).write_bytes(file.read_bytes())
+    (family / MODEL).write_bytes((folder / MODEL).read_bytes())
+    (family / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     environment = os.environ | {"HF_HOME": str(tmp_path), "RETRO_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
     with listening(make_app(retriever, None, ServeSettings(max_queries=3), token="secret")) as url:
-        asked = json.dumps([str(folder), url, NEW, PROMPTS, DIFFICULT])
+        arguments = json.dumps([str(folder), str(family), url, NEW, PROMPTS])
         ran = subprocess.run(
-            [sys.executable, "-c", _ELSEWHERE],
-            input=asked,
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
+            [sys.executable, "-c", _ELSEWHERE], input=arguments, env=environment, text=True, capture_output=True
         )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)
+    assert len(said["refused"]) == 3
     for mode in ("off", "on"):
         for row, expected in zip(said[mode], generated[mode], strict=True):
             ended = row[: len(expected)], row[len(expected) :]
             assert ended[0] == expected, mode
             assert set(ended[1]) <= {retriever.tokenizer.pad_id}
     assert said["off again"] == said["off"]
-    assert "retro serve" in said["refused"]
-    ours = retriever.tokenizer
-    assert said["ids"] == [[ours.bos_id, *ids.tolist()] for ids in ours.encode_batch(DIFFICULT)]
-    assert said["texts"] == [ours.decode(ids) for ids in ours.encode_batch(DIFFICULT)]
+    assert said["family"] == said["ids"]
 
 
 # --- in this process -------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_gives_the_datastores_ids_also_after_saving(
+    auto: Any, folder: Path, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    ours, tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer"), AutoTokenizer.from_pretrained(folder)
+    ids = [[ours.bos_id, *each.tolist()] for each in ours.encode_batch(DIFFICULT)]
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_size(tmp_path) == ours.vocab_size
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert [each(text).input_ids for text in DIFFICULT] == ids
+        assert [each.decode(row, skip_special_tokens=True) for row in ids] == [ours.decode(row[1:]) for row in ids]
+        conversation = [{"role": "user", "content": "Hi </s>"}]
+        assert each.apply_chat_template(conversation, tokenize=False) == "[user] Hi </s>"
+        chat = each.apply_chat_template(conversation, return_dict=True)["input_ids"]
+        assert chat[-len(ours.encode("[user] Hi </s>")) :] == ours.encode("[user] Hi </s>").tolist()
 
 
 def test_a_datastore_path_works_in_every_generation_mode(
@@ -152,9 +172,12 @@ def test_a_datastore_path_works_in_every_generation_mode(
 
 
 def test_generation_reads_every_token_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = sys.modules[type(model).__module__].RetroCache
-    read, columns = cache.read, []
-    monkeypatch.setattr(cache, "read", lambda self, ids, mask: columns.append(ids.shape[1]) or read(self, ids, mask))
+    from retro.huggingface.modeling import RetroCache
+
+    read, columns = RetroCache.read, list[int]()
+    monkeypatch.setattr(
+        RetroCache, "read", lambda self, ids, mask: columns.append(ids.shape[1]) or read(self, ids, mask)
+    )
     ids = torch.arange(3, 40)[None]
     for beams in (1, 3):
         columns.clear()
@@ -216,6 +239,25 @@ def test_an_exported_model_trains_and_survives_saving_and_importing(
         before.datastores,
         before.fingerprint,
     )
+
+
+@pytest.mark.slow  # lm-eval takes seconds to import
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_lm_evals_own_class_scores_the_folder_as_the_checkpoint(
+    auto: Any, folder: Path, checkpoint: Path, tiny_datastore: Datastore, mode: str
+) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from retro.inference.lm_eval_adapter import RetroLM
+
+    retrieval = {"datastore": str(tiny_datastore.folder), "k": 2} if mode == "on" else {}
+    theirs = HFLM(pretrained=str(folder), device="cpu", max_length=64, **retrieval)
+    ours = RetroLM(str(checkpoint), retrieval=mode, device="cpu")
+    requests = [Instance("loglikelihood", {}, (prompt, " and a store"), row) for row, prompt in enumerate(PROMPTS)]
+    for (score, greedy), expected in zip(theirs.loglikelihood(requests), ours.loglikelihood(requests), strict=True):
+        assert (score, greedy) == (pytest.approx(expected[0], abs=1e-3), expected[1])
 
 
 def test_bfloat16_generation_equals_ours(auto: Any, folder: Path, checkpoint: Path) -> None:

@@ -17,7 +17,6 @@ from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
 from retro.huggingface.import_folder import read_base
 from retro.huggingface.tensor_names import NAMES
-from retro.model.presets import resolve
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
@@ -156,7 +155,8 @@ def test_sliding_windows_of_all_layers_or_none_are_read() -> None:
 
 
 def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() -> None:
-    ours = resolve(updated(ModelSettings(vocab_size=V, activation="swiglu"), {"retrieval.cca_layers": ()}))
+    plain = {"retrieval.cca_layers": (), "copy_head.context": False, "copy_head.neighbors": False}
+    ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), plain)
     family, config = config_of(ours, 512)
     assert family == "llama"
     assert read_settings(config) == replace(

@@ -1,6 +1,5 @@
 """Match lengths equal a plain loop, the mixture is a distribution, and losses and gradients equal plain autograd."""
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.model import copy_matches
 from retro.model.copy_head import CopyHead, CopySource, Origins
 from retro.model.copy_matches import (
     LONGEST,
@@ -38,18 +36,6 @@ def plain_length(read: list[int], source: list[int], longest: int) -> int:
     while count < min(longest, len(read), len(source)) and read[-1 - count] == source[-1 - count]:
         count += 1
     return count
-
-
-def test_a_copy_of_the_module_has_its_own_operator() -> None:
-    """An exported folder has a copy. torch frees an operator when another gets its name, and the next call may crash."""
-    spec = importlib.util.spec_from_file_location("exported.copy-matches", str(copy_matches.__file__))
-    assert spec is not None
-    assert spec.loader is not None
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    assert repr(copied.match_lengths) != repr(match_lengths)
-    tokens = torch.arange(20)[None] % 7
-    assert torch.equal(copied.context_matches(tokens, None, 4).lengths, context_matches(tokens, None, 4).lengths)
 
 
 @pytest.mark.parametrize("longest", [1, 4, 16])

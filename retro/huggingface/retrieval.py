@@ -1,7 +1,7 @@
 """Neighbors for a model in transformers: from a `retro serve` at a URL, or from a datastore's folder.
 
 chunks [n, m] ─► POST URL/neighbors/tokens, in requests within the server's limits ─► tokens [n, K, R], lengths [n, K]
-              ─► the Retriever of the installed package                            ─► the same
+              ─► Retriever of the datastore                                        ─► the same
 """
 
 import json
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from indexing.retrieval.retriever import Retriever
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.model.datastore_fit import check_fits
 from retro.model.settings import ModelSettings
 
@@ -28,7 +30,7 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
 
     Args:
         source: `http://…` or `https://…` of a `retro serve`, which receives the token in the environment variable RETRO_TOKEN if
-            set; otherwise folder or URL of a datastore, which requires the installed package `retro`.
+            set; otherwise folder or URL of a datastore.
         k: number of neighbors of each chunk, at least 1.
         model: settings of the model.
         num_ids: number of ids of the model's tokenizer.
@@ -36,7 +38,6 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
 
     Raises:
         ValueError: the server or the datastore cannot be opened or does not fit the model.
-        ImportError: the source is a datastore and `retro` is not installed.
     """
     if k < 1:
         raise ValueError(f"k = {k}: must be at least 1. Use `model.retrieve_from(None)` for retrieval OFF.")
@@ -44,14 +45,6 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
         server = _Server(source.rstrip("/"), k)
         check_fits(model, server.metadata, source, num_ids=num_ids, tokenizer=tokenizer)
         return server
-    try:
-        from indexing.retrieval.retriever import Retriever
-        from indexing.store.retrieval_set import tokenizer_fingerprint
-    except ImportError as error:
-        raise ImportError(
-            f"{source} is not a URL of a server, and searching a datastore requires the package `retro` ({error}). Install it, or "
-            "use the URL of a server: `retro serve DATASTORE` answers at http://HOST:8080."
-        ) from error
     retriever = Retriever.open(source)
     found = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
     check_fits(model, found, source, num_ids=num_ids, tokenizer=tokenizer)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer
 
 from indexing.tokenization.backends import SentencePiece
-
-_FILE = "tokenizer.model"
+from indexing.tokenization.tokenizer import MODEL
 
 
 class RetroTokenizer(PreTrainedTokenizer):
@@ -18,10 +17,12 @@ class RetroTokenizer(PreTrainedTokenizer):
     `split_special_tokens` is on: the name of a special token in a text is tokenized as plain text.
     """
 
-    vocab_files_names: ClassVar = {"vocab_file": _FILE}
+    vocab_files_names: ClassVar = {"vocab_file": MODEL}
     model_input_names: ClassVar = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file: str, **kwargs: Any) -> None:
+    def __init__(self, vocab_file: str | None = None, **kwargs: Any) -> None:
+        if vocab_file is None:
+            raise ValueError(f"the tokenizer's folder has no {MODEL}. Export the checkpoint again.")
         self.vocab_file = vocab_file
         self.sentencepiece = SentencePiece(Path(vocab_file))
         super().__init__(**kwargs)
@@ -83,7 +84,7 @@ class RetroTokenizer(PreTrainedTokenizer):
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
         """Copy the model file to a folder."""
-        target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}{_FILE}"
+        target = Path(save_directory) / f"{filename_prefix + '-' if filename_prefix else ''}{MODEL}"
         if target.resolve() != Path(self.vocab_file).resolve():
             shutil.copyfile(self.vocab_file, target)
         return (str(target),)
