@@ -65,7 +65,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Datastore": {
         "plan datastore": Verb(
-            "Estimate size, time, memory and cost of a datastore",
+            "Estimate size, time and memory of a datastore",
             "commands.datastore", "plan", "PlanOptions", ("[CONFIG]",),
         ),
         "index": Verb(

@@ -58,8 +58,13 @@ def timed(work: Callable[[], object]) -> float:
     """Time one call, until the GPU has finished."""
     if not torch.cuda.is_available():
         return seconds(work)
+
+    def finished() -> None:
+        work()
+        torch.cuda.synchronize()
+
     torch.cuda.synchronize()
-    return seconds(lambda: (work(), torch.cuda.synchronize()))
+    return seconds(finished)
 
 
 def attention(tiny: bool) -> Figures:
