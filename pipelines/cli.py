@@ -62,14 +62,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Check installed packages, devices and memory",
             "commands.doctor", "doctor", "DoctorOptions",
         ),
-        "check gpu": Verb(
-            "Check kernels, compiled training, memory and speed on an NVIDIA GPU, in under ten minutes",
-            "commands.check", "check_gpu", "CheckGpuOptions",
-        ),
     },
     "Datastore": {
         "plan datastore": Verb(
-            "Estimate size, time, memory and cost of a datastore",
+            "Estimate size, time and memory of a datastore",
             "commands.datastore", "plan", "PlanOptions", ("[CONFIG]",),
         ),
         "index": Verb(
@@ -200,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        the exit status: 0 = done, 1 = `retro verify`, `retro doctor` or `retro check gpu` found an error, 2 = a user's mistake (printed as one
+        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as one
         message), 130 = interrupted, 143 = training saved a checkpoint and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -520,3 +520,11 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def long_time(seconds: float) -> str:
+    """`3.2 s`, `2 h 03 min`, `12.5 days`, `340 years`."""
+    if seconds < 2 * 86_400:
+        return human_seconds(seconds)
+    days = seconds / 86_400
+    return f"{days:,.1f} days" if days < 730 else f"{days / 365.25:,.1f} years"

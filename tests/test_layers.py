@@ -33,7 +33,7 @@ LEVELS = (
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),
     ("pipelines/planning", "pipelines/reports"),
-    ("pipelines/evaluation", "pipelines/gpu_checks"),
+    ("pipelines/evaluation",),
     ("pipelines/commands",),
     ("pipelines/cli.py",),
     ("pipelines/index.py", "pipelines/train.py"),

@@ -14,7 +14,7 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file
 from indexing.store.files import write_bytes
 from pipelines.config import Config
-from pipelines.planning.calibration import draw_sample
+from pipelines.planning.sample import draw_sample
 from pipelines.settings.toml_file import to_toml
 
 SHORT_EVALUATION = 4_000

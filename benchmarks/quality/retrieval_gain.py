@@ -51,7 +51,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.planning.calibration import draw_sample
+from pipelines.planning.sample import draw_sample
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS, baseline_of
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated

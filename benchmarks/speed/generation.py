@@ -26,9 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
-from benchmarks.speed.training import SMALL
+from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
-from pipelines.gpu_checks.training import their_model
 from retro.device import Placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate

@@ -1,24 +1,22 @@
-"""Prediction of `retro plan datastore` against a real build: calibrate, predict, build, compare.
+"""Prediction of `retro plan datastore` against a real build: measure a sample, plan, build, compare.
 
     python -m benchmarks.speed.plan CONFIG [--sample-bytes 8388608] [--output benchmark-plan.json]
 
-CONFIG has the corpus. The datastore is built in a temporary folder and removed. Calibration and build run one after the
+CONFIG has the corpus. The datastore is built in a temporary folder and removed. Sample and build run one after the
 other, so the machine should be idle otherwise.
 """
 
 import argparse
 import tempfile
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import add_minutes, budget, write
 from indexing.store.artifact import read_manifest
-from indexing.store.files import read_json
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.planning.calibration import calibrate, name_in
-from pipelines.planning.datastore import corpus_tokens, models_of, plan_for
+from pipelines.planning.datastore import as_json, plan_for
+from pipelines.planning.measure import measure, seconds_by_step
 from pipelines.settings.load import load
 from pipelines.stages.table import build
 from pipelines.terminal import StagesView, aligned, human_bytes, setup_logging
@@ -35,53 +33,34 @@ def main() -> None:
     limit = budget(options)
     setup_logging()
     config = load(Config, options.config, [], verb="index")
-    calibration = calibrate(config, sample_bytes=options.sample_bytes)
-    plan = plan_for(config, calibration, corpus_tokens(config, calibration))
+    sample = measure(config, sample_bytes=options.sample_bytes)
+    plan = plan_for(config, sample)
     if plan.wall_seconds > limit.left:
         predicted = f"the predicted build time is {plan.wall_seconds:,.0f} s, but {limit.left:,.0f} s remain"
         raise SystemExit(f"{predicted}. Use a smaller corpus, or --minutes 0.")
     view = StagesView()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
         config = replace(config, datastore=Path(folder) / "datastore")
-        started = time.perf_counter()
         datastore = build(config, make_executor(config.executor), view=view)
-        wall = time.perf_counter() - started
-        nprobe = read_json(config.datastore / "index/tuned/tuned.json")["nprobe"]
         search = read_manifest(config.datastore / "neighbors/00000")["counts"]["search"]
         sizes = {
             name: sum(file.stat().st_size for file in (config.datastore / name).rglob("*") if file.is_file())
             for name in plan.bytes
         }
-    models, measured = models_of(config), {}
-    for step in view.steps:
-        measured[name_in(models, step.name)] = step.seconds
-    planned = {step.name: step.seconds for step in plan.steps}
+    measured, planned = seconds_by_step(view.steps), {step.name: step.seconds for step in plan.steps}
     rows = [["step", "predicted", "measured", "ratio"]]
-    rows += [
-        [name, f"{planned[name]:.1f} s", f"{measured[name]:.1f} s", _ratio(planned[name], measured[name])]
-        for name in measured
-    ]
-    rows += [["all", f"{plan.wall_seconds:.1f} s", f"{wall:.1f} s", _ratio(plan.wall_seconds, wall)]]
-    rows += [
-        [name, human_bytes(value), human_bytes(sizes[name]), _ratio(value, sizes[name])]
-        for name, value in plan.bytes.items()
-    ]
-    rows += [
-        [
-            "chunks",
-            f"{plan.size.train_chunks:,.0f}",
-            f"{datastore.train.num_chunks:,}",
-            _ratio(plan.size.train_chunks, datastore.train.num_chunks),
-        ]
-    ]
+    for name in measured:
+        rows.append([name, f"{planned[name]:.1f} s", f"{measured[name]:.1f} s", _ratio(planned[name], measured[name])])
+    wall = sum(measured.values())
+    rows.append(["all", f"{plan.wall_seconds:.1f} s", f"{wall:.1f} s", _ratio(plan.wall_seconds, wall)])
+    for name, value in plan.bytes.items():
+        rows.append([name, human_bytes(value), human_bytes(sizes[name]), _ratio(value, sizes[name])])
+    chunks = plan.size.train_chunks, datastore.train.num_chunks
+    rows.append(["chunks", *(f"{count:,.0f}" for count in chunks), _ratio(*chunks)])
     print("\n".join(aligned(rows)))
-    print(f"calibration: {calibration.seconds:.1f} s; index: {plan.size.key}")
-    print(
-        f"nprobe: predicted {plan.size.nprobe}, measured {nprobe}; "
-        f"search: predicted {plan.size.search}, measured {search}"
-    )
-    found = {"seconds": measured, "wall_seconds": wall, "bytes": sizes, "nprobe": nprobe, "search": search}
-    write(options.output, {"calibration": asdict(calibration), "predicted": asdict(plan), "measured": found})
+    print(f"sample: {sample.seconds:.1f} s; index: {plan.size.key}; search: {plan.size.search}, measured {search}")
+    found = {"seconds": measured, "bytes": sizes, "search": search}
+    write(options.output, {"predicted": as_json(sample, plan), "measured": found})
 
 
 def _ratio(predicted: float, measured: float) -> str:

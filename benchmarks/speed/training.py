@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
 from indexing.device import keep_freed_memory
-from pipelines.gpu_checks.training import their_model
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.device import Placement
@@ -116,6 +115,24 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     passes = WholeModel(model, processes, placement, compiled=placement.compiles(settings.compile))
     step = OptimizerStep(passes, optimizer, processes, placement, settings)
     return lambda: step(settings.warmup_steps, [data]), count_parameters(model, embeddings=True)
+
+
+def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
+    """Return retro-pytorch's RETRO with these sizes, for sequences of `num_tokens` tokens."""
+    from retro_pytorch import RETRO
+
+    model: torch.nn.Module = RETRO(
+        num_tokens=settings.vocab_size,
+        max_seq_len=num_tokens,
+        enc_dim=settings.encoder.d_model,
+        enc_depth=settings.encoder.num_layers,
+        enc_cross_attn_layers=settings.encoder.cca_layers,
+        dec_dim=settings.d_model,
+        dec_depth=settings.num_layers,
+        dec_cross_attn_layers=settings.retrieval.cca_layers,
+        chunk_size=settings.chunk_length,
+    )
+    return model
 
 
 def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:

@@ -75,58 +75,32 @@ def _warn_if_little_is_held_out(datastore: Datastore, split: tuple[float, float,
 
 @dataclass(frozen=True)
 class PlanOptions(Config, ResultOptions):
-    """Estimate size, time, memory and cost of a datastore from a calibration on this machine."""
+    """Estimate size, time and memory of a datastore: build a sample of the corpus on this machine, and scale it."""
 
     tokens: float = 0.0
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
     machines: int = 1
     """Machines like this one that work in parallel."""
-    price: float = 0.0
-    """Price of a machine for an hour, in any currency; 0 = no costs."""
-    days: float = 30.0
-    """Days until everything should be done; the plan names the number of machines for it."""
-    nprobe: int = 0
-    """Inverted lists that a search visits; 0 = extrapolated from the nprobe that reached the recall target in the calibration."""
     sample_bytes: int = 8 * 2**20
-    """Bytes of text in the calibration. More bytes take longer and give a better estimate."""
+    """Bytes of text in the sample. More bytes take longer and give a better estimate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ResultOptions.__post_init__(self)
-        for key, least in (("tokens", 0), ("price", 0), ("nprobe", 0), ("machines", 1), ("sample_bytes", 10**6)):
+        for key, least in (("tokens", 0), ("machines", 1), ("sample_bytes", 10**6)):
             if not least <= getattr(self, key) < float("inf"):
                 raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
-        if not 0 < self.days < float("inf"):
-            raise InputError(f"days = {self.days:g}: must be above 0.")
 
 
 def plan(options: PlanOptions) -> int:
     """`retro plan datastore [CONFIG]`."""
-    from pipelines.planning.calibration import calibrate
-    from pipelines.planning.datastore import PAPER_CHUNKS, corpus_tokens, paper_config, plan_for
-    from pipelines.planning.tables import as_json, calibration_rows, plan_tables
+    from pipelines.planning.datastore import as_json, plan_for, plan_tables, scaling
+    from pipelines.planning.measure import measure
 
-    calibration = calibrate(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
-    machines, price = options.machines, options.price
-    plans = {
-        "planned": plan_for(
-            options, calibration, options.tokens or corpus_tokens(options, calibration), machines, price, options.nprobe
-        ),
-        "paper": plan_for(
-            paper_config(options), calibration, 64 * PAPER_CHUNKS, machines, price, options.nprobe, paper=True
-        ),
-    }
-    titles = {
-        "planned": "This datastore",
-        "paper": "The paper's datastore: 28 billion full chunks of 64 tokens of 4 bytes, with this embedder",
-    }
-    blocks = ["\n".join(aligned(calibration_rows(calibration)))]
-    for name, each in plans.items():
-        first, *others = (
-            "\n".join(aligned(rows)) for rows in plan_tables(each, calibration, machines, price, options.days)
-        )
-        blocks += [f"{titles[name]}\n{first}", *others]
-    options.deliver(as_json(calibration, plans), "\n\n".join(blocks))
+    measured = measure(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
+    planned = plan_for(options, measured, options.tokens, options.machines)
+    blocks = ["\n".join(aligned(rows)) for rows in plan_tables(planned, measured, options.machines)]
+    options.deliver(as_json(measured, planned), "\n\n".join([*blocks, scaling(planned, measured)]))
     return 0
 
 

@@ -37,8 +37,6 @@ class Workload:
         train_chunks: those in the index.
         shards: of every stage.
         key: Faiss factory string of the index.
-        nprobe: visited lists of a query that compares codes.
-        list_nprobe: visited lists of a query that compares embeddings.
         trained_on: vectors that the index is trained on.
         tune_queries: queries that tune `nprobe`.
         search: method that finds the neighbors of all chunks.
@@ -51,33 +49,14 @@ class Workload:
     train_chunks: float
     shards: int
     key: str
-    nprobe: float
     trained_on: int
     tune_queries: int
     search: Method = "index"
-    list_nprobe: float = 1
 
     @property
     def lists(self) -> int:
         """Number of inverted lists; 1 for an index without lists."""
         return lists_of(self.key)
-
-    @property
-    def coarse(self) -> float:
-        """Centroids compared to find a vector's list: all of them, or those on the way through a graph."""
-        return math.log2(self.lists) if "HNSW" in self.key else self.lists
-
-    @property
-    def compared(self) -> float:
-        """Codes or vectors that a query is compared with."""
-        if self.search == "exact":
-            return self.train_chunks
-        return self.train_chunks * min(1.0, self.visited / self.lists)
-
-    @property
-    def visited(self) -> float:
-        """Visited lists of the chosen search."""
-        return self.list_nprobe if self.search == "lists" else self.nprobe
 
 
 @dataclass(frozen=True)

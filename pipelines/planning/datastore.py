@@ -1,117 +1,110 @@
-"""Plan of a datastore: bytes of every artifact, seconds of every step, memory and cost, from a calibration.
+"""Plan of a datastore: bytes of every artifact, and seconds of every step, scaled from samples of the corpus.
 
-    Observation (builds on this machine, of two or more sizes) ─┐
-    Workload (the planned datastore) ───────────────────────────┴─► artifact_bytes, step_seconds, memory ──► Plan
+    Sample (builds on this machine, of two sizes) ─┐
+    Workload (the planned datastore) ──────────────┴─► artifact_bytes, seconds_of, memory_bytes ──► Plan
 
-docs/explanation/plan.md explains the method. This file measures nothing.
+docs/explanation/plan.md explains the method. `measure.py` builds the samples; this file measures nothing.
 """
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from indexing.index.build import sample_size
 from indexing.neighbors.search import Method
 from indexing.neighbors.search_cost import SearchSize, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
-from pipelines.planning.bytes import NUM_SPLITS, Layout, Workload, artifact_bytes, index_bytes, key_for, memory_bytes
-from pipelines.planning.seconds import (
-    UNKNOWN,
-    Observation,
-    StepModel,
-    coefficients,
-    reading_seconds,
-    step_models,
-    step_seconds,
+from pipelines.planning.bytes import (
+    NUM_SPLITS,
+    Layout,
+    Workload,
+    artifact_bytes,
+    index_bytes,
+    key_for,
+    lists_of,
+    memory_bytes,
 )
 from pipelines.stages.neighbors import hardware_of
+from pipelines.terminal import human_bytes, human_count, human_seconds, long_time
 
-PAPER_CHUNKS = 28e9  # section 2.3: 28 billion keys, 64 tokens each, of the 1.75 trillion tokens that the paper calls 2
+ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
+"""Steps that one machine runs; all machines share the others."""
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Observations on one machine.
+class Sample:
+    """A build of a part of the corpus.
 
     Attributes:
-        machine: processor or GPU, cores, memory.
-        memory_bytes: of the machine.
-        peak_bytes: largest resident set of the calibrating process.
-        observations: two or more, the largest one last.
-        token_bytes: 2 or 4.
-        dimension: d of the embeddings.
-        text: source of the sample.
-        corpus_bytes: bytes of text in the whole corpus; 0 = unknown.
-        seconds: duration of the calibration.
+        size: of the build.
+        seconds: of each step.
+        nprobe: that reached the recall target.
+        list_nprobe: the same for a search by lists.
+        parquet_bytes: of `documents.parquet` in all splits.
+        sparse_bytes: of the inverted lists.
     """
 
+    size: Workload
+    seconds: Mapping[str, float]
+    nprobe: int
+    list_nprobe: int
+    parquet_bytes: int
+    sparse_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples of a corpus, built on one machine.
+
+    Attributes:
+        small, large: the samples.
+        machine: processor and cores.
+        memory_bytes: of the machine.
+        peak_bytes: largest resident set of the measuring process.
+        token_bytes: 2 or 4.
+        dimension: d of the embeddings.
+        search: method that finds the neighbors of the samples and of the datastore.
+        source: of the text.
+        corpus_bytes: bytes of text in the whole corpus; 0 = unknown.
+        seconds: that the measurement took.
+    """
+
+    small: Sample
+    large: Sample
     machine: str
     memory_bytes: int
     peak_bytes: int
-    observations: tuple[Observation, ...]
     token_bytes: int
     dimension: int
-    text: str
+    search: Method
+    source: str
     corpus_bytes: float
     seconds: float
 
 
-# --- size ------------------------------------------------------------------------------------------------------------
-
-
-def per_byte(name: str, text_bytes: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
-    """Tokens, chunks or documents per byte of text, in a corpus of `text_bytes`.
-
-    A tokenizer trained on little text fits that text better than a larger one. The gain falls with the square root of the
-    sample size (docs/explanation/plan.md), and is estimated from two sizes.
-    """
-    first, last = observations[0].workload, observations[-1].workload
-    low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
-    if name == "documents" or not tokenizer.is_trained or first.text_bytes >= last.text_bytes:
-        return float(high)
-    small, large, wanted = (
-        min(size, tokenizer.sample_bytes) ** -0.5 for size in (first.text_bytes, last.text_bytes, text_bytes)
-    )
-    gain = max(0.0, (high - low) / (small - large)) if small > large else 0.0
-    return float(high + gain * (large - wanted))
-
-
-def text_of(tokens: float, observations: Sequence[Observation], tokenizer: TokenizerSettings) -> float:
-    """Bytes of text with this number of tokens."""
-    text_bytes = tokens * observations[-1].workload.text_bytes / observations[-1].workload.tokens
-    for _ in range(20):  # fixed-point iteration; the density hardly changes
-        text_bytes = tokens / per_byte("tokens", text_bytes, observations, tokenizer)
-    return text_bytes
-
-
-# --- the plan --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepPlan:
-    """Time, memory and cost of a step.
+    """Time and memory of a step.
 
     Attributes:
         name: of the step.
         seconds: work of one machine.
-        shared: whether several machines can share the step.
         machines: number of machines that work on it.
-        wall_seconds: from start to end.
         memory_bytes: of a worker.
-        cost: of the working machines, at the given price.
     """
 
     name: str
     seconds: float
-    shared: bool
     machines: int
-    wall_seconds: float
     memory_bytes: float
-    cost: float
+
+    @property
+    def wall_seconds(self) -> float:
+        """From start to end."""
+        return self.seconds / self.machines
 
 
 @dataclass(frozen=True)
@@ -122,17 +115,15 @@ class Plan:
         size: of the datastore and its index.
         bytes: of every artifact.
         steps: in order.
+        exponent: of the number of chunks in the time of `neighbors`.
         settings: those that must differ from the given ones, by name.
-        calibrated_nprobe: the nprobe that reached the recall target in the largest sample.
-        calibrated_seconds: of `neighbors` with that nprobe; faster, but with a lower recall if more chunks need a larger nprobe.
     """
 
     size: Workload
     bytes: dict[str, float]
     steps: list[StepPlan]
+    exponent: float
     settings: dict[str, str]
-    calibrated_nprobe: float
-    calibrated_seconds: float
 
     @property
     def wall_seconds(self) -> float:
@@ -140,178 +131,207 @@ class Plan:
         return sum(step.wall_seconds for step in self.steps)
 
 
-def machines_within(steps: Sequence[StepPlan], seconds: float) -> int | None:
-    """Number of machines that finish all steps in this time; None if the steps of a single machine take longer."""
-    alone = sum(step.seconds for step in steps if not step.shared)
-    shared = sum(step.seconds for step in steps if step.shared)
-    return max(1, math.ceil(shared / (seconds - alone))) if seconds > alone else None
+# --- size ------------------------------------------------------------------------------------------------------------
 
 
-def extrapolated(chunks: float, lists: int, needed: Sequence[tuple[float, float]]) -> float:
-    """Extrapolate the nprobe that reaches the recall target in an index of this size.
+def per_byte(name: str, text_bytes: float, samples: Sequence[Sample], tokenizer: TokenizerSettings) -> float:
+    """Tokens, chunks or documents per byte of text, in a corpus of `text_bytes`.
 
-    Between the two sizes, log(nprobe) grew in proportion to log(chunks). The extrapolation uses the same slope, clamped to 0 to
-    0.5: with 4·√N lists, 0.5 is a constant fraction of all lists.
-
-    Args:
-        chunks: in the index.
-        lists: of it.
-        needed: (chunks, nprobe) of several sizes, the largest last.
+    A tokenizer trained on little text fits that text better than a larger one. The gain falls with the square root of the
+    size of its sample, and is estimated from two sizes (docs/explanation/plan.md).
     """
-    (few, low), (many, high) = needed[0], needed[-1]
-    ratio = math.log2(many / few)
-    slope = math.log2(high / low) / ratio if ratio else 0.0
-    return float(min(lists, max(1.0, high * (chunks / many) ** min(0.5, max(0.0, slope)))))
-
-
-def power_of_two(nprobe: float) -> int:
-    """The next power of two, as `nprobe` is tuned."""
-    return int(2 ** math.ceil(round(math.log2(nprobe), 6)))
-
-
-def corpus_tokens(config: Config, calibration: Calibration) -> float:
-    """Tokens of the corpus of the calibration; 0 = unknown."""
-    text_bytes = calibration.corpus_bytes
-    return (
-        text_bytes * per_byte("tokens", text_bytes, calibration.observations, config.tokenizer) if text_bytes else 0.0
+    first, last = samples[0].size, samples[-1].size
+    low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
+    if name == "documents" or not tokenizer.is_trained:
+        return float(high)
+    small, large, planned = (
+        min(x, tokenizer.sample_bytes) ** -0.5 for x in (first.text_bytes, last.text_bytes, text_bytes)
     )
+    gain = max(0.0, (high - low) / (small - large)) if small > large else 0.0
+    return float(high + gain * (large - planned))
 
 
-def plan_for(
+def size_of(
     config: Config,
-    calibration: Calibration,
-    tokens: float,
-    machines: int = 1,
-    price: float = 0.0,
-    nprobe: int = 0,
+    samples: Sequence[Sample],
+    dimension: int,
     *,
-    paper: bool = False,
-) -> Plan:
-    """Plan a datastore of this number of tokens.
-
-    Args:
-        config: its settings.
-        calibration: of a machine like those that will build it.
-        tokens: including the tokens that begin and end each document.
-        machines: that work in parallel.
-        price: of a machine for an hour.
-        nprobe: visited lists; 0 = extrapolated from the calibration.
-        paper: every chunk is full and tokens take 4 bytes, as with the paper's vocabulary of 128,000.
-
-    Raises:
-        InputError: no index of this size exists, or Faiss does not understand `index.factory`.
-    """
-    seen = calibration.observations
-    text_bytes = text_of(tokens, seen, config.tokenizer)
-    full = tokens / config.chunks.chunk_length
-    chunks = full if paper else text_bytes * per_byte("chunks", text_bytes, seen, config.tokenizer)
+    tokens: float = 0.0,
+    text_bytes: float = 0.0,
+    search: Method = "index",
+) -> Workload:
+    """Size of a datastore of this number of tokens, or else of this much text, like some samples (the largest last)."""
+    if tokens:
+        text_bytes = tokens / per_byte("tokens", math.inf, samples, config.tokenizer)
+        for _ in range(20):  # fixed-point iteration; the density hardly changes
+            text_bytes = tokens / per_byte("tokens", text_bytes, samples, config.tokenizer)
+    documents, chunks, tokens = (
+        text_bytes * per_byte(name, text_bytes, samples, config.tokenizer) for name in ("documents", "chunks", "tokens")
+    )
     train_chunks = chunks * config.corpus.split[0] / sum(config.corpus.split)
-    key, index = key_for(train_chunks, calibration.dimension, config.index)
-    size = Workload(
+    key, index = key_for(train_chunks, dimension, config.index)
+    return Workload(
         text_bytes=text_bytes,
-        documents=text_bytes * per_byte("documents", text_bytes, seen, config.tokenizer),
+        documents=documents,
         tokens=tokens,
         chunks=chunks,
         train_chunks=train_chunks,
         shards=math.ceil(text_bytes / config.corpus.shard_bytes),
         key=key,
-        nprobe=1,
         trained_on=sample_size(int(train_chunks), key, index),
         tune_queries=min(index.tune_queries, int(train_chunks)),
-    )
-    lists = size.lists
-    by_codes = [(each.workload.train_chunks, each.crossing) for each in seen]
-    by_lists = [(each.workload.train_chunks, each.workload.list_nprobe) for each in seen]
-    size = replace(
-        size,
-        nprobe=min(lists, nprobe or power_of_two(extrapolated(train_chunks, lists, by_codes))),
-        list_nprobe=min(lists, nprobe or extrapolated(train_chunks, lists, by_lists)),
-    )
-    size = replace(size, search=_search(config, size, calibration.dimension))
-    document_bytes, parquet_bytes = _parts(
-        [(each.workload.documents, each.workload.shards * NUM_SPLITS, each.parquet_bytes) for each in seen]
-    )
-    sparse_bytes, terms_bytes = _parts(
-        [(each.workload.train_chunks, each.workload.shards, each.sparse_bytes) for each in seen]
-    )
-    layout = Layout(
-        chunk_length=config.chunks.chunk_length,
-        token_bytes=4 if paper else calibration.token_bytes,
-        dimension=calibration.dimension,
-        stored=config.neighbors.stored,
-        materialized=config.neighbors.materialized,
-        document_bytes=document_bytes,
-        parquet_bytes=parquet_bytes,
-        sparse_bytes=sparse_bytes,
-        terms_bytes=terms_bytes,
-    )
-    last = seen[-1].workload
-    less = replace(size, nprobe=min(last.nprobe, lists), list_nprobe=min(last.list_nprobe, lists))
-    alike = step_seconds(less, seen, models_of(config))
-    changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
-    return Plan(
-        size=size,
-        bytes=artifact_bytes(size, layout),
-        steps=_steps(config, calibration, size, layout, machines, price),
-        settings=changed | ({"corpus.shard_bytes": str(config.corpus.shard_bytes)} if paper else {}),
-        calibrated_nprobe=less.visited,
-        calibrated_seconds=alike.get("neighbors", 0.0),
+        search=search,
     )
 
 
-def _search(config: Config, size: Workload, dimension: int) -> Method:
-    """The search method that `retro index` would choose."""
+def search_of(config: Config, size: Workload, sample: Sample, dimension: int) -> Method:
+    """The search that `retro index` would choose, if queries visit the same share of lists as in a sample."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
+    share = size.lists / lists_of(sample.size.key)
     searched = SearchSize(
         num_vectors=int(size.train_chunks),
         dimension=dimension,
         nlist=size.lists,
-        nprobe=int(size.nprobe),
+        nprobe=math.ceil(sample.nprobe * share),
         centroids=compared_centroids(size.lists, "HNSW" in size.key),
         code_bytes=index_bytes(size.key, dimension)[0],
         fast_scan=bool(re.search(r"PQ\d+x4", size.key)),
-        list_nprobe=math.ceil(size.list_nprobe),
+        list_nprobe=math.ceil(sample.list_nprobe * share),
         candidates=config.neighbors.candidates,
         precise_candidates=config.neighbors.precise_candidates,
     )
     return cheapest(searched, hardware_of(config.executor))
 
 
-def _parts(measured: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Bytes of a row, and of a file without rows, from (rows, files, bytes) of several sizes."""
-    table = np.array(measured, dtype=float)  # [sizes, 3]
-    of_a_row, of_a_file = coefficients(table[:, :2], table[:, 2])
-    return float(of_a_row), float(of_a_file)
+# --- scaling ---------------------------------------------------------------------------------------------------------
 
 
-def _steps(
-    config: Config, calibration: Calibration, size: Workload, layout: Layout, machines: int, price: float
-) -> list[StepPlan]:
-    models = models_of(config)
-    seconds = step_seconds(size, calibration.observations, models)
-    if "tokenizer" in seconds and config.tokenizer.is_trained:
-        seconds["tokenizer"] += reading_seconds(size, seconds["scan"], config.tokenizer.sample_bytes)
-    memory = memory_bytes(size, layout, calibration.peak_bytes)
-    out = []
-    for name, value in seconds.items():
-        shared = models.get(name, UNKNOWN).shared
-        working = min(machines, size.shards) if shared else 1
-        needed = memory.get(name, float(calibration.peak_bytes))
-        out.append(StepPlan(name, value, shared, working, value / working, needed, price * value / 3600))
-    return out
+def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
+    """Slope and start of the line through two points (x, y), or through the larger one if a part would be negative."""
+    (x, y), (x2, y2) = small, large
+    slope = (y2 - y) / (x2 - x) if x2 > x else 0.0
+    return (slope, y - slope * x) if slope > 0 and y >= slope * x else (y2 / x2, 0.0)
 
 
-def models_of(config: Config) -> dict[str, StepModel]:
-    """`step_models` for these settings."""
-    return step_models(config.tokenizer.sample_bytes, config.embedder.fit_chunks)
+def exponent_of(small: Sample, large: Sample) -> float:
+    """Exponent of the number of chunks in the time of `neighbors`: from two sizes, between 1 and 2."""
+    if "neighbors" not in large.seconds or large.size.chunks <= small.size.chunks:
+        return 1.0
+    times = max(large.seconds["neighbors"], 1e-9) / max(small.seconds["neighbors"], 1e-9)
+    return min(2.0, max(1.0, math.log(times) / math.log(large.size.chunks / small.size.chunks)))
 
 
-def paper_config(config: Config) -> Config:
-    """These settings at the paper's size: chunks of 64 tokens, an index chosen for it, shards of 16 GiB of text."""
-    return replace(
-        config,
-        chunks=replace(config.chunks, chunk_length=64),
-        corpus=replace(config.corpus, shard_bytes=max(config.corpus.shard_bytes, 16 * 2**30)),
-        index=replace(config.index, factory=""),
+def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, float]:
+    """Seconds of each step on one machine like the measured one.
+
+    Each grows with one quantity, along the line through both samples; `neighbors` grows with a power of the chunks.
+    """
+
+    def grown(name: str, size: Workload) -> float:
+        if name in ("scan", "chunk"):
+            return size.text_bytes
+        return {
+            "tokenizer": min(size.text_bytes, config.tokenizer.sample_bytes),
+            "embed: count n-grams": min(size.train_chunks, config.embedder.fit_chunks),
+            "train-index": float(size.trained_on) * size.lists,  # k-means
+            "tune nprobe": size.tune_queries * size.train_chunks,
+        }.get(name, size.chunks)
+
+    small, large, seconds = measured.small, measured.large, dict[str, float]()
+    for name, took in large.seconds.items():
+        if name == "neighbors":
+            seconds[name] = took * (size.chunks / large.size.chunks) ** exponent_of(small, large)
+        else:
+            points = [(grown(name, sample.size), sample.seconds.get(name, 0.0)) for sample in (small, large)]
+            slope, start = line(*points)
+            seconds[name] = start + slope * grown(name, size)
+    if "tokenizer" in seconds and config.tokenizer.is_trained:  # reads all of the text once more, to draw its sample
+        seconds["tokenizer"] += seconds["scan"] * max(0.0, 1 - config.tokenizer.sample_bytes / size.text_bytes)
+    return seconds
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def plan_for(config: Config, measured: Measured, tokens: float = 0.0, machines: int = 1) -> Plan:
+    """Plan a datastore.
+
+    Args:
+        config: its settings.
+        measured: on a machine like those that will build it.
+        tokens: including those that begin and end each document; 0 = all of the corpus.
+        machines: that work in parallel.
+
+    Raises:
+        InputError: no index of this size exists, or Faiss does not understand `index.factory`.
+    """
+    small, large = measured.small, measured.large
+    text_bytes, search = measured.corpus_bytes, measured.search
+    size = size_of(config, (small, large), measured.dimension, tokens=tokens, text_bytes=text_bytes, search=search)
+    document_bytes, parquet = line(*((s.size.documents, float(s.parquet_bytes)) for s in (small, large)))
+    sparse_bytes, terms = line(*((s.size.train_chunks, float(s.sparse_bytes)) for s in (small, large)))
+    layout = Layout(
+        chunk_length=config.chunks.chunk_length,
+        token_bytes=measured.token_bytes,
+        dimension=measured.dimension,
+        stored=config.neighbors.stored,
+        materialized=config.neighbors.materialized,
+        document_bytes=document_bytes,
+        parquet_bytes=parquet / NUM_SPLITS,
+        sparse_bytes=sparse_bytes,
+        terms_bytes=terms,
     )
+    memory, steps = memory_bytes(size, layout, measured.peak_bytes), []
+    for name, seconds in seconds_of(size, measured, config).items():
+        working = 1 if name in ALONE else min(machines, size.shards)
+        steps.append(StepPlan(name, seconds, working, memory.get(name, float(measured.peak_bytes))))
+    index = key_for(size.train_chunks, measured.dimension, config.index)[1]
+    changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
+    return Plan(size, artifact_bytes(size, layout), steps, exponent_of(small, large), changed)
+
+
+def plan_tables(plan: Plan, measured: Measured, machines: int) -> list[list[list[str]]]:
+    """Four tables: the sample, the datastore, its bytes, and its steps."""
+    size, large, total = plan.size, measured.large.size, sum(plan.bytes.values())
+    sample = [
+        ["measured on", f"{measured.machine}, {human_bytes(measured.memory_bytes)}"],
+        [
+            "with",
+            f"{human_bytes(large.text_bytes)} of text, {large.chunks:,.0f} chunks, in "
+            f"{human_seconds(measured.seconds)}, from {measured.source}",
+        ],
+    ]
+    what = [
+        ["tokens", f"{human_count(round(size.tokens))}, {human_bytes(size.text_bytes)} of text"],
+        ["chunks", f"{size.chunks:,.0f}, {size.train_chunks:,.0f} of them in the index; shards: {size.shards:,}"],
+        ["index", f"{size.key}, trained on {size.trained_on:,} vectors"],
+        ["neighbors", f"search: {size.search}"],
+        *([["needs", ", ".join(f"{key} = {value}" for key, value in plan.settings.items())]] if plan.settings else []),
+    ]
+    artifacts = [
+        ["artifact", "bytes", "per chunk"],
+        *([name, human_bytes(value), f"{value / size.chunks:.0f} B"] for name, value in plan.bytes.items()),
+        ["all", human_bytes(total), f"{total / size.chunks:.0f} B"],
+    ]
+    steps = [["step", "machine time", "machines", "time", "memory of a worker"]]
+    for step in plan.steps:
+        times = long_time(step.seconds), f"{step.machines:,}", long_time(step.wall_seconds)
+        steps.append([step.name, *times, human_bytes(step.memory_bytes)])
+    work = long_time(sum(step.seconds for step in plan.steps))
+    steps.append(["all", work, f"{machines:,}", long_time(plan.wall_seconds), ""])
+    return [sample, what, artifacts, steps]
+
+
+def scaling(plan: Plan, measured: Measured) -> str:
+    """How the times were scaled, in one line."""
+    factor = plan.size.chunks / measured.large.size.chunks
+    return (
+        f"Times are those of the sample, scaled to {factor:,.3g} times the chunks: linearly, neighbors with the power "
+        f"{plan.exponent:.2f} of two sizes."
+    )
+
+
+def as_json(measured: Measured, plan: Plan) -> dict[str, Any]:
+    """Samples and plan as plain values, in bytes and seconds."""
+    return {"measured": asdict(measured), "plan": asdict(plan)}

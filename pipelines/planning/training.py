@@ -18,9 +18,8 @@ from indexing.progress import status
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.config import Config
-from pipelines.planning.tables import long_time
 from pipelines.results import ResultOptions
-from pipelines.terminal import aligned, human_bytes, human_count
+from pipelines.terminal import aligned, human_bytes, human_count, long_time
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, check_copy_head, num_microbatches
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 
 _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
 """Operations relative to no checkpointing: full checkpointing adds a forward pass to three; selective adds none."""
-
-
-_LEAST_TIMED = 100_000_000
-"""Parameters without embeddings from which MFU estimates a time. Steps of smaller models wait for kernels to start."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,8 @@ class PlanTrainOptions(Config, ResultOptions):
     """Tokens to train on (2e12); 0 = as set by `train.steps`."""
     peak_tflops: float = 989.0
     """Peak of a device in 10^12 operations per second: 989 for bfloat16 on an H100 or H200, 312 on an A100."""
-    mfu: float = 0.4
-    """Model FLOPs utilization: fraction of the peak that training reaches."""
+    mfu: float = 0.0
+    """Model FLOPs utilization: fraction of the peak that training reaches (0.4); 0 = unknown, so no times. Small models reach less."""
     measured: str = ""
     """Folder of a run on the same kind of devices. Its `tokens_per_second` replaces `peak_tflops` and `mfu`."""
     measured_devices: int = 1
@@ -64,8 +59,8 @@ class PlanTrainOptions(Config, ResultOptions):
                 raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least}.")
         if not 0 < self.peak_tflops < float("inf"):
             raise InputError(f"peak_tflops = {self.peak_tflops:g}: must be above 0.")
-        if not 0 < self.mfu <= 1:
-            raise InputError(f"mfu = {self.mfu:g}: must be above 0 and at most 1.")
+        if not 0 <= self.mfu <= 1:
+            raise InputError(f"mfu = {self.mfu:g}: must be at least 0 and at most 1.")
         others, data = self.parallel.tensor * self.parallel.pipeline, self.parallel.data
         if self.devices % others or data * others not in (0, self.devices):
             raise InputError(
@@ -83,7 +78,7 @@ class ParallelMode:
         parallel: the settings.
         memory: of the device with the largest memory use.
         sent_bytes: parameters and gradients that a device sends in a step.
-        step_seconds: time of an optimizer step; None for a small model on devices that were not measured.
+        step_seconds: time of an optimizer step; None without `measured` and `mfu`.
         days: time for all tokens, or None.
         fits: whether it fits into the device memory.
     """
@@ -107,7 +102,7 @@ class TrainPlan:
         tokens: to train on.
         tokens_per_step: of all devices.
         num_sequences: of a device in a forward pass.
-        device_flops: expected operations per second of a device.
+        device_flops: expected operations per second of a device; 0 = unknown.
         modes: from the cheapest to the most expensive.
     """
 
@@ -171,8 +166,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         else options.peak_tflops * 1e12 * options.mfu
     )
     tokens = options.tokens or float(train.steps * per_step)
-    is_timed = bool(options.measured) or count_parameters(made) >= _LEAST_TIMED
-    step_seconds = per_step * per_token / (options.devices * rate) / _busy(options)
+    step_seconds = per_step * per_token / (options.devices * rate) / _busy(options) if rate else 0.0
     gpu = train.device != "cpu"
     run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
     budget, modes = 0.9 * _size(options.device_memory), []
@@ -181,7 +175,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         memory = memory_of(
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )
-        seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing] if is_timed else None
+        seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing] if rate else None
         sent = sent_bytes(model, parallel, train.gradient_accumulation_steps, narrow=run.narrow)
         days = None if seconds is None else seconds * tokens / per_step / 86_400
         modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
@@ -273,16 +267,14 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
     """Two tables: the run, and the modes."""
     data, train = options.data, options.train
     of_peak = "measured" if options.measured else f"{options.mfu:.0%} of {options.peak_tflops:g}"
+    rate = f", {plan.device_flops / 1e12:,.3g} TFLOP/s each ({of_peak})" if plan.device_flops else ""
     what = [
         ["parameters", f"{plan.parameters:,}; {plan.all_parameters:,} with embeddings"],
         [
             "operations",
             f"{plan.flops_per_token / 1e9:,.2f} GFLOP per token, n = {data.sequence_length:,}, k = {data.k}",
         ],
-        [
-            "devices",
-            f"{options.devices:,} of {options.device_memory}, {plan.device_flops / 1e12:,.3g} TFLOP/s each ({of_peak})",
-        ],
+        ["devices", f"{options.devices:,} of {options.device_memory}{rate}"],
         [
             "step",
             f"{human_count(plan.tokens_per_step)} tokens: {train.gradient_accumulation_steps} × {train.batch_size} sequences, "
@@ -322,10 +314,7 @@ def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:
     )
     fits = f"The cheapest mode that fits: {changes}: {human_bytes(mode.memory.device)} per device"
     if mode.step_seconds is None:
-        return (
-            f"{fits}. Times are left out: MFU says little about models with fewer than {_LEAST_TIMED:,} parameters. Train a few "
-            "steps and add --measured RUN."
-        )
+        return f"{fits}. For times, train a few steps and add --measured RUN, or add --mfu and --peak-tflops."
     step, all_tokens = _times(mode)
     return f"{fits}, {step} per step, {all_tokens} for all tokens."
 

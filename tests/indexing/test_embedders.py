@@ -113,3 +113,11 @@ def test_missing_model_is_refused_with_its_path(tmp_path) -> None:
         TransformerEmbedder(EmbedderSettings(kind="transformer", path=str(tmp_path)), decode=str)
     with pytest.raises(InputError, match=r"embedder\.path is empty"):
         EmbedderSettings(kind="transformer")
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_nearly_the_vectors_of_a_cpu_in_float32(minilm: TransformerEmbedder) -> None:
+    settings = EmbedderSettings(kind="transformer", path="minilm", device="cuda")
+    tokens, lengths = np.array([[1], [2], [3]]), np.ones(3, np.int64)
+    vectors = TransformerEmbedder(settings, minilm.decode).embed(tokens, lengths)
+    assert (vectors * minilm.embed(tokens, lengths)).sum(axis=1).min() > 0.99

@@ -1,4 +1,4 @@
-"""Sizes and observations that tests of the plan share."""
+"""Sizes and samples that tests of the plan share."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
-from pipelines.planning.bytes import (
-    Layout,
-    Workload,
-)
-from pipelines.planning.datastore import (
-    Calibration,
-)
-from pipelines.planning.seconds import Observation
+from pipelines.planning.bytes import Layout, Workload
+from pipelines.planning.datastore import Measured, Sample
 
 SIZE = Workload(
     text_bytes=4e6,
@@ -23,7 +17,6 @@ SIZE = Workload(
     train_chunks=15_000,
     shards=2,
     key="IVF256,PQ16x4fs",
-    nprobe=16,
     trained_on=15_000,
     tune_queries=500,
 )
@@ -47,30 +40,25 @@ def larger(factor: int, **changes) -> Workload:
 
 
 def seconds_of(size: Workload) -> dict[str, float]:
-    """Seconds that follow the cost models exactly."""
+    """Seconds with fixed and growing parts."""
     return {
         "scan": 1e-8 * size.text_bytes,
         "tokenizer": 2 + 1e-7 * size.text_bytes,
         "chunk": 1e-7 * size.text_bytes,
         "embed": 1.5 + 1e-5 * size.chunks,
         "train-index": 7 + 1e-8 * size.trained_on * size.lists,
-        "add": (1e-5 + 1e-8 * size.lists) * size.train_chunks,
-        "tune nprobe": (1e-3 + 1e-7 * size.train_chunks * size.nprobe / size.lists) * size.tune_queries,
-        "neighbors": (1e-4 + 1e-8 * size.compared + 2e-5 * (size.shards - 1)) * size.chunks,
+        "tune nprobe": 1e-7 * size.train_chunks * size.tune_queries,
+        "neighbors": 1e-8 * size.chunks**1.5,
     }
 
 
-def calibrated() -> Calibration:
-    seen = [
-        larger(1, shards=1),
-        larger(1, shards=4),
-        larger(4, shards=1, key="IVF512,PQ16x4fs", nprobe=32),
-    ]
-    observations = tuple(
-        Observation(size, seconds_of(size), size.nprobe, int(100 * size.documents + 9000 * size.shards), 0)
-        for size in seen
+def measured(**changes) -> Measured:
+    """Samples of two sizes whose seconds and bytes follow formulas."""
+    small, large = (
+        Sample(size, seconds_of(size), 16, 16, int(100 * size.documents + 9000), int(60 * size.train_chunks + 5000))
+        for size in (larger(1, shards=1), larger(4, shards=1, key="IVF512,PQ16x4fs"))
     )
-    return Calibration("machine", 10**10, 10**9, observations, 2, 32, "text", 8e8, 60.0)
+    return replace(Measured(small, large, "machine", 10**10, 10**9, 2, 32, "index", "text", 8e8, 60.0), **changes)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -17,8 +17,6 @@ from pipelines.planning.bytes import (
     memory_bytes,
     with_lists_for,
 )
-from pipelines.planning.calibration import crossing
-from pipelines.planning.datastore import extrapolated, power_of_two
 from tests.conftest import build_local, tiny_config
 from tests.pipelines.planning.sizes import LAYOUT, SIZE, assert_bytes_close
 
@@ -33,7 +31,7 @@ def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> d
     index = json.loads((datastore.folder / "index/trained/index.json").read_text())
     size = Workload(
         text_bytes, documents, tokens, chunks, datastore.train.num_chunks, len(datastore.train.chunk_rows),
-        index["key"], 1, index["trained_on"], 100,
+        index["key"], index["trained_on"], 100,
     )  # fmt: skip
     parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
     dtype = datastore.train.tokens.shard(0).dtype
@@ -130,22 +128,3 @@ def test_number_of_lists_of_a_smaller_index_is_four_times_the_root_of_its_chunks
     assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4"
     assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
     assert with_lists_for("Flat", 1000) == "Flat"
-
-
-def test_nprobe_is_extrapolated_from_two_sizes() -> None:
-    seen = [(10_000, 30.0), (40_000, 60.0)]  # twice as large for four times the chunks: the square root
-    assert extrapolated(160_000, 1024, seen) == pytest.approx(120)
-    assert extrapolated(40_000, 1024, seen) == pytest.approx(60)
-    assert extrapolated(160_000, 64, seen) == 64
-    assert extrapolated(10**9, 1 << 17, [(10_000, 64.0), (40_000, 32.0)]) == pytest.approx(32)  # never smaller
-    assert extrapolated(160_000, 1 << 17, [(10_000, 1.0), (40_000, 64.0)]) == pytest.approx(128)
-
-
-def test_nprobe_of_the_index_is_a_power_of_two() -> None:
-    assert [power_of_two(nprobe) for nprobe in (1, 2, 2.1, 120, 128)] == [1, 2, 4, 128, 128]
-
-
-def test_crossing_of_a_curve_is_interpolated_between_powers_of_two() -> None:
-    assert crossing([(1, 0.3), (2, 0.5), (4, 0.9)], 0.7) == pytest.approx(2 * 2**0.5)
-    assert crossing([(1, 0.9)], 0.7) == 1
-    assert crossing([(1, 0.3), (2, 0.5)], 0.7) == 0

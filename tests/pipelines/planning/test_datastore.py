@@ -1,4 +1,4 @@
-"""`retro plan datastore`: the plan of a corpus, and its calibration on a sample."""
+"""`retro plan datastore`: the plan of a corpus, and the samples that it scales."""
 
 import json
 from dataclasses import replace
@@ -13,77 +13,136 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.planning import calibration as module
+from pipelines.planning import sample
 from pipelines.planning.bytes import key_for
-from pipelines.planning.calibration import calibrate, draw_sample
-from pipelines.planning.datastore import StepPlan, corpus_tokens, machines_within, paper_config, plan_for
-from pipelines.planning.tables import as_json, long_time, plan_tables
+from pipelines.planning.datastore import (
+    ALONE,
+    as_json,
+    exponent_of,
+    line,
+    per_byte,
+    plan_for,
+    plan_tables,
+    scaling,
+    search_of,
+    seconds_of,
+    size_of,
+)
+from pipelines.planning.measure import measure
+from pipelines.planning.sample import draw_sample
+from pipelines.terminal import long_time
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
-from tests.pipelines.planning.sizes import assert_bytes_close, calibrated
+from tests.pipelines.planning import sizes
+from tests.pipelines.planning.sizes import assert_bytes_close, larger, measured
 
 CONFIG = Config(
     corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
     chunks=ChunkSettings(chunk_length=64),
-    neighbors=NeighborSettings(search="index", rerank="embeddings"),  # the search that was measured
+    neighbors=NeighborSettings(search="index", rerank="embeddings"),
 )
 
 
 def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
-    plan = plan_for(CONFIG, calibrated(), tokens=2e8)
+    plan = plan_for(CONFIG, measured(), tokens=2e8)
     assert (plan.size.chunks, plan.size.train_chunks, plan.size.text_bytes) == (3.2e6, 2.4e6, 8e8)
     assert (plan.size.documents, plan.size.shards, plan.size.tune_queries) == (20_000, 8, 1000)
     assert plan.size.key == key_for(2.4e6, 32, CONFIG.index)[0]
     assert plan.bytes["embeddings"] == pytest.approx(2 * 32 * 3.2e6, rel=1e-3)
+    assert plan_for(CONFIG, measured()) == plan  # all of the corpus
 
 
-def test_machines_divide_parallel_steps_and_cost_stays_the_same() -> None:
-    one, four = (plan_for(CONFIG, calibrated(), 2e8, machines, price=3.6) for machines in (1, 4))
-    by_name = {step.name: step for step in four.steps}
-    assert by_name["neighbors"].wall_seconds == by_name["neighbors"].seconds / 4
-    assert by_name["train-index"].wall_seconds == by_name["train-index"].seconds
-    assert [step.cost for step in four.steps] == [step.cost for step in one.steps]
-    assert by_name["embed"].cost == pytest.approx(by_name["embed"].seconds / 1000)
-    many = plan_for(CONFIG, calibrated(), 2e8, machines=1000)
-    assert {step.machines for step in many.steps} == {1, 8}  # no more machines than shards
+def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
+    config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12))
+    target = larger(50, key="IVF2048,PQ16x4fs", shards=3, tune_queries=1000)
+    assert seconds_of(target, measured(), config) == pytest.approx(sizes.seconds_of(target), rel=1e-6)
 
 
-def test_number_of_machines_for_a_time_limit_is_the_smallest_or_none() -> None:
-    steps = [StepPlan("neighbors", 100.0, True, 1, 100.0, 0.0, 0.0), StepPlan("tune", 20.0, False, 1, 20.0, 0.0, 0.0)]
-    assert machines_within(steps, 45.0) == 4
-    assert machines_within(steps, 1000.0) == 1
-    assert machines_within(steps, 20.0) is None
+def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
+    config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=16 * 10**6))
+    target = larger(1000)
+    seconds = seconds_of(target, measured(), config)
+    trained, read = 2 + 1e-7 * 16e6, 1e-8 * (target.text_bytes - 16e6)
+    assert seconds["tokenizer"] == pytest.approx(trained + read)
 
 
-def test_the_paper_has_28_billion_full_chunks_of_four_byte_tokens() -> None:
-    plan = plan_for(paper_config(CONFIG), calibrated(), 64 * 28e9, nprobe=64, paper=True)
-    assert plan.size.chunks == 28e9
-    assert plan.size.nprobe == 64
-    assert plan.bytes["chunks"] == pytest.approx(28e9 * (64 * 4 + 2), rel=0.02)
-    assert set(plan.settings) == {"index.memory", "corpus.shard_bytes"}
+def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
+    small, large = (
+        replace(one, seconds={"dedup": one.size.chunks / 1000}) for one in (measured().small, measured().large)
+    )
+    assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
 
 
-def test_tables_and_json_contain_the_same_plan(tmp_path) -> None:
-    seen = calibrated()
-    plan = plan_for(CONFIG, seen, 2e8, machines=2, price=1.0)
-    what, artifacts, steps, needs = plan_tables(plan, seen, 2, 1.0, 30)
+def test_line_through_two_points_has_no_negative_part() -> None:
+    assert line((1, 3), (4, 9)) == pytest.approx((2, 1))
+    assert line((1, 3), (4, 2)) == pytest.approx((0.5, 0))  # noise hides how it grows
+    assert line((1, 1), (4, 9)) == pytest.approx((9 / 4, 0))
+    assert line((4, 9), (4, 8)) == pytest.approx((2, 0))  # a quantity that both samples reach
+
+
+def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
+    """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
+    samples = [
+        replace(measured().small, size=replace(sizes.SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks))
+        for text, chunks in ((2.026e6, 8798), (8.003e6, 35_831))
+    ]
+    trained = Config().tokenizer
+    assert 23.959e6 * per_byte("chunks", 23.959e6, samples, trained) == pytest.approx(108_581, rel=0.003)
+    at_most = per_byte("chunks", 1e15, samples, trained)
+    assert at_most == per_byte("chunks", trained.sample_bytes, samples, trained)
+    given = replace(trained, kind="sentencepiece", path="x.model")
+    assert per_byte("chunks", 1e9, samples, given) == 35_831 / 8.003e6
+    assert size_of(CONFIG, samples, 32, tokens=1e7).tokens == pytest.approx(1e7)
+
+
+@pytest.mark.parametrize(("times", "exponent"), [(4.0, 1.0), (8.0, 1.5), (16.0, 2.0), (3.0, 1.0), (99.0, 2.0)])
+def test_neighbors_grow_with_a_power_of_the_chunks_between_one_and_two(times: float, exponent: float) -> None:
+    small = replace(measured().small, seconds={"neighbors": 2.0})
+    large = replace(measured().large, seconds={"neighbors": 2.0 * times})
+    assert exponent_of(small, large) == pytest.approx(exponent)
+    assert seconds_of(larger(40), measured(small=small, large=large), Config())["neighbors"] == pytest.approx(
+        2 * times * 10**exponent
+    )
+
+
+def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
+    four, many = (plan_for(CONFIG, measured(), 2e8, machines) for machines in (4, 1000))
+    for step in four.steps:
+        assert step.wall_seconds == step.seconds / (1 if step.name in ALONE else 4)
+    assert {step.machines for step in many.steps} == {1, 8}
+
+
+def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:
+    auto = replace(CONFIG, neighbors=NeighborSettings())
+    all_lists, few_lists = (replace(measured().large, nprobe=n, list_nprobe=n) for n in (512, 1))
+    few, many = (size_of(auto, [few_lists], 32, tokens=tokens) for tokens in (1e5, 1e11))
+    assert search_of(auto, few, all_lists, 32) == "exact"
+    assert search_of(auto, many, few_lists, 32) == "index"
+    assert search_of(CONFIG, few, all_lists, 32) == "index"
+
+
+def test_an_index_that_fits_into_no_memory_names_the_setting() -> None:
+    plan = plan_for(CONFIG, measured(), 64 * 28e9)
+    assert set(plan.settings) == {"index.memory"}
+
+
+def test_tables_and_json_contain_the_same_plan() -> None:
+    plan = plan_for(CONFIG, measured(), 2e8, machines=2)
+    _, what, artifacts, steps = plan_tables(plan, measured(), 2)
     assert what[0][0] == "tokens"
     assert [row[0] for row in artifacts] == ["artifact", *plan.bytes, "all"]
     assert [row[0] for row in steps] == ["step", *(step.name for step in plan.steps), "all"]
-    assert steps[0][-1] == "cost"
-    assert needs[0][0] == "machines for 30 days"
-    assert (needs[2][0], plan.calibrated_nprobe) == ("neighbors at nprobe 32", 32)
-    assert plan.calibrated_seconds < next(step.seconds for step in plan.steps if step.name == "neighbors")
-    assert "cost" not in plan_tables(plan, seen, 2, 0.0, 30)[2][0]
-    written = json.loads(json.dumps(as_json(seen, {"planned": plan})))
-    assert written["plans"]["planned"]["bytes"] == plan.bytes
-    assert written["plans"]["planned"]["size"]["key"] == plan.size.key
+    written = json.loads(json.dumps(as_json(measured(), plan)))
+    assert written["plan"]["bytes"] == plan.bytes
+    assert written["plan"]["size"]["key"] == plan.size.key
+    assert "50 times" in scaling(plan, measured())
+    assert "1.50" in scaling(plan, measured())
 
 
 def test_long_times_are_days_and_years() -> None:
     assert [long_time(x) for x in (3.2, 90_000, 3e5, 1e9)] == ["3.2 s", "25 h 00 min", "3.5 days", "31.7 years"]
 
 
-# --- calibration -----------------------------------------------------------------------------------------------------
+# --- samples ---------------------------------------------------------------------------------------------------------
 
 
 def test_sample_is_uniform_reproducible_and_of_the_requested_size(tmp_path) -> None:
@@ -105,20 +164,20 @@ def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, mo
         write_corpus(tmp_path / f"{number}.jsonl", 50, seed=0)
     settings = CorpusSettings(paths=(str(tmp_path),))
     whole = draw_sample(settings, 10_000).text_bytes
-    monkeypatch.setattr(module, "_SCANNED_BYTES", int(whole * 0.6))
+    monkeypatch.setattr(sample, "_SCANNED_BYTES", int(whole * 0.6))
     assert draw_sample(settings, 10_000).text_bytes == pytest.approx(whole)
-    monkeypatch.setattr(module, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
+    monkeypatch.setattr(sample, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
     assert draw_sample(settings, 10_000).text_bytes == 0
 
 
 @pytest.mark.slow
-def test_calibrated_plan_predicts_the_bytes_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
+def test_plan_has_the_bytes_and_the_steps_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
     config = tiny_config(tmp_path, tiny_corpus)
     more = replace(config, neighbors=replace(config.neighbors, materialized=2))
-    seen = calibrate(more, sample_bytes=60_000)
+    seen = measure(more, sample_bytes=60_000)
     assert not config.datastore.exists()
-    assert "materialize" in seen.observations[-1].seconds
-    plan = plan_for(config, seen, corpus_tokens(config, seen))
+    assert "materialize" in seen.large.seconds
+    plan = plan_for(config, seen)
     assert plan.size.key == "Flat"
     assert plan.size.shards == len(tiny_datastore.train.chunk_rows)
     assert_bytes_close(tiny_datastore, plan.bytes)
@@ -133,23 +192,17 @@ def test_calibrated_plan_predicts_the_bytes_of_the_real_datastore(tmp_path, tiny
 def test_plan_predicts_the_bytes_of_a_real_corpus(tmp_path) -> None:
     corpus = CorpusSettings(paths=(str(SHARED_DATA / "ethereum_eips/eips.jsonl.zst"),))
     config = Config(datastore=tmp_path / "datastore", corpus=corpus)
-    seen = calibrate(config, sample_bytes=2 * 10**6)
-    assert_bytes_close(build_local(config), plan_for(config, seen, corpus_tokens(config, seen)).bytes)
+    assert_bytes_close(build_local(config), plan_for(config, measure(config, sample_bytes=2 * 10**6)).bytes)
 
 
 def test_plan_without_a_corpus_requires_the_number_of_tokens(tmp_path) -> None:
     with pytest.raises(InputError, match="--tokens"):
-        calibrate(Config())
+        measure(Config())
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
-    [
-        ("--tokens=-1", "tokens = -1"),
-        ("--machines=0", "machines = 0"),
-        ("--days=0", "days = 0"),
-        ("--price=nan", "price"),
-    ],
+    [("--tokens=-1", "tokens = -1"), ("--machines=0", "machines = 0"), ("--sample-bytes=1", "sample_bytes = 1")],
 )
 def test_invalid_options_are_refused_by_name(option: str, named: str, capsys) -> None:
     assert main(["plan", "datastore", option]) == 2

@@ -68,7 +68,7 @@ def test_time_is_operations_divided_by_device_throughput() -> None:
     assert options.tokens == 1e9
 
 
-def test_no_time_is_named_for_a_small_model_unless_it_was_measured(tmp_path: Path, capsys) -> None:
+def test_no_time_is_named_without_a_measured_run_or_an_mfu(tmp_path: Path, capsys) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "train", *SMALL, "--output", str(out)]) == 0
     assert {(mode["step_seconds"], mode["days"]) for mode in json.loads(out.read_text())["modes"]} == {(None, None)}
@@ -105,7 +105,7 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
         (["--devices", "0"], "devices = 0: must be at least 1"),
         (["--devices", "3", "--parallel.tensor", "2"], "devices = 3: must be pipeline 1 × data any × tensor 2"),
         (["--device-memory", "much"], "device_memory = 'much': must be a size such as"),
-        (["--mfu", "40"], "mfu = 40: must be above 0 and at most 1"),
+        (["--mfu", "40"], "mfu = 40: must be at least 0 and at most 1"),
         (["--peak-tflops", "0"], "peak_tflops = 0: must be above 0"),
         (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
         (["--parallel.tensor", "2"], "Set model.copy_head.neighbors = false"),

@@ -88,6 +88,13 @@ def test_every_step_gives_the_logits_of_a_full_forward_pass(
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_every_step_gives_the_logits_of_a_full_forward_pass_on_a_cpu() -> None:
+    model, retrieve = cached_model("rope"), retriever(2)
+    decoder = Together(build().to("cuda"), choose_placement("cuda", "float32"), 4 * T, retrieve)
+    check_steps(decoder, lambda row: uncached(model, row, retrieve).to("cuda"), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+
+
 @every_scheme
 def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme: str) -> None:
     model, prompts = cached_model(scheme), rows(1, M, M + 1, 3 * M)

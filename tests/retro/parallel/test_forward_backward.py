@@ -100,3 +100,16 @@ def test_evaluation_compiles_nothing() -> None:
         cut = {"tokens": given["tokens"][:, :num_tokens], "labels": given["labels"][:, :num_tokens]}
         passes.token_losses(cut | {"documents": None, "neighbors": None, "neighbor_lengths": None})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+
+
+@pytest.mark.gpu
+def test_a_model_compiled_for_a_gpu_has_the_loss_and_the_gradient_norm_of_an_eager_one() -> None:
+    placement = choose_placement("cuda", "auto")
+    processes, found = Processes(ALONE, placement.device), []
+    for compiled in (False, True):
+        passes = WholeModel(build().to(placement.device).train(), processes, placement, compiled=compiled)
+        given = placement.put({name: value for name, value in inputs().items() if value is not None})
+        total = torch.tensor(given["labels"].numel(), device=placement.device)
+        loss = passes.forward_backward(dict(given), StepContext(total, len(given["tokens"]), 1.0, True))[0]
+        found.append((float(loss), float(passes.gradient_norm())))
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
