@@ -90,6 +90,9 @@ def error_of(folder: Path, text: str, *arguments: str) -> str:
         (["--train.copies", "False"], False),
         (["--train.copies", "True"], True),
         (["--train.copies", "None"], None),
+        (["--train.copies", "false"], False),
+        (["--train.copies", "true"], True),
+        (["--train.copies", "none"], None),
     ],
 )
 def test_a_switch_that_can_be_none_is_a_pair_of_options_or_takes_a_word(words: list[str], value: bool | None) -> None:
