@@ -40,8 +40,11 @@ def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> d
                 f"unexpected argument {argument!r}. A switch takes no value: --key for true, --no-key for false.{several} {more}"
             )
         if is_switch(leaves.get(switch)):
-            is_value = leaves[switch] is not bool and key == switch and rest[:1] and rest[0].lower() in _OPTIONAL_SWITCH
-            values[switch] = _OPTIONAL_SWITCH[rest.pop(0).lower()] if is_value else key == switch
+            is_value = leaves[switch] is not bool and key == switch and _words(rest, 1)
+            word = rest.pop(0) if is_value else str(key == switch)
+            if word.lower() not in _OPTIONAL_SWITCH:
+                raise InputError(f"{option} {word}: accepted is true, false or none. {more}")
+            values[switch] = _OPTIONAL_SWITCH[word.lower()]
             continue
         if key not in leaves:
             raise InputError(f"unknown option {option}.{_hint(key, leaves)} {more}")

@@ -194,6 +194,7 @@ def test_missing_file_and_binary_file_are_refused(tmp_path: Path):
         (["--train.betas", "1"], ["--train.betas 1: accepted is a list of 2, each item a number"]),
         (["--train.warmup", "1"], ["unknown option --train.warmup. Options of train: --train.steps, --train.lr"]),
         (["--train.limit", "x"], ['--train.limit x: accepted is a whole number or "None"']),
+        (["--train.copies", "maybe"], ["--train.copies maybe: accepted is true, false or none"]),
         (["--train.lr"], ["--train.lr: a value is missing: accepted is a number."]),
         (["--train.lr", "--train.compile"], ["--train.lr: a value is missing"]),
         (["--train.compile=true"], ["unexpected argument '--train.compile=true'", "switch"]),
