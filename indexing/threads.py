@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ _TORCH_THREADS = threading.RLock()  # torch's thread count is process-wide: whoe
 
 
 @contextlib.contextmanager
-def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Iterable[Any]], object]]:
+def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Sequence[Any]], object]]:
     """Yield `run(function, items)`, which calls the function with each item on several threads and waits for all.
+
+    A single item runs on this thread: starting another one takes longer than the search of a single query.
 
     Torch uses one thread per call, so results do not depend on the number of threads: kernels that divide one product among
     threads round differently for another number of threads.
@@ -30,7 +32,7 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(workers or threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            yield lambda function, items: list(pool.map(function, items))
+            yield lambda function, items: list((pool.map if len(items) > 1 else map)(function, items))
         finally:
             pool.shutdown()
             torch.set_num_threads(threads)

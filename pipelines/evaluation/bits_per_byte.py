@@ -317,11 +317,17 @@ def gain_in_words(level: Level, model: ModelSettings) -> str:
     measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {level.set}"
     low, high = sorted((abs(change.low), abs(change.high)))
     size = f"{abs(change.percent):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; {measured})"
-    if documents >= LEAST_DOCUMENTS and round(change.high, 1) < 0:
+    plain = f"{in_words(change.percent, change.low, change.high)}; {measured}"
+    if documents < LEAST_DOCUMENTS:
+        return (
+            f"Too few held-out documents to measure a gain: {plain}. Score {LEAST_DOCUMENTS} or more: raise the second weight of "
+            "corpus.split, or evaluation.max_tokens if it is set."
+        )
+    if round(change.high, 1) < 0:
         return f"Retrieval saves {size}."
-    if documents >= LEAST_DOCUMENTS and round(change.low, 1) > 0:
+    if round(change.low, 1) > 0:
         return f"Retrieval costs {size}. {_advice(model, documents)}"
-    return f"No measurable gain yet: {in_words(change.percent, change.low, change.high)}; {measured}. {_advice(model, documents)}"
+    return f"No measurable gain yet: {plain}. {_advice(model, documents)}"
 
 
 def _advice(model: ModelSettings, documents: int) -> str:

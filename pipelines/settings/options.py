@@ -8,14 +8,15 @@ from typing import Any
 from indexing.store.errors import InputError
 from pipelines.settings.fields import accepted, did_you_mean, from_words, is_switch, leaf_types, nearest, takes_several
 
-_OPTIONAL_SWITCH = {"True": True, "False": False, "None": None}
+_OPTIONAL_SWITCH = {"true": True, "false": False, "none": None}
 
 
 def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> dict[str, Any]:
     """Read options; the last one of a key wins.
 
     Hyphens and underscores are the same. A bool is a pair of switches, `--train.compile` and `--train.no-compile`. One that can be
-    None also takes True, False or None. A list takes all words up to the next option. `--key=value` passes a value that begins with two hyphens.
+    None also takes true, false or none, in any case. A list takes all words up to the next option. `--key=value` passes a value that
+    begins with two hyphens.
 
     Args:
         settings_type: the tree of settings.
@@ -39,8 +40,11 @@ def parse_options(settings_type: type, arguments: Sequence[str], verb: str) -> d
                 f"unexpected argument {argument!r}. A switch takes no value: --key for true, --no-key for false.{several} {more}"
             )
         if is_switch(leaves.get(switch)):
-            is_value = leaves[switch] is not bool and key == switch and rest[:1] and rest[0] in _OPTIONAL_SWITCH
-            values[switch] = _OPTIONAL_SWITCH[rest.pop(0)] if is_value else key == switch
+            is_value = leaves[switch] is not bool and key == switch and _words(rest, 1)
+            word = rest.pop(0) if is_value else str(key == switch)
+            if word.lower() not in _OPTIONAL_SWITCH:
+                raise InputError(f"{option} {word}: accepted is true, false or none. {more}")
+            values[switch] = _OPTIONAL_SWITCH[word.lower()]
             continue
         if key not in leaves:
             raise InputError(f"unknown option {option}.{_hint(key, leaves)} {more}")

@@ -334,9 +334,12 @@ def _write_corpus(
     folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
 ) -> None:
     if not any(scan.documents for scan in scans):
+        omitted = sum(scan.left_out for scan in scans)
+        counts = _problem_counts(scans) + Counter({"deleted document": omitted} if omitted else {})
+        problems = ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
         raise InputError(
-            f"{key} = {settings.paths}: {len(files)} files hold no document with text. "
-            f"Problems: {dict(_problem_counts(scans))}. Deleted documents: {sum(scan.left_out for scan in scans):,}. The text is read from corpus.text_key = {settings.text_key!r}."
+            f"{key} = {', '.join(settings.paths)}: no document with text in {len(files):,} files. Problems: {problems}. The text is "
+            f"read from corpus.text_key = {settings.text_key!r}."
         )
     duplicates = find_duplicates(files, scans)
     if settings.strict and duplicates:

@@ -248,8 +248,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     found = locate(path)
     if found is None:
         raise InputError(
-            f"{path} is neither a checkpoint, nor a run with one (RUN), nor a run with an evaluated one (RUN@best), nor a "
-            "file written by `retro export`. `retro train CONFIG` makes checkpoints."
+            f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
+            "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export`."
         )
     status("opening %s", found)
     if found.is_file():

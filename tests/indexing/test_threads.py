@@ -17,6 +17,14 @@ def test_items_run_with_one_torch_thread_and_the_number_is_restored() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_only_a_single_item_runs_on_the_calling_thread(size: int) -> None:
+    seen: set[int] = set()
+    with one_thread_each(3) as run:
+        run(lambda _: seen.add(threading.get_ident()), range(size))
+    assert (threading.get_ident() in seen) == (size == 1)
+
+
 def test_overlapping_users_restore_the_original_number_of_threads() -> None:
     before, entered, inside = torch.get_num_threads(), threading.Event(), threading.Event()
 

@@ -33,6 +33,20 @@ def test_reranked_product_search_finds_the_exact_neighbors_outside_the_own_docum
     assert recall(rerank(queries, ids, embeddings)[0][:, :8], exact) > 0.99
 
 
+@pytest.mark.parametrize("embeddings", [7, 3000, 5000], indirect=True)
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_few_queries_find_what_many_find(embeddings: ShardedArray, size: int) -> None:
+    """Few queries are multiplied with more chunks at a time, one query by another kernel."""
+    rows = np.arange(0, len(embeddings), max(1, len(embeddings) // 27))[:27]
+    queries, excluded = embeddings.gather(rows).astype(np.float32), (rows // 5 * 5, rows // 5 * 5 + 5)
+    index = ProductIndex(embeddings, "cpu", keep=True)
+    exact = rerank(queries, index.search(queries, 24, excluded), embeddings)[1][:, :8]
+    for start in range(0, len(rows), size):
+        few = slice(start, start + size)
+        ids = index.search(queries[few], 24, (excluded[0][few], excluded[1][few]))
+        assert np.array_equal(rerank(queries[few], ids, embeddings)[1][:, :8], exact[few])
+
+
 def test_results_of_column_blocks_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
     queries = embeddings.read(0, 300).astype(np.float32)
     whole = ProductIndex(embeddings, "cpu").search(queries, 16)

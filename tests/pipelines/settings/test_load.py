@@ -90,6 +90,9 @@ def error_of(folder: Path, text: str, *arguments: str) -> str:
         (["--train.copies", "False"], False),
         (["--train.copies", "True"], True),
         (["--train.copies", "None"], None),
+        (["--train.copies", "false"], False),
+        (["--train.copies", "true"], True),
+        (["--train.copies", "none"], None),
     ],
 )
 def test_a_switch_that_can_be_none_is_a_pair_of_options_or_takes_a_word(words: list[str], value: bool | None) -> None:
@@ -191,6 +194,7 @@ def test_missing_file_and_binary_file_are_refused(tmp_path: Path):
         (["--train.betas", "1"], ["--train.betas 1: accepted is a list of 2, each item a number"]),
         (["--train.warmup", "1"], ["unknown option --train.warmup. Options of train: --train.steps, --train.lr"]),
         (["--train.limit", "x"], ['--train.limit x: accepted is a whole number or "None"']),
+        (["--train.copies", "maybe"], ["--train.copies maybe: accepted is true, false or none"]),
         (["--train.lr"], ["--train.lr: a value is missing: accepted is a number."]),
         (["--train.lr", "--train.compile"], ["--train.lr: a value is missing"]),
         (["--train.compile=true"], ["unexpected argument '--train.compile=true'", "switch"]),

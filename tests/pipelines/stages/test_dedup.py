@@ -243,7 +243,7 @@ def test_edited_evaluation_file_is_refused(built, corpus, tmp_path) -> None:
     ("content", "message"),
     [
         (None, r"dedup\.paths: '.*missing\.jsonl' does not exist"),
-        ('{"question": "?"}\n', r"dedup\.paths = .* hold no document with text"),
+        ('{"question": "?"}\n', r"dedup\.paths = .* no document with text"),
     ],
 )
 def test_unusable_evaluation_file_is_refused(corpus, tmp_path, content, message) -> None:

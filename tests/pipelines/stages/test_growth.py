@@ -248,7 +248,7 @@ def empty(file: Path, files: list[Path]) -> list[Path]:
 REFUSED = {
     changed: r"a\.jsonl has changed since .*datastore was built; --append only adds files",
     copied: r"copy\.jsonl is a copy of .*a\.jsonl, which .* already has",
-    empty: "hold no document with text",
+    empty: "no document with text",
 }
 
 
