@@ -49,7 +49,7 @@ def test_logits_and_cached_decoding_equal_transformers(saved_base: tuple[str, An
     with torch.no_grad():
         assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
     decoder = Together(ours, choose_placement("cpu", "float32"), LONGEST)
-    new = [np.array(row[:length]) for row, length in zip(TOKENS, (3, 21), strict=True)]
+    new = [row[:length].numpy() for row, length in zip(TOKENS, (3, 21), strict=True)]
     places = np.array([2, 20])
     for _ in range(20):
         rows = torch.stack([expected[row, at] for row, at in enumerate(places)])
