@@ -55,7 +55,7 @@ def test_logits_and_cached_decoding_equal_transformers(saved_base: tuple[str, An
         rows = torch.stack([expected[row, at] for row, at in enumerate(places)])
         assert float((decoder.read(new) - rows).abs().max()) < 1e-5 * largest
         places += 1
-        new = [np.array(TOKENS[row, at : at + 1]) for row, at in enumerate(places)]
+        new = [TOKENS[row, at : at + 1].numpy() for row, at in enumerate(places)]
 
 
 def test_weights_and_config_survive_a_round_trip(saved_base: tuple[str, Any, Path], tmp_path: Path) -> None:
