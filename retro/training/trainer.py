@@ -118,7 +118,7 @@ class Trainer:
         status("opening the data and the model")
         if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
             log.warning(
-                "train.warmup_steps = %d is more than train.steps: warming up in %d steps instead", wanted, warmup
+                "train.warmup_steps = %d is more than train.steps: the warm-up has %d steps instead", wanted, warmup
             )
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
