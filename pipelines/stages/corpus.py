@@ -1,8 +1,8 @@
 """The first half of the `chunk` stage: scan the corpus once, plan its shards, make the tokenizer.
 
 A datastore grows by generations. `corpus/` is the first, and every `--append` adds one to `appended/`, with new shards after the
-existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay. A generation of which `corpus.paths`
-names no file stays as it was recorded. Documents that were deleted before a generation is made are left out of it.
+existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay. A generation stays as it was
+recorded if `corpus.paths` names none of its files. Documents that were deleted before a generation is made are left out of it.
 
 corpus/     files.json (names, sizes, checksums)   plan.json (slices of every shard)   problems.json
 tokenizer/  trained on a sample, or copied from `tokenizer.path`

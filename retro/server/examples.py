@@ -26,7 +26,7 @@ _FARTHEST = 4.0  # squared distance of unit vectors
 _CANDIDATES = 16  # passages that are scored, so that the best ones are known
 _SCORING_SECONDS = 20.0  # after which no further passage is scored
 _WAIT_SECONDS = 2.0  # until the answer; passages scored later are ranked in later answers
-_K = 2  # neighbors of a chunk, as the page reads them unless it is told otherwise
+_K = 2  # neighbors of a chunk, the page's default
 _PROMPT_GAIN_TOKENS = 16  # after a prompt, whose gain decides where the prompt ends
 _MOST_ENDS = 16  # of a prompt that are tried
 

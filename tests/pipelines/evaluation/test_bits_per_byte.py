@@ -14,7 +14,7 @@ PLAIN = ModelSettings(copy_head=NO_COPY_HEAD)
 
 
 def level(changes: dict[int, float], documents: int, noise: float = 0.0, other: str = "") -> Level:
-    """Documents of 1,000 bytes, of which retrieval with k neighbors changes the nats by a share, with noise."""
+    """Documents of 1,000 bytes; retrieval with k neighbors changes their nats by a share, with noise."""
     generator, sizes = np.random.default_rng(0), np.full(documents, 1000.0)
     nats = {
         0: sizes,
