@@ -74,8 +74,8 @@ class NeighborSettings:
 
     @property
     def precise_candidates(self) -> int:
-        """Candidates of a search by the embeddings: 1.5 times the kept ones, because bfloat16 products are not exact."""
-        return self.kept + max(8, self.kept // 2)
+        """Candidates of a search by the embeddings: 1.5 times the kept ones, at least 16 more, because bfloat16 products are not exact."""
+        return self.kept + max(16, self.kept // 2)
 
     @property
     def kept(self) -> int:
