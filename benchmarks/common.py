@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from indexing.device import has_bfloat16
+from indexing.machine import has_bfloat16
 from pipelines.results import Table
 from retro.device import Placement, choose_placement
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
-from indexing.embedders import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from indexing.device import Precision, has_bfloat16, keep_freed_memory, resolve
+from indexing.machine import Precision, has_bfloat16, keep_freed_memory, resolve
 from indexing.store.errors import InputError
 
 log = logging.getLogger("retro")

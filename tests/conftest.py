@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from indexing.corpus.readers import CorpusSettings
-from indexing.embedders import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore

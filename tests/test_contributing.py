@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexing import embedders
 from indexing.corpus import readers
-from indexing.vectors.exact_search import exact_search, recall, rerank
-from indexing.vectors.floats import to_float32
-from tests.indexing.vectors.vector_files import stored
+from indexing.embedding import settings as embedding_settings
+from indexing.index.exact_search import exact_search, recall, rerank
+from indexing.index.floats import to_float32
+from tests.indexing.index.vector_files import stored
 
 RECIPES = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
 
@@ -31,7 +31,7 @@ def defined(name: str, namespace: dict[str, Any]) -> Any:
 
 
 def test_embedder_recipe_returns_unit_vectors_independent_of_padding() -> None:
-    embedder = defined("BagEmbedder", vars(embedders))(64, 0)
+    embedder = defined("BagEmbedder", vars(embedding_settings))(64, 0)
     tokens, lengths = np.array([[3, 4, 9], [3, 4, 7]], np.uint16), np.array([2, 2])
     vectors = embedder.embed(tokens, lengths)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)

@@ -84,7 +84,11 @@ def test_every_page_named_in_the_code_exists() -> None:
 
 LAST_WITH_ALL_BENCHMARKS = "883d127"
 """A page whose benchmark has been removed names this commit."""
-EXAMPLES = {"indexing/neighbors/graph_search.py", "tests/indexing/neighbors/test_graph_search.py"}
+EXAMPLES = {
+    "indexing/embedding/bag.py",
+    "indexing/neighbors/graph_search.py",
+    "tests/indexing/neighbors/test_graph_search.py",
+}
 """Files that the recipes of CONTRIBUTING.md add."""
 
 

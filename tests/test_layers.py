@@ -7,17 +7,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = (
-    ("indexing/memory.py",),
-    (
-        "indexing/store",
-        "indexing/device.py",
-        "indexing/overlap.py",
-        "indexing/progress.py",
-        "indexing/splitmix64.py",
-        "indexing/threads.py",
-    ),
-    ("indexing/embedders.py", "indexing/tokenization", "indexing/vectors"),
-    ("indexing/corpus", "indexing/index", "indexing/shared_tokens.py", "indexing/sparse"),
+    ("indexing/machine.py", "indexing/progress.py", "indexing/splitmix64.py"),
+    ("indexing/store",),
+    ("indexing/embedding", "indexing/tokenization"),
+    ("indexing/corpus", "indexing/index"),
+    ("indexing/similarity", "indexing/sparse"),
     ("indexing/dedup", "indexing/neighbors", "indexing/verification"),
     ("indexing/retrieval",),
     ("retro/device.py", "retro/model"),

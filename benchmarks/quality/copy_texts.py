@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from indexing.embedders import LexicalEmbedder, open_embedder, token_weights
+from indexing.embedding.embedder import open_embedder
+from indexing.embedding.lexical import LexicalEmbedder, token_weights
+from indexing.index.exact_search import rerank
+from indexing.index.product_search import ProductIndex
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.exact_search import rerank
-from indexing.vectors.product_search import ProductIndex
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement, TensorBatch

@@ -24,7 +24,7 @@ from benchmarks.common import Budget, add_minutes, budget, say, write
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings, Document, read_documents
 from indexing.corpus.scan import list_files
-from indexing.embedders import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.terms import terms

@@ -46,7 +46,8 @@ from benchmarks.quality.retrieval_scores import score_runs
 from benchmarks.quality.retrieval_summary import summarize
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
-from indexing.embedders import EmbedderSettings, TransformerEmbedder
+from indexing.embedding.settings import EmbedderSettings
+from indexing.embedding.transformer import TransformerEmbedder
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings

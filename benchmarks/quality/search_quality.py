@@ -33,14 +33,14 @@ import torch
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, say
 from benchmarks.quality.experiments import SHORT_EVALUATION
+from indexing.index.exact_search import recall
+from indexing.index.floats import to_float32
+from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.search import Index, NeighborSettings, neighbors_of
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.vectors.exact_search import recall
-from indexing.vectors.floats import to_float32
-from indexing.vectors.product_search import ProductIndex
 from pipelines.evaluation.bits_per_byte import measure
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports.html import PlotLine, Section, line_plot, write_report

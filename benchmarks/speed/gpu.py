@@ -26,12 +26,13 @@ import torch
 
 from benchmarks.common import add_minutes, budget, placement, say, seconds, write
 from benchmarks.speed import training
-from indexing.embedders import EmbedderSettings, TransformerEmbedder
+from indexing.embedding.settings import EmbedderSettings
+from indexing.embedding.transformer import TransformerEmbedder
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
+from indexing.index.product_search import ProductIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.product_search import ProductIndex
 from pipelines.terminal import human_bytes
 from retro.estimates.activation_trace import Pass
 from retro.estimates.flops import peak_flops, training_flops

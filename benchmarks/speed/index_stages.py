@@ -33,20 +33,21 @@ import torch
 from benchmarks.common import Budget, add_minutes, budget, median_seconds, say, seconds, write
 from indexing.corpus.chunks import chunk_shard
 from indexing.corpus.scan import read_slice
-from indexing.device import keep_freed_memory
-from indexing.embedders import TransformerEmbedder, open_embedder
+from indexing.embedding.embedder import open_embedder
+from indexing.embedding.transformer import TransformerEmbedder
 from indexing.index import build as building
+from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.index.key import choose_key
+from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
+from indexing.machine import keep_freed_memory
 from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.neighbors.search import NeighborSettings, neighbors_of
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.exact_search import exact_search, recall
-from indexing.vectors.product_search import ProductIndex
 from pipelines.config import Config
 from pipelines.settings.load import load
 from pipelines.stages.corpus import read_plan

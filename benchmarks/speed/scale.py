@@ -40,12 +40,12 @@ from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on
 from benchmarks.quality.experiments import written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
+from indexing.index.exact_search import exact_search, recall, rerank
+from indexing.index.floats import to_float32
 from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
-from indexing.vectors.exact_search import exact_search, recall, rerank
-from indexing.vectors.floats import to_float32
 from pipelines.config import Config
 from pipelines.results import Table
 from retro.data.settings import DataSettings

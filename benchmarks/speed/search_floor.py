@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.common import add_minutes, budget, markdown, say, seconds, write
-from indexing.device import keep_freed_memory
 from indexing.index.faiss_files import read_index
+from indexing.index.product_search import ProductIndex
+from indexing.machine import keep_freed_memory, one_thread_each
 from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.store.datastore import Datastore
-from indexing.threads import one_thread_each
-from indexing.vectors.product_search import ProductIndex
 from pipelines.results import Table
 
 _TILE = 256, 1024  # queries and chunks, as in `product_search.py`

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
-from indexing.device import keep_freed_memory
+from indexing.machine import keep_freed_memory
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.device import Placement

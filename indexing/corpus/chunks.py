@@ -17,11 +17,11 @@ import numpy as np
 
 from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
+from indexing.machine import map_ahead
 from indexing.progress import Advance
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
-from indexing.threads import map_ahead
 from indexing.tokenization.tokenizer import Tokenizer
 
 # Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding the GIL.

@@ -15,17 +15,17 @@ from typing import Any, Literal
 import numpy as np
 
 from indexing.index.coarse_quantizer import TWO_LEVELS, train_centroids
+from indexing.index.exact_search import recall, rerank
 from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index
 from indexing.index.faiss_gpu import on_cpu, on_gpus
+from indexing.index.floats import to_float32
+from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.exact_search import recall, rerank
-from indexing.vectors.floats import to_float32
-from indexing.vectors.product_search import ProductIndex
 
 _BLOCK_ROWS = 65_536
 _MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from indexing import device as devices
+from indexing import machine
 from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
+from indexing.machine import one_thread_each
 from indexing.neighbors.list_products import CHOSEN, ENTRY, FAN, TABLE, LoadedLists, best_of, greatest, rounded
 from indexing.neighbors.list_pruning import improve
 from indexing.store.artifact import reading, stored_json
 from indexing.store.datastore import shard_name
 from indexing.store.sharded_array import ShardedArray
-from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,8 +92,8 @@ class ListIndex:
         ivf: Any = ivf_of(trained)
         self._trained, self.embeddings, self.first = trained, embeddings, first
         self.num_vectors, self.max_nprobe = len(lists), int(ivf.nlist)
-        self.device = devices.resolve(device)
-        self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
+        self.device = machine.resolve(device)
+        self.dtype = torch.bfloat16 if machine.has_bfloat16(self.device) else torch.float32
         centroids = torch.from_numpy(ivf.quantizer.reconstruct_n(0, self.max_nprobe))
         # The nearest centroid has the greatest (product − half its squared norm).
         self._offsets = (-centroids.square().sum(1) / 2).to(self.device, self.dtype)

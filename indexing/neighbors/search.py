@@ -19,11 +19,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from indexing.index.exact_search import order_by_distance, rerank
+from indexing.index.floats import to_float32
+from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
-from indexing.overlap import overlap
 from indexing.progress import Advance, status
-from indexing.shared_tokens import SharedTokens
+from indexing.similarity.overlap import overlap
+from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
 from indexing.store.artifact import read_manifest
@@ -33,9 +36,6 @@ from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.exact_search import order_by_distance, rerank
-from indexing.vectors.floats import to_float32
-from indexing.vectors.product_search import ProductIndex
 
 Method = Literal["index", "exact", "lists"]
 

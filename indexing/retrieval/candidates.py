@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
+from indexing.index.exact_search import exact_search, rerank
 from indexing.store.datastore import Split
 from indexing.store.deletions import deleted_ranges, inside
-from indexing.vectors.exact_search import exact_search, rerank
 
 _FEW_CHUNKS = 16_384  # searched exhaustively: as fast as a deep search of the index
 _DEEPEST = 16_384  # maximum of candidates per query that a filter requests from an index

@@ -18,7 +18,12 @@ from typing import get_args
 
 import numpy as np
 
-from indexing.embedders import Embedder, open_embedder, token_weights
+from indexing.embedding.embedder import open_embedder
+from indexing.embedding.lexical import token_weights
+from indexing.embedding.settings import Embedder
+from indexing.index.exact_search import order_by_distance
+from indexing.index.floats import to_float32
+from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import MEMORY, ShardedIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search import (
@@ -35,7 +40,7 @@ from indexing.progress import status
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates, search_available
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
-from indexing.shared_tokens import SharedTokens
+from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore, Split
@@ -43,9 +48,6 @@ from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
-from indexing.vectors.exact_search import order_by_distance
-from indexing.vectors.floats import to_float32
-from indexing.vectors.product_search import ProductIndex
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""

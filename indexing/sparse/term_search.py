@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from indexing.index.exact_search import distances_to
+from indexing.index.floats import to_float32
 from indexing.sparse.candidates import Kept, agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
 from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.vectors.exact_search import distances_to
-from indexing.vectors.floats import to_float32
 
 # Weight of the cosines of the lexical embedder. They repeat the terms less exactly, so they only decide between equals.
 _LEXICAL_WEIGHT = 0.02

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.memory import usable_memory
+from indexing.machine import usable_memory
 from indexing.store import remote
 from indexing.store.artifact import reading
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows

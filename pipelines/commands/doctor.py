@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from indexing.memory import usable_memory
+from indexing.machine import usable_memory
 from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
@@ -188,7 +188,7 @@ def check_devices() -> list[Finding]:
     """CUDA devices and fast precisions."""
     import torch
 
-    from indexing.device import has_bfloat16
+    from indexing.machine import has_bfloat16
 
     findings = []
     for number in range(torch.cuda.device_count()):

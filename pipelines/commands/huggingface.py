@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from indexing.device import Precision
+from indexing.machine import Precision
 from indexing.store.errors import InputError
 from pipelines.commands.model import check_target
 from pipelines.terminal import echo, human_bytes

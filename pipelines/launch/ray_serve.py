@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from indexing.index.exact_search import rerank
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.search import merge_nearest
 from indexing.retrieval.candidates import PartsMissing
 from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
-from indexing.vectors.exact_search import rerank
 from pipelines.executors.ray_cluster import connect
 from pipelines.executors.tasks import use_threads
 from pipelines.launch.cluster_settings import ClusterSettings

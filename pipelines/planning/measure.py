@@ -21,8 +21,8 @@ from indexing.corpus.megatron import is_megatron
 from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files
-from indexing.embedders import EmbedderSettings
-from indexing.memory import usable_memory
+from indexing.embedding.settings import EmbedderSettings
+from indexing.machine import usable_memory
 from indexing.neighbors.search import Method
 from indexing.progress import status
 from indexing.store.artifact import read_manifest

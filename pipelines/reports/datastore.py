@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
-from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
+from indexing.similarity.overlap import overlap
 from indexing.store.artifact import MANIFEST, read_manifest, stored_json
 from indexing.store.datastore import SPLITS, Datastore, Split, read_report, shard_name
 from indexing.store.files import write_checked
 from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.vectors.exact_search import exact_search, recall
 from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.stages.index import sample_queries

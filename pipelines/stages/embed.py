@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from indexing import embedders
+from indexing.embedding.embedder import embed_shard, open_embedder
+from indexing.embedding.lexical import fit_lexical
+from indexing.embedding.settings import Embedder, EmbedderSettings, write_settings
+from indexing.embedding.transformer import model_fingerprint
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, shard_name
@@ -42,7 +45,7 @@ def _make_embedder(config: Config) -> None:
     datastore, first = Datastore.open(folder), generations(folder)[0]
     inputs = {"chunks": generation_fingerprint(folder, "chunks", first)}
     if settings.kind == "transformer":
-        inputs = {"model": embedders.model_fingerprint(settings.path)}
+        inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
         inputs = {"embedder.path": fingerprint(sharing.embedder_files(datastore, settings))}
     recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
@@ -51,7 +54,7 @@ def _make_embedder(config: Config) -> None:
     train = datastore.train.first_shards(len(first))
     with create(folder / "embedder", recipe) as (work, counts):
         if settings.kind == "transformer":
-            embedders.write_settings(work, settings)
+            write_settings(work, settings)
             return
         if settings.path:
             sharing.copy_embedder(datastore, settings, work)
@@ -63,14 +66,14 @@ def _make_embedder(config: Config) -> None:
         is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
         counts["chunks"] = size
         with progress("embed: count n-grams", total=size, unit="chunks") as advance:
-            embedders.fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
+            fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
             advance(size)
 
 
 @lru_cache(maxsize=1)
-def _open_embedder(folder: Path, _: str, settings: embedders.EmbedderSettings) -> embedders.Embedder:
+def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder:
     """Cached for the shards of one worker, so that a model is loaded once. The fingerprint in the key detects another embedder."""
-    return embedders.open_embedder(folder / "embedder", Tokenizer.open(folder / "tokenizer").decode, settings)
+    return open_embedder(folder / "embedder", Tokenizer.open(folder / "tokenizer").decode, settings)
 
 
 def embed_task(
@@ -81,4 +84,4 @@ def embed_task(
     with create(out, recipe) as (work, counts):
         for split in SPLITS:
             tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
-            counts[split] = embedders.embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)
+            counts[split] = embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)

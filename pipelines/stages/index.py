@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing.index import build as index
+from indexing.index.floats import to_float32
 from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
@@ -13,7 +14,6 @@ from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.remote import present
 from indexing.store.sharded_array import open_array
-from indexing.vectors.floats import to_float32
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations

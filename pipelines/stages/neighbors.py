@@ -6,13 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from indexing.device import has_bfloat16, keep_freed_memory, resolve
-from indexing.embedders import token_weights
+from indexing.embedding.lexical import token_weights
+from indexing.machine import has_bfloat16, keep_freed_memory, resolve
 from indexing.neighbors import search as neighbors
 from indexing.neighbors.search import Method
 from indexing.neighbors.search_cost import Hardware, cheapest, describe
 from indexing.progress import Advance
-from indexing.shared_tokens import SharedTokens
+from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.term_search import TermSearch
 from indexing.store import remote
 from indexing.store.artifact import (

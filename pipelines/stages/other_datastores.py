@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from indexing.embedders import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import present

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from indexing.overlap import overlap
+from indexing.similarity.overlap import overlap
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from indexing.device import has_bfloat16
+from indexing.machine import has_bfloat16
 from retro.device import Placement
 from retro.model.copy_content import Content
 from retro.model.settings import ModelSettings

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from indexing.embedders import token_weights
+from indexing.embedding.lexical import token_weights
+from indexing.index.floats import to_float32
+from indexing.index.product_search import ProductIndex
 from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of, stored_settings
 from indexing.progress import Advance
-from indexing.shared_tokens import SharedTokens
+from indexing.similarity.shared_tokens import SharedTokens
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
-from indexing.vectors.floats import to_float32
-from indexing.vectors.product_search import ProductIndex
 from retro.evaluation.sets import EvaluationSet
 
 _BLOCK_CHUNKS = 2**20  # chunks of the datastore in a block

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from indexing.overlap import overlap
 from indexing.progress import Advance
+from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError

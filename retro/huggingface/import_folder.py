@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from indexing.device import Precision
+from indexing.machine import Precision
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object

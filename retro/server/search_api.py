@@ -16,9 +16,9 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.overlap import overlap
 from indexing.retrieval.results import Hit, StoredChunk
 from indexing.retrieval.retriever import Retriever
+from indexing.similarity.overlap import overlap
 from retro.server import schemas
 from retro.server.datastore_info import datastore_info
 from retro.server.errors import InvalidRequest, error_responses

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from indexing.device import Precision
+from indexing.machine import Precision
 from indexing.store.errors import InputError
 
 OnNan = Literal["stop", "skip"]

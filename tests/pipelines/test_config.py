@@ -2,7 +2,7 @@
 
 import pytest
 
-from indexing.embedders import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from pipelines.config import Config
 from pipelines.settings.load import load

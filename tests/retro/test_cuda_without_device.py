@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from indexing.vectors.product_search import ProductIndex
+from indexing.index.product_search import ProductIndex
 from retro.device import Placement, TensorBatch, choose_placement
 from retro.inference.scoring import score
 from retro.model import kernels
@@ -22,7 +22,7 @@ from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from retro.tuning.adapters import train_only
 from retro.tuning.settings import ALL, TuningSettings
-from tests.indexing.vectors.vector_files import stored
+from tests.indexing.index.vector_files import stored
 from tests.retro.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import SCHEMES, M, T, Together, answers_only, build
@@ -156,7 +156,7 @@ def test_cached_decoding_runs_on_the_device(name: str) -> None:
 
 def test_product_search_runs_on_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_thread = contextlib.nullcontext(lambda function, items: [function(item) for item in items])
-    monkeypatch.setattr("indexing.vectors.product_search.one_thread_each", lambda _: in_this_thread)
+    monkeypatch.setattr("indexing.index.product_search.one_thread_each", lambda _: in_this_thread)
     embeddings = stored(tmp_path, np.random.default_rng(0).standard_normal((3000, 32)).astype(np.float32))
     queries = embeddings.read(0, 50).astype(np.float32)
     with fake_cuda():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from indexing.device import Precision
+from indexing.machine import Precision
 from indexing.store.errors import InputError
 from retro.device import Placement, choose_placement
 

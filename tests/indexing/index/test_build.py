@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from indexing.index.build import IndexSettings, add_shard, train, tune
+from indexing.index.exact_search import exact_search, order_by_distance, recall, rerank
 from indexing.index.sharded import ShardedIndex
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.exact_search import exact_search, order_by_distance, recall, rerank
 
 D = 32
 

@@ -4,10 +4,10 @@ import faiss
 import numpy as np
 import pytest
 
+from indexing.index.exact_search import exact_search, recall, rerank
 from indexing.index.faiss_files import num_lists, search_index
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.progress import STATUS
-from indexing.vectors.exact_search import exact_search, recall, rerank
 from tests.indexing.index.test_build import D, build, clustered
 
 needs_gpu = pytest.mark.skipif(num_gpus() == 0, reason="no GPU that Faiss can use")

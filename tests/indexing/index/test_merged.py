@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from indexing.index.build import IndexSettings
+from indexing.index.floats import to_float32
 from indexing.index.merged import merge_shards, open_merged
 from indexing.index.sharded import ShardedIndex
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.vectors.floats import to_float32
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.index.test_build import build, clustered
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from indexing.neighbors.search import NeighborSettings
-from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
+from indexing.similarity.overlap import overlap
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from indexing.index.build import tune_lists
+from indexing.index.exact_search import exact_search, recall, rerank
 from indexing.index.faiss_files import lists_of, write_index
 from indexing.neighbors import list_pruning, list_search
 from indexing.neighbors.list_search import ListIndex
 from indexing.store.datastore import shard_name
 from indexing.store.files import write_json
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.exact_search import exact_search, recall, rerank
-from tests.indexing.vectors.vector_files import stored
+from tests.indexing.index.vector_files import stored
 
 D, LISTS = 32, 16
 

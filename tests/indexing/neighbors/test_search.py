@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from indexing.index.exact_search import exact_search, recall
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.search import NeighborSettings, neighbors_of
-from indexing.overlap import overlap
+from indexing.similarity.overlap import overlap
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.vectors.exact_search import exact_search, recall
 
 
 def test_neighbors_never_come_from_the_own_document(tiny_datastore: Datastore) -> None:

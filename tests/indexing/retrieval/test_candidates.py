@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from indexing.index.exact_search import exact_search
+from indexing.index.floats import to_float32
 from indexing.index.sharded import ShardedIndex
 from indexing.retrieval import candidates
 from indexing.retrieval.candidates import PartsMissing, find_candidates
 from indexing.store.datastore import Datastore, Split
-from indexing.vectors.exact_search import exact_search
-from indexing.vectors.floats import to_float32
 
 
 @pytest.fixture

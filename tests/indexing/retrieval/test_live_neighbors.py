@@ -12,8 +12,8 @@ import torch
 
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
-from indexing.overlap import overlap
 from indexing.retrieval.retriever import Retriever
+from indexing.similarity.overlap import overlap
 from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet

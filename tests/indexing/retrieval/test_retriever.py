@@ -9,6 +9,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from indexing.index.exact_search import exact_search
+from indexing.index.floats import to_float32
 from indexing.retrieval.candidates import PartsMissing
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
@@ -16,8 +18,6 @@ from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, delete_documents, read_datastore_manifest, write_datastore_manifest
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS
-from indexing.vectors.exact_search import exact_search
-from indexing.vectors.floats import to_float32
 from tests.conftest import build_local, tiny_config, write_corpus
 
 RETRIEVALS = get_args(Retrieval)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.index.exact_search import exact_search
 from indexing.neighbors.search import merge_nearest
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
-from indexing.vectors.exact_search import exact_search
 from pipelines.config import Config
 from pipelines.reports.datastore import measure
 from retro.data.batches import TrainingData

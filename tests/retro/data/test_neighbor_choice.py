@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.overlap import overlap
+from indexing.similarity.overlap import overlap
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from retro.data.neighbor_choice import NeighborUse, Queries, choose_neighbors, first_present, outside, random_numbers

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing import device
+from indexing import machine
 from indexing.neighbors.search import NeighborSettings
-from indexing.overlap import overlap
+from indexing.similarity.overlap import overlap
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
@@ -131,7 +131,7 @@ def test_the_datastores_max_overlap_is_applied(held_out: EvaluationSet, tmp_path
 
 
 def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "has_bfloat16", lambda _: False)  # the same candidates on all processors
+    monkeypatch.setattr(machine, "has_bfloat16", lambda _: False)  # the same candidates on all processors
     settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")
     corpus = write_corpus(tmp_path / "corpus.jsonl", 90)
     ordered = EvaluationSet("ordered", build_local(tiny_config(tmp_path, corpus, neighbors=settings)))

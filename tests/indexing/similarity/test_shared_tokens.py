@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing import device
-from indexing.embedders import EmbedderSettings, token_weights
+from indexing import machine
+from indexing.embedding.lexical import token_weights
+from indexing.embedding.settings import EmbedderSettings
+from indexing.index.exact_search import exact_search
 from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
-from indexing.shared_tokens import SharedTokens
+from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.vectors.exact_search import exact_search
 from pipelines.config import Config
 from pipelines.reports.datastore import measure
 from tests.conftest import build_local, contents, tiny_config, write_corpus
@@ -31,7 +32,7 @@ def config_of(folder: Path, *files: Path) -> Config:
 def ordered(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     folder = tmp_path_factory.mktemp("ordered")
     with pytest.MonkeyPatch.context() as patch:  # the same candidates on all processors
-        patch.setattr(device, "has_bfloat16", lambda _: False)
+        patch.setattr(machine, "has_bfloat16", lambda _: False)
         return build_local(config_of(folder, write_corpus(folder / "a.jsonl", 90)))
 
 

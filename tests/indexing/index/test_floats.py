@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from indexing.vectors.floats import to_float32
+from indexing.index.floats import to_float32
 
 
 def test_every_float16_converts_to_the_same_number_in_float32(tmp_path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.overlap import longest_common_substring, overlap
+from indexing.similarity.overlap import longest_common_substring, overlap
 
 
 def naive_substring(first: list[int], second: list[int]) -> int:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from indexing.index.floats import to_float32
+from indexing.machine import one_thread_each
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
-from indexing.threads import one_thread_each
-from indexing.vectors.floats import to_float32
 
 _BLOCK_ROWS = 16_384  # embeddings compared at a time
 _BLOCK = 2**20  # components of candidates per thread at a time: 4 MB in float32

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from indexing import device as devices
+from indexing import machine
+from indexing.machine import one_thread_each
 from indexing.store.sharded_array import ShardedArray
-from indexing.threads import one_thread_each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +56,8 @@ class ProductIndex:
         self._kept: list[tuple[int, Tensor, int]] | None = None
         self.first, self.stop = (0, len(ids)) if ids is not None else rows or (0, len(embeddings))
         self.num_vectors = self.stop - self.first
-        self.device = devices.resolve(device)
-        self.dtype = torch.bfloat16 if devices.has_bfloat16(self.device) else torch.float32
+        self.device = machine.resolve(device)
+        self.dtype = torch.bfloat16 if machine.has_bfloat16(self.device) else torch.float32
 
     def search(
         self,

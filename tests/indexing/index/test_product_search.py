@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from indexing.index.exact_search import exact_search, recall, rerank
+from indexing.index.product_search import ProductIndex
 from indexing.store.sharded_array import ShardedArray
-from indexing.vectors.exact_search import exact_search, recall, rerank
-from indexing.vectors.product_search import ProductIndex
-from tests.indexing.vectors.vector_files import stored
+from tests.indexing.index.vector_files import stored
 
 D = 32
 
@@ -50,14 +50,14 @@ def test_few_queries_find_what_many_find(embeddings: ShardedArray, size: int) ->
 def test_results_of_column_blocks_are_merged(embeddings: ShardedArray, monkeypatch) -> None:
     queries = embeddings.read(0, 300).astype(np.float32)
     whole = ProductIndex(embeddings, "cpu").search(queries, 16)
-    monkeypatch.setattr("indexing.vectors.product_search._COLUMNS", 2048)
+    monkeypatch.setattr("indexing.index.product_search._COLUMNS", 2048)
     parts = ProductIndex(embeddings, "cpu").search(queries, 16)
     same = [len(set(a) & set(b)) for a, b in zip(whole, parts, strict=True)]
     assert np.mean(same) > 15.5  # except for ties in bfloat16
 
 
 def test_later_blocks_may_hold_nothing_better(embeddings: ShardedArray, monkeypatch) -> None:
-    monkeypatch.setattr("indexing.vectors.product_search._COLUMNS", 2048)
+    monkeypatch.setattr("indexing.index.product_search._COLUMNS", 2048)
     query = embeddings.read(0, 1).astype(np.float32)
     assert ProductIndex(embeddings, "cpu").search(query, 1).tolist() == [[0]]
 

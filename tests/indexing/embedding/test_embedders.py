@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from indexing.embedders import EmbedderSettings, LexicalEmbedder, TransformerEmbedder, fit_lexical, open_embedder
+from indexing.embedding.embedder import open_embedder
+from indexing.embedding.lexical import LexicalEmbedder, fit_lexical
+from indexing.embedding.settings import EmbedderSettings
+from indexing.embedding.transformer import TransformerEmbedder
 from indexing.store.errors import InputError
 
 M, VOCABULARY = 16, 500

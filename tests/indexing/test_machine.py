@@ -1,12 +1,17 @@
-"""Work on several threads, and torch's number of threads during and after it."""
+"""Memory under limits of control groups, work on several threads, and devices that multiply bfloat16."""
 
+import os
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from indexing.threads import map_ahead, one_thread_each
+from indexing.machine import has_bfloat16, map_ahead, one_thread_each, usable_memory
 from tests.conftest import PATIENCE
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_items_run_with_one_torch_thread_and_the_number_is_restored() -> None:
@@ -78,3 +83,37 @@ def test_error_is_raised_at_the_position_of_its_item() -> None:
     assert next(results) == 1
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/b/memory.max": "max"}, 5000),
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/b/memory.max": "400"}, 400),
+        ("0::/\n", {"memory.max": "300"}, 300),  # seen from inside a container
+        ("4:cpu,memory:/a\n2:pids:/a\n", {"memory/a/memory.limit_in_bytes": "200", "memory.max": "100"}, 200),
+        ("0::/a\n", {"a/memory.max": "max"}, MACHINE),
+        ("0::/a\n", {}, MACHINE),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(1 << 62)}, MACHINE),
+    ],
+)
+def test_the_lowest_limit_counts(tmp_path: Path, membership: str, limits: dict[str, str], expected: int) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert usable_memory(tmp_path / "membership", tmp_path) == expected
+
+
+def test_a_machine_without_control_groups_has_its_memory(tmp_path: Path) -> None:
+    assert usable_memory(tmp_path / "none", tmp_path) == MACHINE
+
+
+@pytest.mark.parametrize(("major", "has"), [(7, False), (8, True), (9, True)])
+def test_gpu_that_emulates_bfloat16_does_not_count(monkeypatch: pytest.MonkeyPatch, major: int, has: bool) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(major=major, minor=0))
+    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda _: True)  # as for V100 and T4
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert has_bfloat16("cuda") == has

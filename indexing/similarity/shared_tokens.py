@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from indexing.index.exact_search import order_by_distance
+from indexing.machine import one_thread_each
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.threads import one_thread_each
-from indexing.vectors.exact_search import order_by_distance
 
 _PAIRS = 4096  # pairs of chunk and candidate compared at a time, so that they stay in the cache
 _SEEN = np.float32(0.5)  # factor of a token for each neighbor that contains it

@@ -1,0 +1,43 @@
+"""Open the embedder of a datastore, and embed its chunks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from indexing.embedding.lexical import LexicalEmbedder
+from indexing.embedding.settings import Embedder, EmbedderSettings
+from indexing.embedding.transformer import TransformerEmbedder
+from indexing.progress import Advance
+from indexing.store.artifact import intact, stored_json
+from indexing.store.files import NpyWriter
+from indexing.store.sharded_array import open_array
+
+_BLOCK_ROWS = 8192
+
+
+def open_embedder(
+    folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
+) -> Embedder:
+    """Open a datastore's `embedder/` folder; `settings` may choose another device or batch size.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    stored = EmbedderSettings(**stored_json(folder / "embedder.json"))
+    if stored.kind == "lexical":
+        weights, is_special = (
+            np.array(open_array(intact(folder / f"{name}.npy"))) for name in ("weights", "is_special")
+        )
+        return LexicalEmbedder(weights, is_special, stored.dimension, stored.seed)
+    return TransformerEmbedder(settings or stored, decode)
+
+
+def embed_shard(out: Path, embedder: Embedder, tokens: np.ndarray, lengths: np.ndarray, *, advance: Advance) -> int:
+    """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16. Returns n."""
+    with NpyWriter(out, np.float16, (embedder.dimension,)) as writer:
+        for start in range(0, len(tokens), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            writer.append(embedder.embed(np.asarray(tokens[block]), np.asarray(lengths[block])))
+            advance(len(tokens[block]))
+    return writer.rows

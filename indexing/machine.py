@@ -1,0 +1,113 @@
+"""What the machine offers and how to use it: memory, threads, and devices. torch is imported inside functions."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_GROUPS = Path("/sys/fs/cgroup")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+_TORCH_THREADS = threading.RLock()  # torch's thread count is process-wide: whoever changes it restores it
+
+
+@functools.cache
+def usable_memory(membership: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS) -> int:
+    """The machine's memory in bytes, or the lowest limit of the process's control groups (Linux), as in a container.
+
+    Args:
+        membership: names the groups of the process.
+        groups: where the groups of the machine are mounted.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "":  # version 2
+            limits += _limits(groups, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(groups / "memory", path, "memory.limit_in_bytes")
+    return min(limits)
+
+
+def _limits(root: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and all groups that it is in."""
+    group = root / path.lstrip("/")
+    files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    texts = [file.read_text().strip() for file in files if file.exists()]
+    return [int(text) for text in texts if text.isdigit()]  # version 2 writes `max` for no limit
+
+
+@contextlib.contextmanager
+def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[Any], object], Sequence[Any]], object]]:
+    """Yield `run(function, items)`, which calls the function with each item on several threads and waits for all.
+
+    A single item runs on this thread: starting another one takes longer than the search of a single query.
+
+    Torch uses one thread per call, so results do not depend on the number of threads: kernels that divide one product among
+    threads round differently for another number of threads.
+
+    Args:
+        workers: threads; None = torch's default number.
+    """
+    import torch
+
+    with _TORCH_THREADS:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        pool = ThreadPoolExecutor(workers or threads, initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield lambda function, items: list((pool.map if len(items) > 1 else map)(function, items))
+        finally:
+            pool.shutdown()
+            torch.set_num_threads(threads)
+
+
+def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """Yield results in the order of the items, and compute some of the next ones on other threads."""
+    with ThreadPoolExecutor(workers) as pool:
+        coming: deque[Future[R]] = deque()
+        for item in items:
+            coming.append(pool.submit(function, item))
+            if len(coming) > workers:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+
+
+def resolve(device: str) -> str:
+    """Resolve `auto` to CUDA if available, else to the CPU. Other values stay."""
+    import torch
+
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_bfloat16(device: str) -> bool:
+    """True if the device multiplies bfloat16 matrices in hardware: CUDA since Ampere, CPUs with AMX or AVX512-BF16."""
+    import torch
+
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep and reuse the memory of freed CPU tensors.
+
+    glibc returns every large block to the kernel at once, and requests a new one, page fault by page fault, for the next tensor.
+    That takes a fifth of a training step (docs/explanation/training-step.md) and a tenth of a search. With another C library this
+    function has no effect.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
