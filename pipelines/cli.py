@@ -76,6 +76,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Print the chunks nearest to a text",
             "commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT"),
         ),
+        "trace": Verb(
+            "Show which parts of a text occur verbatim in a datastore",
+            "commands.datastore", "trace", "TraceOptions", ("DATASTORE", "TEXT"),
+        ),
         "delete": Verb(
             "Remove documents from search, training and evaluation",
             "commands.datastore", "delete", "DeleteOptions", ("DATASTORE",),
