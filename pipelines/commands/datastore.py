@@ -2,14 +2,11 @@
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
@@ -143,53 +140,6 @@ def _hit_text(rank: int, hit: Hit) -> str:
     continuation = f"\n   ⋯\n{indented(hit.continuation)}" if hit.continuation else ""
     name = f"{one_line(hit.document_id)}  (chunk {hit.chunk_id})"
     return f"{rank}. {figures}  {name}\n{indented(hit.text)}{continuation}\n"
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. Needs its stage `suffixes`:
-    `retro index CONFIG --stage suffixes`."""
-
-    least: int = 8
-    """Tokens of the shortest run that is shown."""
-    documents: int = 3
-    """Documents that are named for each run."""
-    format: Format = "text"
-    """Print `text` or `json`."""
-
-    def __post_init__(self) -> None:
-        for key in ("least", "documents"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key} = {getattr(self, key)}: must be 1 or more.")
-
-
-def trace(datastore: str, text: str, options: TraceOptions) -> int:
-    """`retro trace DATASTORE "text"`; the text `-` is read from standard input."""
-    from indexing.suffixes.search import SuffixIndex
-    from indexing.suffixes.search import trace as runs_of
-    from indexing.tokenization.tokenizer import Tokenizer
-
-    folder = Datastore.open(datastore).folder
-    index, tokenizer = SuffixIndex.open(folder), Tokenizer.open(folder / "tokenizer")
-    tokens = np.array(tokenizer.encode(sys.stdin.read() if text == "-" else text), dtype=np.int64)
-    rows, is_shared = [], np.zeros(len(tokens), dtype=bool)
-    for run in runs_of(index, tokens, options.least):
-        is_shared[run.first : run.stop] = True
-        chunks = index.occurrences(run.match, 100)[:, 0]
-        numbers = list(dict.fromkeys(index.split.documents_of(chunks)[0].tolist()))[: options.documents]
-        names = [str(row["id"]) for row in index.split.metadata(numbers)]
-        words = tokenizer.decode(tokens[run.first : run.stop])
-        place = {"first_token": run.first, "tokens": run.stop - run.first, "text": words}
-        rows.append({**place, "occurrences": run.match.count, "documents": names})
-    summary = f"{is_shared.sum():,} of {len(tokens):,} tokens are in runs of at least {options.least} that occur in {datastore}"
-    lines = [
-        f"{row['tokens']} tokens, {row['occurrences']:,} times, in {', '.join(map(one_line, row['documents']))}\n"
-        f"{indented(row['text'])}"
-        for row in rows
-    ]
-    found = {"tokens": len(tokens), "tokens_in_runs": int(is_shared.sum()), "runs": rows}
-    print_result(found, "\n".join([summary, *lines]), options.format)
-    return 0
 
 
 def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
