@@ -76,6 +76,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Print the chunks nearest to a text",
             "commands.datastore", "search", "SearchOptions", ("DATASTORE", "TEXT"),
         ),
+        "trace": Verb(
+            "Show which parts of a text occur verbatim in a datastore",
+            "commands.trace", "trace_text", "TraceOptions", ("DATASTORE", "TEXT"),
+        ),
         "delete": Verb(
             "Remove documents from search, training and evaluation",
             "commands.datastore", "delete", "DeleteOptions", ("DATASTORE",),
@@ -317,7 +321,7 @@ def words_after(first: str) -> dict[str, Verb]:
 
 def split_positional(verb: Verb, arguments: Sequence[str]) -> tuple[list[str], Sequence[str]]:
     """Split arguments into the positional ones, which come first, and the options."""
-    leading = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    leading = list(takewhile(lambda argument: argument == "-" or not argument.startswith("-"), arguments))
     given = leading if _takes_several(verb) else leading[: len(verb.positional)]
     return given, arguments[len(given) :]
 

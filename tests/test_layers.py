@@ -11,7 +11,7 @@ LEVELS = (
     ("indexing/store",),
     ("indexing/embedding", "indexing/tokenization"),
     ("indexing/corpus", "indexing/index"),
-    ("indexing/similarity", "indexing/sparse"),
+    ("indexing/similarity", "indexing/sparse", "indexing/suffixes"),
     ("indexing/dedup", "indexing/neighbors", "indexing/verification"),
     ("indexing/retrieval",),
     ("retro/device.py", "retro/model"),

@@ -35,7 +35,7 @@ from indexing.verification.recipes import (
 )
 
 # Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "sparse", "neighbors", "materialized", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "sparse", "suffixes", "neighbors", "materialized", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
@@ -45,6 +45,7 @@ _OF_STAGE = {
     "neighbors": ("neighbors/*",),
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
+    "suffixes": ("suffixes/*",),
 }
 
 Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -282,6 +283,7 @@ def _check_top(
         "chunk": "chunks",
         "embed": "embeddings",
         "sparse": "sparse",
+        "suffixes": "suffixes",
         "neighbors": "neighbors",
         "materialize": "materialized",
     }

@@ -1,6 +1,6 @@
 """The table of stages, and the build that runs the unfinished ones.
 
-    chunk → embed → train-index → add → sparse → neighbors (→ materialize, merge)
+    chunk → embed → train-index → add → sparse → neighbors (→ materialize, merge, suffixes)
 
 Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
 plain function of `indexing/` for the rest. The executor decides where the tasks run.
@@ -38,6 +38,7 @@ from pipelines.stages.materialize import run_materialize
 from pipelines.stages.neighbors import run_neighbors
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
+from pipelines.stages.suffixes import run_suffixes
 from pipelines.terminal import StagesView
 
 log = logging.getLogger("retro")
@@ -225,4 +226,5 @@ STAGES: dict[str, Stage] = {
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
+    "suffixes": Stage(run_suffixes, ("suffixes/*",), lambda config: False, needs="chunk"),
 }

@@ -1,0 +1,71 @@
+"""Sort the prefixes of the documents of a shard: a suffix array of their tokens in reverse.
+
+    document  a b a c        prefixes, read backwards   in order
+                             a, b a, a b a, c a b a     a, a b a, b a, c a b a
+
+All prefixes that end in the same tokens are neighbors in this order, so one binary search finds every place where a text occurs,
+and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts suffixes and asks for what follows them).
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from indexing.progress import Advance
+from indexing.store.artifact import intact
+from indexing.store.datastore import Split, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import save_array
+from indexing.store.sharded_array import open_array
+
+FOLDER = "suffixes"
+
+
+def document_starts(split: Split, shard: int) -> np.ndarray:
+    """Positions of the first token of every document of a shard, then the number of positions: [documents + 1] int64.
+
+    The position of a token is (row of its chunk in the shard) · m + (its place in the chunk). Only the last chunk of a document is
+    padded, so the tokens of a document have consecutive positions.
+    """
+    path = split.folder / "chunks" / shard_name(shard) / split.name / "documents.npy"
+    return np.asarray(open_array(intact(path)), dtype=np.int64) * split.chunk_length
+
+
+def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance) -> int:
+    """Write `positions.npy` [tokens] uint32: the last position of every prefix, in the order of the prefixes read backwards.
+
+    Sorting takes about 24 bytes of memory a token.
+
+    Returns:
+        the number of tokens.
+
+    Raises:
+        InputError: the package pydivsufsort is missing, or the shard has more than 2^32 positions.
+    """
+    tokens, lengths = split.tokens.shard(shard), np.asarray(split.lengths.shard(shard))
+    if tokens.size >= 2**32:
+        raise InputError(
+            f"{split.tokens.paths[shard]} has {tokens.size:,} positions; `suffixes` has 32 bits for one. Build the datastore "
+            "with a smaller `corpus.shard_bytes`."
+        )
+    is_text = np.arange(split.chunk_length) < lengths[:, None]  # [chunks, m]
+    positions = np.flatnonzero(is_text).astype(np.uint32)  # [tokens]
+    starts = np.searchsorted(positions, document_starts(split, shard)[:-1])
+    # A separator that is smaller than all tokens stands before each document. So no prefix reaches into the document before.
+    text = np.insert(np.asarray(tokens)[is_text].astype(np.uint32) + 1, starts, 0)
+    places = np.insert(positions, starts, 0)
+    order = len(text) - 1 - _suffix_array(text[::-1])
+    save_array(work / "positions.npy", places[order[text[order] > 0]])
+    advance(len(tokens))
+    return len(positions)
+
+
+def _suffix_array(text: np.ndarray) -> np.ndarray:
+    """The starts of all suffixes of a text [n] in their order, [n] int."""
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError as error:
+        raise InputError("`--stage suffixes` needs the package pydivsufsort: pip install 'retro[suffixes]'.") from error
+    small = text.astype(np.uint16 if text.size and text.max() < 2**16 else np.uint32)
+    array: np.ndarray = divsufsort(small) if text.size else np.empty(0, np.int32)
+    return array

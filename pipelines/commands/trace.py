@@ -1,0 +1,73 @@
+"""`retro trace`: which parts of a text occur verbatim in a datastore."""
+
+import sys
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.suffixes.search import SuffixIndex, trace
+from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.commands.datastore import indented
+from pipelines.results import Format, print_result
+from pipelines.terminal import one_line
+
+_READ = 1000
+"""Occurrences of a run whose documents are looked up."""
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. The text `-` is read from standard
+    input. The datastore needs the stage `suffixes`: `retro index CONFIG --stage suffixes`."""
+
+    least: int = 8
+    """Tokens of the shortest run that is shown."""
+    documents: int = 3
+    """Documents that are named for each run."""
+    format: Format = "text"
+    """Print `text` or `json`."""
+
+    def __post_init__(self) -> None:
+        for key in ("least", "documents"):
+            if getattr(self, key) < 1:
+                raise InputError(f"{key} = {getattr(self, key)}: must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """Tokens of the text that occur in a row: the first one and their number, as text, how often, and in which documents."""
+
+    first_token: int
+    tokens: int
+    text: str
+    occurrences: int
+    documents: list[str]
+
+    def __str__(self) -> str:
+        times = "once" if self.occurrences == 1 else f"{self.occurrences:,} times"
+        names = ", ".join(map(one_line, self.documents))
+        return f"{self.tokens} tokens from token {self.first_token}, {times}, in {names}\n{indented(self.text)}"
+
+
+def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
+    """`retro trace DATASTORE "text"`."""
+    folder = Datastore.open(datastore).folder
+    index, tokenizer = SuffixIndex.open(folder), Tokenizer.open(folder / "tokenizer")
+    tokens = np.array(tokenizer.encode(sys.stdin.read() if text == "-" else text), dtype=np.int64)
+    runs, in_run = [], np.zeros(len(tokens), dtype=bool)
+    for run in trace(index, tokens, options.least):
+        in_run[run.first : run.stop] = True
+        chunks = index.occurrences(run.match, _READ)[:, 0]
+        numbers = list(dict.fromkeys(index.split.documents_of(chunks)[0].tolist()))[: options.documents]
+        names = [str(row["id"]) for row in index.split.metadata(numbers)]
+        words = tokenizer.decode(tokens[run.first : run.stop])
+        runs.append(TracedRun(run.first, run.stop - run.first, words, run.match.count, names))
+    share = {"tokens": len(tokens), "tokens_in_runs": int(in_run.sum())}
+    summary = (
+        f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in "
+        f"{datastore}"
+    )
+    print_result(share | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *map(str, runs)]), options.format)
+    return 0

@@ -1,0 +1,150 @@
+"""Sorted prefixes find what a search through the whole text finds: matches, their places, what follows, and runs of a text."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.datastore import Datastore, Split, delete_documents
+from indexing.store.errors import InputError
+from indexing.suffixes.build import _suffix_array
+from indexing.suffixes.search import SuffixIndex, trace
+from tests.conftest import build_local, contents, tiny_config, write_corpus
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    folder = tmp_path_factory.mktemp("suffixes")
+    config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 60))
+    build_local(config, only="chunk")
+    return build_local(config, only="suffixes")
+
+
+def documents_of(split: Split) -> list[list[int]]:
+    """The tokens of every document that is not deleted."""
+    tokens, lengths = split.tokens.read(0, split.num_chunks), split.lengths.read(0, split.num_chunks)
+    kept = np.setdiff1d(np.arange(split.num_documents), split.deleted_documents)
+    return [
+        [token for chunk in range(first, stop) for token in tokens[chunk, : lengths[chunk]].tolist()]
+        for first, stop in split.chunk_ranges(kept)
+    ]
+
+
+def expected(documents: list[list[int]], text: list[int]) -> tuple[int, int, Counter[int]]:
+    """Length of the longest end of a text that is in the documents, its occurrences, and the tokens that follow it."""
+    for length in range(len(text), 0, -1):
+        ending, count, following = text[-length:], 0, Counter[int]()
+        for document in documents:
+            for first in range(len(document) - length + 1):
+                if document[first : first + length] == ending:
+                    count += 1
+                    following.update(document[first + length : first + length + 1])
+        if count:
+            return length, count, following
+    return 0, 0, Counter()
+
+
+def texts(split: Split, documents: list[list[int]]) -> list[list[int]]:
+    """Pieces of documents as they are, changed, across two documents, and of tokens that the datastore does not have."""
+    random, pieces = np.random.default_rng(0), []
+    for _ in range(12):
+        document = documents[random.integers(len(documents))]
+        first = int(random.integers(0, max(1, len(document) - 40)))
+        pieces.append(document[first : first + int(random.integers(1, 40))])
+    changed = [[*piece[:-3], 399, *piece[-2:]] for piece in pieces[:4]]
+    across = [documents[0][-5:] + documents[1][:6], documents[2][-1:] + documents[3][:1]]
+    return [*pieces, *changed, *across, documents[4], [399], [399, 399, documents[0][0]], []]
+
+
+def assert_equal_to_a_search_through_the_text(split: Split) -> None:
+    index, documents = SuffixIndex(split), documents_of(split)
+    for text in texts(split, documents):
+        length, count, following = expected(documents, text)
+        match = index.longest_match(text)
+        places = index.occurrences(match)
+        assert (match.length, len(places)) == (length, count)
+        assert not len(split.deleted) or not np.isin(split.documents_of(places[:, 0])[0], split.deleted_documents).any()
+        for chunk, place in places.tolist():
+            before = split.tokens.read(0, split.num_chunks)[: chunk + 1].reshape(-1)[
+                : chunk * split.chunk_length + place + 1
+            ]
+            assert before[-length:].tolist() == text[-length:]
+        tokens, counts = index.next_tokens(match)
+        assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == following
+        assert (np.diff(counts) <= 0).all()
+
+
+def test_the_longest_match_is_that_of_a_search_through_all_documents(datastore: Datastore) -> None:
+    assert len(datastore.train.chunk_rows) > 1
+    assert_equal_to_a_search_through_the_text(datastore.train)
+
+
+def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    names = [str(row["id"]) for row in datastore.train.metadata(range(0, datastore.train.num_documents, 3))]
+    delete_documents(folder, names)
+    assert_equal_to_a_search_through_the_text(Datastore.open(folder).train)
+
+
+def test_positions_are_those_of_all_tokens(datastore: Datastore) -> None:
+    split = datastore.train
+    for shard, rows in enumerate(split.chunk_rows):
+        positions = np.load(datastore.folder / "suffixes" / f"{shard:05d}" / "positions.npy")
+        is_text = np.arange(split.chunk_length) < np.asarray(split.lengths.shard(shard))[:, None]
+        assert positions.dtype == np.uint32
+        assert np.array_equal(np.sort(positions), np.flatnonzero(is_text))
+        assert is_text.shape == (rows, split.chunk_length)
+
+
+def test_two_builds_and_an_append_give_the_same_files(datastore: Datastore, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 60)
+    config = tiny_config(tmp_path, corpus)
+    build_local(config, only="chunk")
+    build_local(config, only="suffixes")
+    suffixes = {name: data for name, data in contents(config.datastore).items() if name.startswith("suffixes/")}
+    assert suffixes == {name: data for name, data in contents(datastore.folder).items() if name.startswith("suffixes/")}
+    write_corpus(tmp_path / "more.jsonl", 20, seed=1)
+    more = tiny_config(tmp_path, tmp_path / "*.jsonl")
+    appended = build_local(more, only="chunk", append=True)
+    with pytest.raises(InputError, match="--stage suffixes"):
+        SuffixIndex.open(appended.folder)
+    appended = build_local(more, only="suffixes")
+    assert suffixes.items() <= contents(appended.folder).items()
+    assert_equal_to_a_search_through_the_text(appended.train)
+
+
+def test_a_trace_finds_the_runs_that_were_put_into_a_text(datastore: Datastore) -> None:
+    index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
+    first, second = documents[0][5:25], documents[1][3:18]
+    text = np.array([399, *first, 399, *second, 399])
+    runs = trace(index, text, 10)
+    assert [(run.first, run.stop) for run in runs] == [(1, 21), (22, 37)]
+    for run in runs:
+        assert run.match.count == expected(documents, text[run.first : run.stop].tolist())[1]
+    assert trace(index, text, 21) == []
+    assert trace(index, np.array([], np.int64), 1) == []
+
+
+def test_a_trace_of_a_document_is_one_run(datastore: Datastore) -> None:
+    document = np.array(documents_of(datastore.train)[2])
+    (run,) = trace(SuffixIndex(datastore.train), document, 8)
+    assert (run.first, run.stop) == (0, len(document))
+
+
+@pytest.mark.parametrize("damage", ["", "short"])
+def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    file = folder / "suffixes" / "00000" / "positions.npy"
+    file.unlink() if not damage else file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(InputError, match="suffixes/00000"):
+        SuffixIndex.open(folder)
+
+
+@pytest.mark.parametrize("largest", [2, 300, 70_000])
+def test_the_suffix_array_is_in_the_order_of_the_suffixes(largest: int) -> None:
+    text = np.random.default_rng(0).integers(0, largest, 200).astype(np.uint32)
+    assert _suffix_array(text).tolist() == sorted(range(len(text)), key=lambda start: text[start:].tolist())
