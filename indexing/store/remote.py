@@ -28,9 +28,8 @@ _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
 # after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
 _MISSING = (FileNotFoundError, PermissionError)
-_S3_CONNECTIONS = (
-    64  # botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/reading-speed.md)
-)
+# botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/reading-speed.md).
+_S3_CONNECTIONS = 64
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
 
 
@@ -73,8 +72,8 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path, names: Sequence[str] = _READ_ON_OPEN) -> None:
-    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts that changed at
-    the URL."""
+    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts
+    that changed at the URL."""
     if url_of(folder) is None:
         return
     for name in names:

@@ -39,12 +39,6 @@ def test_gather_equals_indexing_the_whole_for_every_gap(files, ids: list[int], g
     assert np.array_equal(found, WHOLE[ids].reshape(-1, 3))
 
 
-@given(bounds=st.tuples(st.integers(0, 100), st.integers(0, 100)))
-def test_read_equals_slicing_the_whole(files, bounds: tuple[int, int]) -> None:
-    start, stop = sorted(bounds)
-    assert np.array_equal(ShardedArray(files, ROWS, "pread").read(start, stop), WHOLE[start:stop])
-
-
 @pytest.mark.parametrize(("gap_bytes", "reads"), [(5, 4), (6, 3), (18, 2), (1000, 2)])
 def test_rows_with_small_gaps_are_read_together_within_one_file(files, monkeypatch, gap_bytes, reads) -> None:
     """Rows have 6 bytes. The gap between rows 4 and 6 is 6 bytes, between 6 and 10 18 bytes; row 40 is in another file."""
@@ -133,28 +127,3 @@ def test_numpy_headers_of_row_arrays_are_read_and_others_refused(tmp_path) -> No
         np.save(tmp_path / "x.npy", wrong)
         with pytest.raises(InputError, match=r"x\.npy cannot be read \(not an array of rows"):
             ShardedArray([tmp_path / "x.npy"], [1], "pread").gather(np.array([0]))
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (-1, "x.npy is missing"),
-        (0, "x.npy cannot be read"),
-        (50, "x.npy cannot be read"),
-        (128, "x.npy ends at byte 128"),
-        (128 + 8 * 90, "x.npy ends at byte 848"),
-    ],
-)
-def test_incomplete_file_is_refused_by_name(tmp_path, size: int, message: str) -> None:
-    path = tmp_path / "x.npy"
-    np.save(path, np.zeros(100))
-    data = path.read_bytes()
-    path.unlink() if size < 0 else path.write_bytes(data[:size])
-    with pytest.raises(InputError, match=message.replace(".", r"\.")):
-        ShardedArray([path], [100], "pread").gather(np.arange(100))
-
-
-def test_file_with_too_few_rows_is_refused_by_name(tmp_path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(99))
-    with pytest.raises(InputError, match=r"x\.npy has 99 rows, the datastore's manifest says 100"):
-        ShardedArray([tmp_path / "x.npy"], [100], "pread").gather(np.array([0]))

@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from indexing.store.errors import InputError
 from indexing.tokenization.extension import Extension, compare, extend, open_base
-from indexing.tokenization.sentencepiece_proto import CONTROL, NORMAL, parse, with_pieces
+from indexing.tokenization.extension_sentencepiece import CONTROL, NORMAL, parse, with_pieces
 from indexing.tokenization.tokenizer import _PROBES, MODEL, TokenizerSettings, install_tokenizer, train_sentencepiece
 from tests.indexing.tokenization.test_tokenizer import ANY_TEXT, CODE, DIFFICULT
 
