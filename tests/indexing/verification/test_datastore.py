@@ -10,49 +10,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
-from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.artifact import fingerprint
-from indexing.store.datastore import Datastore, delete_documents
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked, write_json
 from indexing.verification.datastore import Verified, repair, verify_datastore
 from pipelines.cli import main
 from pipelines.config import Config
-from tests.conftest import build_local, contents, tiny_config, write_corpus
+from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.verification.contents import check_contents
+from tests.indexing.verification.datastores import build_complete, build_grown
 
 UNCHECKED = ("report.json", "report.html", ".lock", ".deleted.json.lock")  # no other file depends on these
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Settings of a datastore of two shards, with near copies removed, materialized neighbors and a merged index."""
-    folder = tmp_path_factory.mktemp("built")
-    corpus = write_corpus(folder / "corpus.jsonl", 36)
-    corpus.write_text(corpus.read_text() + corpus.read_text().replace('"doc-', '"copy-'))
-    evaluation = write_corpus(folder / "evaluation.jsonl", 4, seed=3)
-    config = tiny_config(folder, corpus, dedup=DedupSettings(within=True, paths=(str(evaluation),)))
-    reading = CorpusSettings(paths=(str(corpus),), shard_bytes=40_000, split=(800, 150, 50))
-    config = replace(config, corpus=reading, neighbors=replace(config.neighbors, materialized=2))
-    config = replace(config, index=replace(config.index, factory="IVF4,Flat"))
-    build_local(config)
-    build_local(config, only="merge")
-    return config
+    return build_complete(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Settings of a datastore with deleted documents, to which two files were appended one by one."""
-    folder = tmp_path_factory.mktemp("grown")
-    files = tuple(str(write_corpus(folder / f"{seed}.jsonl", 12, seed)) for seed in range(3))
-    config = tiny_config(folder, folder, corpus=CorpusSettings(paths=files[:1], split=(800, 200, 0)))
-    build_local(config)
-    for count in (2, 3):
-        config = replace(config, corpus=replace(config.corpus, paths=files[:count]))
-        build_local(config, append=True)
-    delete_documents(config.datastore, ["doc-1", "doc-7"])
-    return config
+    return build_grown(tmp_path_factory.mktemp("grown"))
 
 
 @pytest.fixture(params=["built", "grown"])
