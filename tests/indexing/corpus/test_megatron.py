@@ -5,9 +5,7 @@ import itertools
 import json
 import os
 import struct
-import uuid
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +17,14 @@ from hypothesis import strategies as st
 
 from indexing.corpus.chunks import ChunkSettings, chunk_shard
 from indexing.corpus.megatron import open_index
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, list_files, plan_shards, read_slice, scan_file, split_of, strict_problem
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
 from tests.conftest import build_local, tiny_config, write_corpus
-from tests.indexing.corpus.chunk_tokens import to_tokens
+from tests.indexing.corpus.reading import only_file, read, to_tokens
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 Sequences = list[list[int]]  # of one document
@@ -51,17 +49,6 @@ def write_megatron(path: Path, documents: list[Sequences], dtype: str = "uint16"
         first += len(document)
     path.with_suffix(".idx").write_bytes(index)
     return path
-
-
-def only_file(path: object) -> CorpusFile:
-    (file,) = list_files(CorpusSettings(paths=(str(path),)))
-    return file
-
-
-def read(path: object, **options: object) -> tuple[list[Document], list[CorpusProblem]]:
-    problems: list[CorpusProblem] = []
-    corpus = CorpusSettings(**options)  # type: ignore[arg-type]
-    return list(read_documents(only_file(path), corpus, on_problem=problems.append)), problems
 
 
 def tokens_of(documents: list[Document]) -> list[list[int]]:
@@ -173,13 +160,6 @@ def test_checksum_and_change_detection_cover_both_files(tmp_path):
     assert only_file(path) != before
 
 
-@pytest.fixture
-def memory_url() -> Iterator[str]:
-    folder = f"memory://{uuid.uuid4().hex}"
-    yield folder
-    fsspec.filesystem("memory").rm(folder, recursive=True)
-
-
 def test_pair_at_any_fsspec_url_is_read(tmp_path, memory_url):
     documents = [[[n, n + 1]] for n in range(300)]
     path = write_megatron(tmp_path / "x.bin", documents)
@@ -256,10 +236,6 @@ def test_training_a_tokenizer_on_tokens_is_refused_with_the_setting_to_change(tm
 
 
 # --- to the datastore and back
-
-
-def arrays(folders: list[Path], split: str, name: str) -> np.ndarray:
-    return np.concatenate([np.load(folder / split / f"{name}.npy") for folder in folders])
 
 
 @settings(max_examples=30, deadline=None)
