@@ -78,7 +78,9 @@ class MegatronIndex:
         wrong = (pointers != expected) | np.append(lengths < 0, False)
         if wrong.any():
             sequence = first + int(np.argmax(wrong)) + 1
-            raise _broken(self.path, f"sequence {sequence} has a negative length, or does not begin where the last one ends")
+            raise _broken(
+                self.path, f"sequence {sequence} has a negative length, or does not begin where the last one ends"
+            )
         return expected[ends - first]
 
 

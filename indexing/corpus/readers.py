@@ -424,8 +424,8 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
     text = find(settings.text_key)
     if not isinstance(text, str):
         keys = ", ".join(list(fields)[:10])
-        found = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
-        request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
+        description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {description}")
         return
     if not text or text.isspace():
         request.report("empty document", line, f"'{settings.text_key}' holds no text")

@@ -176,10 +176,12 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
 
     depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
     matches = re.compile(glob_translate(pattern) if pattern else "").match
-    filesystem, found = LocalFileSystem(), sorted(_walk(base or "/", depth))
-    gone = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
+    filesystem, entries = LocalFileSystem(), sorted(_walk(base or "/", depth))
+    dangling = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
     return {
-        path: filesystem.info(path) if os.path.exists(path) else gone for _, path in found if matches(path) is not None
+        path: filesystem.info(path) if os.path.exists(path) else dangling
+        for _, path in entries
+        if matches(path) is not None
     }
 
 
@@ -190,8 +192,8 @@ def _walk(
 
     Links are followed, but not back to a folder that contains the current one.
     """
-    real = os.path.realpath(folder)
-    if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
+    target = os.path.realpath(folder)
+    if any(os.path.join(parent, "").startswith(os.path.join(target, "")) for parent in above):
         return
     try:
         entries = list(os.scandir(folder))
@@ -206,7 +208,7 @@ def _walk(
         if not is_folder:
             yield linked, entry.path
         elif depth != 0:
-            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, real))
+            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, target))
 
 
 def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
@@ -216,12 +218,12 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
     paths: tuple[str, ...] = (path,)
     if is_megatron(name):
         paths, name = pair_of(path), pair_of(name)[0]
-    found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
+    details = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
     url = paths[0]
     if not isinstance(filesystem, LocalFileSystem):  # also files in an archive: zip://name::archive
         url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
-    size = sum(info.get("size") or 0 for info in found)
-    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
+    size = sum(info.get("size") or 0 for info in details)
+    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in details]
     return CorpusFile(url, printable(name), size, " ".join(map(str, times)))
 
 
@@ -294,7 +296,7 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The files of a corpus as recipe inputs, from name and checksum of each: `{name: checksum}`, or one fingerprint of all if
     there are more than 1,000 files or two share a name."""
     checksums = dict(files)
-    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
+    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(file) for file in files])}
 
 
 def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:

@@ -68,7 +68,7 @@ class SentencePieceBase:
         self.checksum = checksum(file)
         self._data = file.read_bytes()
         self._model = parse(self._data)
-        self._known = {each.piece for each in self._model.pieces}
+        self._known = {item.piece for item in self._model.pieces}
         model_type = self._model.trainer_spec.model_type
         self._is_bpe = model_type == _BPE
         if model_type not in (_BPE, _UNIGRAM):
@@ -100,17 +100,17 @@ class SentencePieceBase:
         return sorted(new, key=lambda item: (self._is_bpe and len(item.piece) > 1, -item.score))
 
     def _declared(self) -> list[str]:
-        return [each.piece for each in self._model.pieces if each.type == USER_DEFINED]
+        return [item.piece for item in self._model.pieces if item.type == USER_DEFINED]
 
     def _trained(self, sentences: list[str], size: int) -> list[ScoredPiece]:
         options: dict[str, Any] = {name: getattr(self._model.trainer_spec, name) for name in _OPTIONS}
         options["model_type"] = "bpe" if self._is_bpe else "unigram"
         model = run_trainer(sentences, vocab_size=size, user_defined_symbols=self._declared(), **options)
-        return [ScoredPiece(each.piece, each.score) for each in parse(model).pieces if each.type == NORMAL]
+        return [ScoredPiece(item.piece, item.score) for item in parse(model).pieces if item.type == NORMAL]
 
     def write(self, chosen: Sequence[ScoredPiece], folder: Path) -> Path:
         """Write the base with these pieces to `folder`; returns the file that `tokenizer.path` names."""
-        scores = [each.score for each in self._model.pieces if each.type == NORMAL]
+        scores = [item.score for item in self._model.pieces if item.type == NORMAL]
         low, high = min(scores), max(scores)
         if self._is_bpe:
             new = [(item.piece, low - 1 - rank, NORMAL) for rank, item in enumerate(chosen)]

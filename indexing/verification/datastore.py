@@ -42,25 +42,25 @@ class DatastoreProblem:
     Attributes:
         artifact: artifact to make again (`embeddings/00003`); `manifest.json` for the datastore's own manifest; empty for a
             problem outside this datastore.
-        found: the file, and the problem.
+        message: the file, and the problem.
         file: the file with wrong bytes, if that is the problem.
         gone: True if there is nothing left to remove.
     """
 
     artifact: str
-    found: str
+    message: str
     file: Path | None = None
     gone: bool = False
 
     def __str__(self) -> str:
         if self.artifact == MANIFEST:
-            return f"{self.found}: `retro index CONFIG` writes it again."
+            return f"{self.message}: `retro index CONFIG` writes it again."
         command = "retro index CONFIG" + (" --append" if self.artifact.startswith("appended/") else "")
         if self.gone:
-            return f"{self.found}: `{command}` makes it again."
+            return f"{self.message}: `{command}` makes it again."
         if self.artifact:
-            return f"{self.found}: remove {self.artifact} (--repair does), and `{command}` makes it again."
-        return self.found
+            return f"{self.message}: remove {self.artifact} (--repair does), and `{command}` makes it again."
+        return self.message
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
     sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
     with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
         problems += _check_files(folder, manifests, advance)
-    strangers = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
-    problems += strangers
-    known = {name: manifest for name, manifest in manifests.items() if name not in _broken(strangers)}
+    foreign_artifacts = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
+    problems += foreign_artifacts
+    known = {name: manifest for name, manifest in manifests.items() if name not in _broken(foreign_artifacts)}
     problems += _check_top(folder, top, known)
     problems += _check_others(folder, top)
     problems += _made_from_broken(folder, manifests, problems)

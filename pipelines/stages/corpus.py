@@ -191,7 +191,7 @@ def _next_generation(datastore: Path) -> Path:
 
 def missing_generation(datastore: Path) -> Path | None:
     """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its shards."""
-    first, folders = _next_generation(datastore), [each for each in corpus_folders(datastore) if not damage(each)]
+    first, folders = _next_generation(datastore), [folder for folder in corpus_folders(datastore) if not damage(folder)]
     try:
         listed = len(read_datastore_manifest(datastore)["splits"]["train"]["chunks"])
     except (FileNotFoundError, ValueError):
@@ -260,8 +260,8 @@ def look_through(
     known = _known_checksums(folder, files)
     scans = None if known else _scan(settings, files, executor, deleted)
     checksums = known or [scan.checksum for scan in scans or []]
-    made = {} if damage(folder) else read_manifest(folder)["recipe"]["settings"]
-    recipe = _recipe(settings, files, checksums, made.get(_DELETED) if made else _print_of(deleted))
+    recorded = {} if damage(folder) else read_manifest(folder)["recipe"]["settings"]
+    recipe = _recipe(settings, files, checksums, recorded.get(_DELETED) if recorded else _print_of(deleted))
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor, deleted), key)
     _report_problems(folder)
@@ -371,12 +371,12 @@ def _problem_counts(scans: list[FileScan]) -> Counter[str]:
 
 def _report_problems(folder: Path) -> None:
     """Log the problems in the files, with file and line of the first of each kind, and the number of deleted documents."""
-    found: dict[str, Any] = stored_json(folder / "problems.json")
-    for kind, count in sorted(found["counts"].items()):
-        first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
+    problems: dict[str, Any] = stored_json(folder / "problems.json")
+    for kind, count in sorted(problems["counts"].items()):
+        first = next((problem for problem in problems["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
         log.warning("%s: %s: %s%s", folder.name, kind, f"{count:,}", where)
-    if found["counts"]:
+    if problems["counts"]:
         log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
     if omitted := read_manifest(folder)["counts"].get("left_out"):
         log.info("%s: %s deleted documents are left out", folder.name, f"{omitted:,}")

@@ -149,8 +149,8 @@ def candidate_task(
         documents = np.unique(meetings[:, 0])
         cuts = np.searchsorted(documents, signatures.starts)
         for shard, folder in enumerate(folders):
-            places = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
-            save_array(work / f"{folder.name}.npy", places)
+            positions = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
+            save_array(work / f"{folder.name}.npy", positions)
         counts |= {"documents": len(documents), "meetings": len(meetings)}
         counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
 
@@ -160,8 +160,8 @@ def _collect_grams(config: Config, executor: Executor, recipe: Recipe, shards: M
     for name, slices in shards.items():
         out, own = config.datastore / FOLDER / "grams" / name, _part(recipe, shard=name)
         if not is_finished(out, own):
-            places = config.datastore / FOLDER / "candidates" / f"{name}.npy"
-            arguments = (own, slices, places, config.corpus, config.dedup, config.datastore / "tokenizer")
+            positions = config.datastore / FOLDER / "candidates" / f"{name}.npy"
+            arguments = (own, slices, positions, config.corpus, config.dedup, config.datastore / "tokenizer")
             todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
     run_tasks("chunk", "bytes", gram_task, todo, executor, name="grams of candidates")
 
@@ -170,7 +170,7 @@ def gram_task(
     out: Path,
     recipe: Recipe,
     slices: Any,
-    places: Path,
+    positions: Path,
     corpus: Any,
     settings: Any,
     tokenizer: Path,
@@ -180,7 +180,7 @@ def gram_task(
     """Read the candidates of one shard again."""
     with create(out, recipe) as (work, counts):
         counts["grams"] = dedup.collect_grams(
-            work, slices, open_array(places), corpus, settings, tokenizer, advance=advance
+            work, slices, open_array(positions), corpus, settings, tokenizer, advance=advance
         )
 
 
