@@ -38,20 +38,22 @@ KEPT_EXAMPLES = 100  # problems per file that are kept in full; more are only co
 
 
 @dataclass(frozen=True)
-class Cut:
+class FileSlice:
     """Consecutive documents of one file: those among the records [start, stop).
 
     Attributes:
+        file: the file.
         start, stop: records.
-        text_bytes: sum of their `Document.size`.
         offset: byte at which record `start` begins in an uncompressed JSON Lines file, else 0.
+        text_bytes: sum of their `Document.size`.
         left_out: records of deleted documents, which are skipped.
     """
 
+    file: CorpusFile
     start: int
     stop: int
-    text_bytes: int
     offset: int = 0
+    text_bytes: int = 0
     left_out: tuple[int, ...] = ()
 
 
@@ -64,7 +66,7 @@ class FileScan:
         text_bytes: UTF-8 bytes of their text, estimated for tokens.
         problems: number of problems of each kind.
         examples: the first 100 problems.
-        cuts: ranges of about `shard_bytes` of text, in order; each document is in one of them.
+        slices: about `shard_bytes` of text each, in order; each document is in one of them.
         checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file cannot
             be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
@@ -76,23 +78,11 @@ class FileScan:
     text_bytes: int
     problems: dict[str, int]
     examples: list[CorpusProblem]
-    cuts: list[Cut]
+    slices: list[FileSlice]
     checksum: str
     id_hashes: np.ndarray = field(repr=False)
     id_lines: np.ndarray = field(repr=False)
     left_out: int = 0
-
-
-@dataclass(frozen=True)
-class FileSlice:
-    """The documents among the records [start, stop) of one file. `offset`, `text_bytes` and `left_out` as in `Cut`."""
-
-    file: CorpusFile
-    start: int
-    stop: int
-    offset: int = 0
-    text_bytes: int = 0
-    left_out: tuple[int, ...] = ()
 
 
 def strict_problem(problem: CorpusProblem) -> None:
@@ -233,7 +223,7 @@ def scan_file(
     on_document: Callable[[Document], None] | None = None,
     deleted: Collection[str] = (),
 ) -> FileScan:
-    """Read one file once as a stream: count, check, and choose the cuts.
+    """Read one file once as a stream: count, check, and cut it into slices.
 
     Args:
         file: the file.
@@ -255,7 +245,7 @@ def scan_file(
             examples.append(problem)
 
     hashes, lines = bytearray(), bytearray()  # 8 bytes per document instead of a Python object
-    cuts: list[Cut] = []
+    slices: list[FileSlice] = []
     deleted, omitted, left_out = frozenset(deleted), list[int](), 0  # omitted: records since the piece began
     text_bytes = documents = piece_start = piece_offset = piece_stop = piece_bytes = 0
     checksum = ""
@@ -279,15 +269,15 @@ def scan_file(
                 hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
                 lines += piece_stop.to_bytes(8, "little")
                 if piece_bytes >= settings.shard_bytes:
-                    cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
+                    slices.append(FileSlice(file, piece_start, piece_stop, piece_offset, piece_bytes, tuple(omitted)))
                     piece_bytes = 0
                 if on_document is not None:
                     on_document(document)
             checksum = checksum or raw.finish()
     if piece_bytes:
-        cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
+        slices.append(FileSlice(file, piece_start, piece_stop, piece_offset, piece_bytes, tuple(omitted)))
     return FileScan(
-        documents, text_bytes, problems, examples, cuts, checksum,
+        documents, text_bytes, problems, examples, slices, checksum,
         np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"), left_out,
     )  # fmt: skip
 
@@ -299,21 +289,20 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(file) for file in files])}
 
 
-def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
-    """Group the cuts of all files, in order, into non-empty shards of about `shard_bytes` of text.
+def plan_shards(scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
+    """Group the slices of all files, in order, into non-empty shards of about `shard_bytes` of text.
 
-    A shard takes the next cut unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5 times
-    the budget. Exceptions are the last shard, and cuts that are large because one document is.
+    A shard takes the next slice unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5
+    times the budget. Exceptions are the last shard, and slices that are large because one document is.
     """
     shards: list[list[FileSlice]] = []
     filled = shard_bytes  # bytes in the last shard of the list
-    for file, scan in zip(files, scans, strict=True):
-        for cut in scan.cuts:
-            if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
-                shards.append([])
-                filled = 0
-            shards[-1].append(FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes, cut.left_out))
-            filled += cut.text_bytes
+    for part in (part for scan in scans for part in scan.slices):
+        if not shards or filled >= shard_bytes or filled + part.text_bytes - shard_bytes > shard_bytes - filled:
+            shards.append([])
+            filled = 0
+        shards[-1].append(part)
+        filled += part.text_bytes
     return shards
 
 

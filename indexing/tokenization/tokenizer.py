@@ -149,8 +149,10 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
         InputError: there is no text to train on.
     """
     assert settings.is_trained
-    sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
-    if not sample:
+    passages = TextSample(settings.sample_bytes, settings.seed)
+    for text in texts:
+        passages.add(text)
+    if not (sample := passages.pieces()):
         raise InputError(
             "The corpus has no text to train a tokenizer on. Check the problems reported for corpus.paths."
         )
@@ -201,16 +203,8 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
     return model.getvalue()
 
 
-def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """Sample passages of up to 1024 characters uniformly, `sample_bytes` in all, in the order of the texts."""
-    sample = TextSample(sample_bytes, seed)
-    for text in texts:
-        sample.add(text)
-    return sample.pieces()
-
-
 class TextSample:
-    """A uniform sample of passages from a stream of texts.
+    """A uniform sample of passages of up to 1024 characters from a stream of texts, `sample_bytes` in all.
 
     Every passage gets a random number, and the smallest are kept. So one pass is enough, and memory holds only the sample.
     """

@@ -296,12 +296,12 @@ def generations(datastore: Path) -> list[range]:
 def plan_of(folder: Path) -> list[list[FileSlice]]:
     """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
-    return [[_slice_of(file_slice) for file_slice in shard] for shard in stored_json(folder / "plan.json")]
 
+    def parsed(stored: dict[str, Any]) -> FileSlice:
+        left_out = tuple(stored.get("left_out", ()))
+        return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
 
-def _slice_of(stored: dict[str, Any]) -> FileSlice:
-    left_out = tuple(stored.get("left_out", ()))
-    return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
+    return [[parsed(stored) for stored in shard] for shard in stored_json(folder / "plan.json")]
 
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
@@ -333,9 +333,11 @@ def scan_task(file: CorpusFile, settings: CorpusSettings, deleted: Sequence[str]
 def _write_corpus(
     folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
 ) -> None:
+    left_out, counts = sum(scan.left_out for scan in scans), Counter[str]()
+    for scan in scans:
+        counts.update(scan.problems)
     if not any(scan.documents for scan in scans):
-        omitted = sum(scan.left_out for scan in scans)
-        counts = _problem_counts(scans) + Counter({"deleted document": omitted} if omitted else {})
+        counts += Counter({"deleted document": left_out})
         problems = ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
         raise InputError(
             f"{key} = {', '.join(settings.paths)}: no document with text in {len(files):,} files. Problems: {problems}. The text is "
@@ -344,13 +346,13 @@ def _write_corpus(
     duplicates = find_duplicates(files, scans)
     if settings.strict and duplicates:
         strict_problem(duplicates[0])
-    counts = _problem_counts(scans) + Counter({"duplicate id": len(duplicates)} if duplicates else {})
+    counts += Counter({"duplicate id": len(duplicates)})
     examples = [problem for scan in scans for problem in scan.examples] + duplicates[:1000]
     with create(folder, recipe) as (work, totals):
         write_json(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
         )
-        plan = plan_shards(files, scans, settings.shard_bytes)
+        plan = plan_shards(scans, settings.shard_bytes)
         write_json(work / "plan.json", [[asdict(file_slice) for file_slice in shard] for shard in plan])
         write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})
         totals |= {
@@ -358,15 +360,8 @@ def _write_corpus(
             "shards": len(plan),
             "documents": sum(scan.documents for scan in scans),
             "bytes": sum(scan.text_bytes for scan in scans),
-            "left_out": sum(scan.left_out for scan in scans),
+            "left_out": left_out,
         }
-
-
-def _problem_counts(scans: list[FileScan]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for scan in scans:
-        counts.update(scan.problems)
-    return counts
 
 
 def _report_problems(folder: Path) -> None:

@@ -106,7 +106,7 @@ def test_joined_slices_equal_the_whole_file(tmp_path_factory, documents, shard_b
     corpus = CorpusSettings(shard_bytes=shard_bytes)
     scan = scan_file(file, corpus)
     joined = [[token for sequence in document for token in sequence] for document in documents]
-    plan = plan_shards([file], [scan], shard_bytes)
+    plan = plan_shards([scan], shard_bytes)
     parts = [document for shard in plan for piece in shard for document in read_slice(piece, corpus, print)]
     assert tokens_of(parts) == [tokens for tokens in joined if tokens]
     assert scan.documents == len(parts)
@@ -248,7 +248,7 @@ def test_tokens_read_from_a_datastore_equal_the_megatron_tokens(
     corpus = CorpusSettings(shard_bytes=shard_bytes, split=(6, 2, 2))
     tokenizer = Tokenizer.open(tokenizer_folder)
     found, counted = [], 0
-    for number, pieces in enumerate(plan_shards([file], [scan_file(file, corpus)], shard_bytes)):
+    for number, pieces in enumerate(plan_shards([scan_file(file, corpus)], shard_bytes)):
         work = folder / str(number)
         counts = chunk_shard(
             work,

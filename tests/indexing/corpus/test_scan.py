@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
 from indexing.corpus.scan import (
-    Cut,
     FileScan,
     FileSlice,
     find_duplicates,
@@ -390,8 +389,9 @@ def test_compression_is_detected_by_the_first_bytes_and_wrong_suffixes_are_repor
     assert [document.text for document in documents] == expected
     assert kinds(problems) == [("wrong suffix", 1)]
     scan = scan_file(only_file(path), CorpusSettings(shard_bytes=1))
-    pieces = [FileSlice(only_file(path), cut.start, cut.stop, cut.offset) for cut in scan.cuts]
-    again = [document.text for piece in pieces for document in read_slice(piece, SETTINGS, on_problem=lambda _: None)]
+    again = [
+        document.text for piece in scan.slices for document in read_slice(piece, SETTINGS, on_problem=lambda _: None)
+    ]
     assert again == expected
     assert scan.checksum == hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
@@ -452,8 +452,8 @@ def test_joined_slices_equal_the_whole_file(tmp_path_factory, rows, shard_bytes,
     assert sum(scan.problems.values()) == len(problems)
     assert scan.examples == problems
     parts = []
-    for cut in scan.cuts:
-        part = list(read_slice(FileSlice(file, cut.start, cut.stop, cut.offset), SETTINGS, problems.append))
+    for cut in scan.slices:
+        part = list(read_slice(cut, SETTINGS, problems.append))
         sizes = [len(document.text.encode()) for document in part]
         assert sum(sizes) == cut.text_bytes
         assert sum(sizes[:-1]) < shard_bytes  # a slice ends with the document that fills it
@@ -486,9 +486,9 @@ def test_all_problems_are_counted_and_the_first_ones_are_kept(tmp_path):
     assert [problem.line for problem in scan.examples] == list(range(1, 101))
 
 
-def scan_of(cuts: list[Cut]) -> FileScan:
+def scan_of(slices: list[FileSlice]) -> FileScan:
     nothing = np.zeros(0, dtype=np.uint64)
-    return FileScan(0, 0, {}, [], cuts, "", nothing, nothing.astype(np.int64))
+    return FileScan(0, 0, {}, [], slices, "", nothing, nothing.astype(np.int64))
 
 
 @given(
@@ -498,24 +498,19 @@ def scan_of(cuts: list[Cut]) -> FileScan:
 )
 def test_shards_contain_every_slice_once_in_order_and_have_about_the_requested_size(sizes):
     files = [CorpusFile(f"/{i}", str(i), 0) for i in range(len(sizes))]
-    scans = [scan_of([Cut(10 * k, 10 * k + 10, size, k) for k, size in enumerate(row)]) for row in sizes]
-    shards = plan_shards(files, scans, 100)
-    assert plan_shards(files, scans, 100) == shards
-    expected = [
-        FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes)
-        for file, scan in zip(files, scans, strict=True)
-        for cut in scan.cuts
+    slices = [
+        [FileSlice(file, 10 * k, 10 * k + 10, k, size) for k, size in enumerate(row)]
+        for file, row in zip(files, sizes, strict=True)
     ]
-    assert [piece for shard in shards for piece in shard] == expected
-    size_of = {(piece.file, piece.start): sizes[int(piece.file.name)][piece.start // 10] for piece in expected}
+    shards = plan_shards(list(map(scan_of, slices)), 100)
+    assert [piece for shard in shards for piece in shard] == [piece for row in slices for piece in row]
     for number, shard in enumerate(shards):
-        parts = [size_of[piece.file, piece.start] for piece in shard]
+        parts = [piece.text_bytes for piece in shard]
         assert parts
         assert sum(parts) <= 150 or len(parts) == 1 or max(parts) > 100
         assert sum(parts[:-1]) < 100
         if number + 1 < len(shards) and max(parts) <= 100:
-            following = size_of[shards[number + 1][0].file, shards[number + 1][0].start]
-            assert sum(parts) >= 50 or following > 100
+            assert sum(parts) >= 50 or shards[number + 1][0].text_bytes > 100
 
 
 def test_duplicate_ids_are_found_across_files_and_name_the_first_occurrence(tmp_path):
@@ -574,8 +569,8 @@ def test_deleted_documents_are_in_no_slice_and_counted_nowhere(tmp_path: Path, s
     settings, deleted = CorpusSettings(shard_bytes=shard_bytes), {f"d{number}" for number in range(0, 40, step)}
     scan = scan_file(file, settings, deleted=deleted)
     kept = [document for document in read_documents(file, settings, on_problem=print) if document.id not in deleted]
-    plan = plan_shards([file], [scan], shard_bytes)
+    plan = plan_shards([scan], shard_bytes)
     read = [document for shard in plan for each in shard for document in read_slice(each, settings, print)]
     assert read == kept
     assert (scan.documents, scan.left_out) == (len(kept), len(deleted))
-    assert scan.text_bytes == sum(document.size for document in kept) == sum(cut.text_bytes for cut in scan.cuts)
+    assert scan.text_bytes == sum(document.size for document in kept) == sum(part.text_bytes for part in scan.slices)
