@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.ranged_reads import Header, RangedArray
@@ -91,17 +90,6 @@ def test_ranged_reads_do_not_map_files_into_memory(files: list[Path]) -> None:
     by_map = ShardedArray(files, ROWS)
     by_map.gather(np.arange(3))
     assert mapped()  # shows that the check can fail
-
-
-def test_mmap_and_pread_return_the_same_rows_of_every_array(tiny_datastore: Datastore) -> None:
-    ids = np.random.default_rng(1).integers(0, tiny_datastore.train.num_chunks, 200)
-    mapped, read = (Datastore.open(tiny_datastore.folder, how).train for how in ("mmap", "pread"))
-    for name in ("tokens", "lengths", "embeddings", "neighbor_ids", "neighbor_distances"):
-        one, other = getattr(mapped, name), getattr(read, name)
-        assert one.row_shape == other.row_shape
-        assert np.array_equal(one.gather(ids), other.gather(ids))
-    for one, other in zip(mapped.with_continuation(ids), read.with_continuation(ids), strict=True):
-        assert np.array_equal(one, other)
 
 
 def test_number_of_open_files_is_bounded(tmp_path) -> None:

@@ -284,19 +284,6 @@ def test_rebuild_of_a_later_stage_keeps_deletions(tmp_path) -> None:
     assert len(datastore.train.deleted) == 3
 
 
-def test_damaged_chunks_are_repaired_to_the_same_bytes_after_a_deletion(tmp_path) -> None:
-    """Bytes of deleted documents stay until a rebuild, because ids are positions."""
-    config = config_of(tmp_path)
-    datastore = build_local(config)
-    delete_documents(datastore.folder, ids_of(datastore)[:3])
-    before = contents(datastore.folder)
-    for name in ("corpus/plan.json", "chunks/00000/train/tokens.npy"):
-        (datastore.folder / name).write_bytes(b"x")
-    assert main(["verify", str(datastore.folder), "--repair"]) == 1
-    build_local(config)
-    assert contents(datastore.folder) == before
-
-
 def test_appended_documents_with_a_deleted_id_are_left_out(tmp_path, caplog) -> None:
     config = config_of(tmp_path)
     datastore = build_local(config)
