@@ -182,11 +182,11 @@ def test_ids_take_two_bytes_up_to_65536_tokens(trained):
 # --- models from other projects
 
 
-def foreign_model(path: Path, **options: object) -> Path:
+def foreign_model(path: Path, texts: list[str] = TEXTS, **options: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as writer:
         arguments = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **options}
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=writer, **arguments)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=writer, **arguments)
     return path
 
 
