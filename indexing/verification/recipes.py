@@ -24,7 +24,7 @@ ARTIFACTS = {
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
 }
-"""The artifacts of each finished stage; `*` stands for every shard."""
+"""The artifacts of each finished stage; `*` is every shard."""
 
 
 def rank(name: str) -> int:
