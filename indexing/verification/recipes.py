@@ -103,8 +103,7 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
     """The fingerprint that an artifact's recipe must give for this input; None if the input is unknown or no artifact."""
     shard, generations = name.rpartition("/")[2], generations_of(manifests)
     if key.startswith("generation "):  # of neighbors
-        by_terms = manifests[name]["recipe"]["settings"].get("neighbors.retrieval", "dense") != "dense"
-        return _searched(manifests, int(key.split()[1]), by_terms)
+        return _searched(manifests, int(key.split()[1]), manifests[name]["recipe"]["settings"])
     if name in ("embedder", "index/trained"):  # made from all shards of the first generation
         return _joint(manifests, key, generations.get("corpus", range(0)))
     if key == "corpus" and name.startswith("chunks/"):
@@ -116,9 +115,10 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
     return _one(manifests, f"index/{key}" if key.isdigit() else others.get(key, key))
 
 
-def _searched(manifests: Manifests, generation: int, by_terms: bool) -> str | None:
-    """The fingerprint of everything that neighbors from a generation depend on; None if a part is unknown."""
+def _searched(manifests: Manifests, generation: int, settings: Mapping[str, Any]) -> str | None:
+    """The fingerprint of everything that neighbors with these settings depend on in a generation; None if a part is unknown."""
     shards = next(itertools.islice(generations_of(manifests).values(), generation, None), range(0))
+    by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
     stages = ("chunks", "embeddings", "index", *(["sparse"] if by_terms else []))
     prints = {stage: _joint(manifests, stage, shards) for stage in stages}
     if generation == 0:
@@ -142,7 +142,7 @@ def foreign(name: str, known: Manifests, listed: int) -> Iterator[str]:
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "sparse", "neighbors", "materialized")
+    in_stage = any(f"{stage}/*" in patterns for patterns in ARTIFACTS.values())
     # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
         yield "does not belong to this corpus"
