@@ -263,6 +263,10 @@ def forkserver() -> ForkServerContext:
     return context
 
 
+# One artifact of each kind in the tiny datastore, in the order of making.
+ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a datastore except the reports, which contain times."""
     return {

@@ -167,10 +167,10 @@ def _read(
     batch_bytes: int,
 ) -> Iterator[_Batch]:
     """Read the documents of a shard in batches, without the documents numbered in `left_out` (counted from 0)."""
-    place = itertools.count()
+    position = itertools.count()
     for file_slice in slices:
         for batch in batches(read_slice(file_slice, corpus, on_problem=on_problem), batch_bytes):
-            kept = [document for document in batch if next(place) not in left_out]
+            kept = [document for document in batch if next(position) not in left_out]
             yield _Batch(file_slice.file, kept, sum(document.size for document in batch))
 
 

@@ -75,15 +75,11 @@ class MegatronIndex:
         lengths = self.lengths[first:last].astype(np.int64)
         pointers = np.append(self.pointers[first : last + 1], self.data_bytes)[: last - first + 1]
         expected = pointers[0] + self.dtype.itemsize * np.concatenate([[0], np.cumsum(lengths)])
-        if (lengths < 0).any():
-            number = int(np.argmax(lengths < 0))
-            raise _broken(self.path, f"sequence {first + number + 1} has {lengths[number]:,} tokens")
-        if (pointers != expected).any():
-            number = int(np.argmax(pointers != expected))
+        wrong = (pointers != expected) | np.append(lengths < 0, False)
+        if wrong.any():
+            sequence = first + int(np.argmax(wrong)) + 1
             raise _broken(
-                self.path,
-                f"sequence {first + number + 1} begins at byte {pointers[number]:,}, those before it end at "
-                f"{expected[number]:,}; accepted are contiguous sequences",
+                self.path, f"sequence {sequence} has a negative length, or does not begin where the last one ends"
             )
         return expected[ends - first]
 
@@ -120,14 +116,8 @@ def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
             f"it has {len(stored):,} bytes; {num_sequences:,} sequences and {num_boundaries - 1:,} documents take "
             f"{expected:,}; multimodal data, which has modes too, is not accepted",
         )
-    lengths, pointers, documents = (
-        part.view(kind)
-        for part, kind in zip(
-            np.split(stored[_HEADER.size :], [4 * num_sequences, 12 * num_sequences]),
-            ("<i4", "<i8", "<i8"),
-            strict=True,
-        )
-    )
+    parts = np.split(stored[_HEADER.size :], [4 * num_sequences, 12 * num_sequences])
+    lengths, pointers, documents = (part.view(kind) for part, kind in zip(parts, ("<i4", "<i8", "<i8"), strict=True))
     if not len(documents) or documents[0] != 0 or documents[-1] != num_sequences:
         covered = f"{documents[0]} to {documents[-1]}" if len(documents) else "none"
         raise _broken(path, f"its documents take the sequences {covered}; accepted: 0 to {num_sequences}, all of them")

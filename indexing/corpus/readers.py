@@ -47,14 +47,11 @@ ACCEPTED = (
     f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
     f"{INDEX_SUFFIX} (Megatron). Text and JSON Lines may be compressed: {' or '.join(COMPRESSION_SUFFIXES)} after the suffix."
 )
-TEXT_COLUMNS, NUMBER_COLUMNS = (
-    ("id", "file"),
-    ("bytes", "tokens", "chunks"),
-)  # columns of every document besides metadata
+# Columns of every document in addition to metadata.
+TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")
 _TOKEN_TEXT_BYTES = 4  # estimated bytes of text per token, if only the tokens are known
-_MOST_OTHER_BYTES = (
-    0.2  # share of a text file; 0.12 to 0.14 in Latin-1 with many accents, 0.3 and more in programs and images
-)
+# Share of a text file; 0.12 to 0.14 in Latin-1 with many accents, 0.3 and more in programs and images.
+_MOST_OTHER_BYTES = 0.2
 _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
 
 ProblemKind = Literal[
@@ -424,8 +421,8 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
     text = find(settings.text_key)
     if not isinstance(text, str):
         keys = ", ".join(list(fields)[:10])
-        found = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
-        request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {found}")
+        description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {description}")
         return
     if not text or text.isspace():
         request.report("empty document", line, f"'{settings.text_key}' holds no text")

@@ -38,20 +38,22 @@ KEPT_EXAMPLES = 100  # problems per file that are kept in full; more are only co
 
 
 @dataclass(frozen=True)
-class Cut:
+class FileSlice:
     """Consecutive documents of one file: those among the records [start, stop).
 
     Attributes:
+        file: the file.
         start, stop: records.
-        text_bytes: sum of their `Document.size`.
         offset: byte at which record `start` begins in an uncompressed JSON Lines file, else 0.
+        text_bytes: sum of their `Document.size`.
         left_out: records of deleted documents, which are skipped.
     """
 
+    file: CorpusFile
     start: int
     stop: int
-    text_bytes: int
     offset: int = 0
+    text_bytes: int = 0
     left_out: tuple[int, ...] = ()
 
 
@@ -64,7 +66,7 @@ class FileScan:
         text_bytes: UTF-8 bytes of their text, estimated for tokens.
         problems: number of problems of each kind.
         examples: the first 100 problems.
-        cuts: ranges of about `shard_bytes` of text, in order; each document is in one of them.
+        slices: about `shard_bytes` of text each, in order; each document is in one of them.
         checksum: BLAKE2b-128 of the stored bytes, hexadecimal; of a Megatron pair the index first. Empty if the file cannot
             be read.
         id_hashes: [documents] uint64, BLAKE2b-64 of the ids.
@@ -76,23 +78,11 @@ class FileScan:
     text_bytes: int
     problems: dict[str, int]
     examples: list[CorpusProblem]
-    cuts: list[Cut]
+    slices: list[FileSlice]
     checksum: str
     id_hashes: np.ndarray = field(repr=False)
     id_lines: np.ndarray = field(repr=False)
     left_out: int = 0
-
-
-@dataclass(frozen=True)
-class FileSlice:
-    """The documents among the records [start, stop) of one file. `offset`, `text_bytes` and `left_out` as in `Cut`."""
-
-    file: CorpusFile
-    start: int
-    stop: int
-    offset: int = 0
-    text_bytes: int = 0
-    left_out: tuple[int, ...] = ()
 
 
 def strict_problem(problem: CorpusProblem) -> None:
@@ -176,10 +166,12 @@ def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
 
     depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
     matches = re.compile(glob_translate(pattern) if pattern else "").match
-    filesystem, found = LocalFileSystem(), sorted(_walk(base or "/", depth))
-    gone = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
+    filesystem, entries = LocalFileSystem(), sorted(_walk(base or "/", depth))
+    dangling = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
     return {
-        path: filesystem.info(path) if os.path.exists(path) else gone for _, path in found if matches(path) is not None
+        path: filesystem.info(path) if os.path.exists(path) else dangling
+        for _, path in entries
+        if matches(path) is not None
     }
 
 
@@ -190,8 +182,8 @@ def _walk(
 
     Links are followed, but not back to a folder that contains the current one.
     """
-    real = os.path.realpath(folder)
-    if any(os.path.join(each, "").startswith(os.path.join(real, "")) for each in above):
+    target = os.path.realpath(folder)
+    if any(os.path.join(parent, "").startswith(os.path.join(target, "")) for parent in above):
         return
     try:
         entries = list(os.scandir(folder))
@@ -206,7 +198,7 @@ def _walk(
         if not is_folder:
             yield linked, entry.path
         elif depth != 0:
-            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, real))
+            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, target))
 
 
 def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
@@ -216,12 +208,12 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
     paths: tuple[str, ...] = (path,)
     if is_megatron(name):
         paths, name = pair_of(path), pair_of(name)[0]
-    found = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
+    details = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
     url = paths[0]
     if not isinstance(filesystem, LocalFileSystem):  # also files in an archive: zip://name::archive
         url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
-    size = sum(info.get("size") or 0 for info in found)
-    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in found]
+    size = sum(info.get("size") or 0 for info in details)
+    times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in details]
     return CorpusFile(url, printable(name), size, " ".join(map(str, times)))
 
 
@@ -231,7 +223,7 @@ def scan_file(
     on_document: Callable[[Document], None] | None = None,
     deleted: Collection[str] = (),
 ) -> FileScan:
-    """Read one file once as a stream: count, check, and choose the cuts.
+    """Read one file once as a stream: count, check, and cut it into slices.
 
     Args:
         file: the file.
@@ -253,7 +245,7 @@ def scan_file(
             examples.append(problem)
 
     hashes, lines = bytearray(), bytearray()  # 8 bytes per document instead of a Python object
-    cuts: list[Cut] = []
+    slices: list[FileSlice] = []
     deleted, omitted, left_out = frozenset(deleted), list[int](), 0  # omitted: records since the piece began
     text_bytes = documents = piece_start = piece_offset = piece_stop = piece_bytes = 0
     checksum = ""
@@ -277,15 +269,15 @@ def scan_file(
                 hashes += hashlib.blake2b(document.id.encode(), digest_size=8).digest()
                 lines += piece_stop.to_bytes(8, "little")
                 if piece_bytes >= settings.shard_bytes:
-                    cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
+                    slices.append(FileSlice(file, piece_start, piece_stop, piece_offset, piece_bytes, tuple(omitted)))
                     piece_bytes = 0
                 if on_document is not None:
                     on_document(document)
             checksum = checksum or raw.finish()
     if piece_bytes:
-        cuts.append(Cut(piece_start, piece_stop, piece_bytes, piece_offset, tuple(omitted)))
+        slices.append(FileSlice(file, piece_start, piece_stop, piece_offset, piece_bytes, tuple(omitted)))
     return FileScan(
-        documents, text_bytes, problems, examples, cuts, checksum,
+        documents, text_bytes, problems, examples, slices, checksum,
         np.frombuffer(bytes(hashes), dtype="<u8"), np.frombuffer(bytes(lines), dtype="<i8"), left_out,
     )  # fmt: skip
 
@@ -294,24 +286,23 @@ def recipe_inputs(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The files of a corpus as recipe inputs, from name and checksum of each: `{name: checksum}`, or one fingerprint of all if
     there are more than 1,000 files or two share a name."""
     checksums = dict(files)
-    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(each) for each in files])}
+    return checksums if len(checksums) == len(files) <= 1000 else {"files": fingerprint([list(file) for file in files])}
 
 
-def plan_shards(files: Sequence[CorpusFile], scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
-    """Group the cuts of all files, in order, into non-empty shards of about `shard_bytes` of text.
+def plan_shards(scans: Sequence[FileScan], shard_bytes: int) -> list[list[FileSlice]]:
+    """Group the slices of all files, in order, into non-empty shards of about `shard_bytes` of text.
 
-    A shard takes the next cut unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5 times
-    the budget. Exceptions are the last shard, and cuts that are large because one document is.
+    A shard takes the next slice unless that misses the budget by more than stopping does. So a shard has between 0.5 and 1.5
+    times the budget. Exceptions are the last shard, and slices that are large because one document is.
     """
     shards: list[list[FileSlice]] = []
     filled = shard_bytes  # bytes in the last shard of the list
-    for file, scan in zip(files, scans, strict=True):
-        for cut in scan.cuts:
-            if not shards or filled >= shard_bytes or filled + cut.text_bytes - shard_bytes > shard_bytes - filled:
-                shards.append([])
-                filled = 0
-            shards[-1].append(FileSlice(file, cut.start, cut.stop, cut.offset, cut.text_bytes, cut.left_out))
-            filled += cut.text_bytes
+    for part in (part for scan in scans for part in scan.slices):
+        if not shards or filled >= shard_bytes or filled + part.text_bytes - shard_bytes > shard_bytes - filled:
+            shards.append([])
+            filled = 0
+        shards[-1].append(part)
+        filled += part.text_bytes
     return shards
 
 

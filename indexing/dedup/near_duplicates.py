@@ -144,17 +144,19 @@ def collect_grams(
     import pyarrow
     import pyarrow.parquet
 
-    wanted = set(rows.tolist())
-    documents = itertools.islice(documents_of(slices, corpus, tokenizer_folder, advance), max(wanted, default=-1) + 1)
-    found: dict[str, list[Any]] = {"id": [], "file": [], "line": []}
+    candidates = set(rows.tolist())
+    documents = itertools.islice(
+        documents_of(slices, corpus, tokenizer_folder, advance), max(candidates, default=-1) + 1
+    )
+    names: dict[str, list[Any]] = {"id": [], "file": [], "line": []}
     with NpyWriter(work / "grams.npy", np.uint64) as writer:
         for row, (file_slice, document) in enumerate(documents):
-            if row in wanted:
+            if row in candidates:
                 writer.append(gram_set(document.text, settings.ngram))
-                for key, value in zip(found, (document.id, file_slice.file.name, document.record + 1), strict=True):
-                    found[key].append(value)
+                for key, value in zip(names, (document.id, file_slice.file.name, document.record + 1), strict=True):
+                    names[key].append(value)
     schema = pyarrow.schema([("id", pyarrow.string()), ("file", pyarrow.string()), ("line", pyarrow.int64())])
-    pyarrow.parquet.write_table(pyarrow.table(found, schema=schema), work / "documents.parquet")
+    pyarrow.parquet.write_table(pyarrow.table(names, schema=schema), work / "documents.parquet")
     return writer.rows
 
 
@@ -181,7 +183,7 @@ class Signatures:
     def open(cls, folders: Sequence[Path]) -> "Signatures":
         """Read sizes and splits, which takes 9 bytes per document; bands stay on disk."""
         sizes, splits = ([open_array(folder / f"{name}.npy") for folder in folders] for name in ("sizes", "splits"))
-        starts = np.concatenate([[0], np.cumsum([len(each) for each in sizes], dtype=np.int64)])
+        starts = np.concatenate([[0], np.cumsum([len(shard) for shard in sizes], dtype=np.int64)])
         return cls(list(folders), np.concatenate(sizes), np.concatenate(splits), starts)
 
     def band(self, number: int) -> np.ndarray:
@@ -199,9 +201,9 @@ def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance:
     """
     is_train = signatures.splits == TRAIN
     active = np.flatnonzero((signatures.sizes > 0) & (is_train | _is_reference(signatures, settings)))
-    found, num_buckets = [np.zeros((0, 2), np.int64)], 0
-    for number in range(settings.sketch.bands):
-        hashes = signatures.band(number)[active]
+    parts, num_buckets = [np.zeros((0, 2), np.int64)], 0
+    for band in range(settings.sketch.bands):
+        hashes = signatures.band(band)[active]
         order = np.argsort(hashes, kind="stable")
         hashes = hashes[order]
         starts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
@@ -211,10 +213,10 @@ def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance:
             is_useful = (training > 0) & ((members > training) | (settings.within & (training > 1)))
             kept = active[order[np.repeat(is_useful, members)]]
             buckets = num_buckets + np.repeat(np.arange(is_useful.sum()), members[is_useful])
-            found.append(np.stack([kept, buckets], axis=1))
+            parts.append(np.stack([kept, buckets], axis=1))
             num_buckets += int(is_useful.sum())
         advance(1)
-    meetings = np.concatenate(found)
+    meetings = np.concatenate(parts)
     return meetings[np.argsort(meetings[:, 0], kind="stable")]
 
 
@@ -243,14 +245,14 @@ class GramSets:
 
     def __getitem__(self, document: int) -> np.ndarray:
         """The gram set of one document: [grams] uint64, sorted."""
-        place = int(np.searchsorted(self.candidates, document))
-        return self.grams.read(int(self.ends[place - 1]) if place else 0, int(self.ends[place]))
+        row = int(np.searchsorted(self.candidates, document))
+        return self.grams.read(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
 
     def name(self, document: int) -> dict[str, Any]:
         """The document's id, file and line."""
-        place = int(np.searchsorted(self.candidates, document))
-        shard = int(np.searchsorted(self.firsts, place, side="right")) - 1
-        return self._names(shard).slice(place - int(self.firsts[shard]), 1).to_pylist()[0]
+        row = int(np.searchsorted(self.candidates, document))
+        shard = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return self._names(shard).slice(row - int(self.firsts[shard]), 1).to_pylist()[0]
 
     def _read_names(self, shard: int) -> Any:
         import pyarrow.parquet
@@ -328,7 +330,7 @@ def write_removed(
     `shards` are the names of the corpus's shards, which are the first ones of the signatures.
     """
     counts = dict.fromkeys(KINDS, 0)
-    places = [array("q") for _ in shards]
+    positions = [array("q") for _ in shards]
     with open(work / "removed.jsonl", "w", encoding="utf-8") as listing:
         for document, other, similarity in removals:
             kind = KINDS[signatures.splits[other]]
@@ -336,8 +338,8 @@ def write_removed(
             line = sets.name(document) | {"reason": f"near {kind}"} | near | {"jaccard": round(similarity, 6)}
             listing.write(json.dumps(line, ensure_ascii=False) + "\n")
             shard = int(np.searchsorted(signatures.starts, document, side="right")) - 1
-            places[shard].append(document - int(signatures.starts[shard]))
+            positions[shard].append(document - int(signatures.starts[shard]))
             counts[kind] += 1
-    for name, rows in zip(shards, places, strict=True):
+    for name, rows in zip(shards, positions, strict=True):
         save_array(work / f"{name}.npy", np.array(rows, np.int64))
     return counts

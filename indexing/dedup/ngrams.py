@@ -40,8 +40,8 @@ def gram_set(text: str, ngram: int) -> np.ndarray:
         return hashes
     length = min(ngram, len(hashes))
     grams = np.zeros(len(hashes) - length + 1, np.uint64)
-    for place, factor in enumerate(_factors(length)):
-        grams += hashes[place : place + len(grams)] * factor
+    for offset, factor in enumerate(_factors(length)):
+        grams += hashes[offset : offset + len(grams)] * factor
     return np.unique(finalize(grams))
 
 
@@ -58,9 +58,9 @@ def banding(threshold: float, permutations: int) -> tuple[int, int] | None:
     this one has the most rows, and so the fewest pairs that share a band by chance.
     """
     for rows in range(permutations, 0, -1):
-        number = permutations // rows
-        if (1 - threshold**rows) ** number <= _MISSED:
-            return number, rows
+        bands = permutations // rows
+        if (1 - threshold**rows) ** bands <= _MISSED:
+            return bands, rows
     return None
 
 
@@ -96,6 +96,6 @@ class Sketch:
         return finalize((values * _factors(self.rows)).sum(axis=1, dtype=np.uint64))
 
 
-def _factors(number: int) -> np.ndarray:
+def _factors(count: int) -> np.ndarray:
     """[number] odd uint64 constants."""
-    return finalize(np.arange(1, number + 1, dtype=np.uint64)) | np.uint64(1)
+    return finalize(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)

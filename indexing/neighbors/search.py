@@ -65,7 +65,8 @@ class NeighborSettings:
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
     products with the embeddings of the nearest inverted lists. `auto`: the fastest of these by a cost model."""
     max_overlap: float = 1.0
-    """Drop a neighbor if its longest token run in common with the chunk is a larger share of the chunk. 1 keeps all neighbors."""
+    """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
+    Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""
     extra_datastores: tuple[Path, ...] = ()
     """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
     materialized: int = 0

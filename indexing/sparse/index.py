@@ -85,12 +85,6 @@ class _Lists:
             wanted = Query.boolean_query([(Occur.Must, wanted), (Occur.Must, allowed)])
         return self._run(wanted, count)
 
-    def members(self, passage: int) -> list[int]:
-        """Places of the texts of the passage with this first chunk."""
-        from tantivy import Query
-
-        return sorted(self._run(Query.term_query(self.schema, PASSAGE, passage), self.size)[0].tolist())
-
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
             hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
@@ -177,12 +171,6 @@ class SparseIndex:
         """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without terms."""
         counts = Counter(query)
         return self.chunks.largest(counts) + _passage_weight(counts) * self.passages.largest(counts)
-
-    def holds(self, passage: int) -> bool:
-        """Whether the lists hold a passage (its number in the first shard) and its chunks once, in their places."""
-        first, stop = self.borders[0][passage : passage + 2].tolist()
-        chunks = list(range(first - int(self.borders[0][0]), stop - int(self.borders[0][0])))
-        return self.passages.members(first) == [passage] and self.chunks.members(first) == chunks
 
     def _search(self, query: Counter[str], count: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Ids [r] int64 of chunks of the best passages, and their scores [r] float32."""

@@ -76,18 +76,18 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
     if not (folder / MANIFEST).exists():
         return False
     try:
-        found = parse_manifest(folder)
+        manifest = parse_manifest(folder)
     except InputError as error:
         log.warning("%s; %s is made again", error, folder)
         return False
-    if found["fingerprint"] == recipe.fingerprint:
-        problem = next(wrong_sizes(folder, found), None)
+    if manifest["fingerprint"] == recipe.fingerprint:
+        problem = next(wrong_sizes(folder, manifest), None)
         if problem:
             log.warning("%s; %s is made again", problem, folder)
         return problem is None
     raise InputError(
-        f"{folder} was built by stage '{found['recipe']['stage']}' with other settings or inputs:\n"
-        + "".join(f"  {line}\n" for line in differences(found["recipe"], recipe.as_json()))
+        f"{folder} was built by stage '{manifest['recipe']['stage']}' with other settings or inputs:\n"
+        + "".join(f"  {line}\n" for line in differences(manifest["recipe"], recipe.as_json()))
         + f"Restore the settings, choose another datastore folder, or rebuild this stage and all later ones: "
         f"add `--stage {recipe.stage} --rebuild`."
     )
@@ -243,8 +243,8 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size != expected["bytes"] and not (size is None and remote.url_of(folder)):
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
-            yield f"{file} {found}"
+            problem = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
+            yield f"{file} {problem}"
 
 
 def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:

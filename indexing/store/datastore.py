@@ -145,20 +145,20 @@ class Split:
         starts = self.tokens.starts
         first_documents = np.concatenate([[0], np.cumsum(self.document_rows, dtype=np.int64)])
         shards = np.searchsorted(starts, ids, side="right") - 1
-        number, first, stop = np.empty((3, len(ids)), dtype=np.int64)
+        document, first, stop = np.empty((3, len(ids)), dtype=np.int64)
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
             offsets = self._offsets.shard(int(shard))
-            wanted = ids[rows] - starts[shard]
-            local = np.searchsorted(offsets, wanted, side="right") - 1
+            chunks = ids[rows] - starts[shard]
+            local = np.searchsorted(offsets, chunks, side="right") - 1
             with reading(self._offsets.paths[shard]):
                 begin, end = offsets[local], offsets[local + 1]
-                if ((begin > wanted) | (end <= wanted) | (begin < 0) | (end > self.chunk_rows[shard])).any():
+                if ((begin > chunks) | (end <= chunks) | (begin < 0) | (end > self.chunk_rows[shard])).any():
                     raise ValueError("chunks are in none of the documents")
-            number[rows] = local + first_documents[shard]
+            document[rows] = local + first_documents[shard]
             first[rows] = begin + starts[shard]
             stop[rows] = end + starts[shard]
-        return number, first, stop
+        return document, first, stop
 
     def chunk_range(self, document: int) -> tuple[int, int]:
         """The chunks [first, stop) of a document number."""
@@ -350,13 +350,15 @@ def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:
     """
     with locked(folder):
         datastore, old = Datastore.open(folder), read_deletions(folder)
-        named = [name for split in map(datastore.split, SPLITS) for name in split.find_documents(ids).values()]
-        if missing := set(ids) - set(named) - old.documents.keys():
-            more = f" ({len(missing):,} of the ids are unknown)" if len(missing) > 1 else ""
-            raise InputError(f"{folder} has no document {min(missing)!r}{more}. Nothing was deleted.")
-        known = dict.fromkeys(named, len(datastore.train.chunk_rows)) | dict(old.documents)
+        existing = [name for split in map(datastore.split, SPLITS) for name in split.find_documents(ids).values()]
+        if unknown := set(ids) - set(existing) - old.documents.keys():
+            more = f" ({len(unknown):,} of the ids are unknown)" if len(unknown) > 1 else ""
+            raise InputError(f"{folder} has no document {min(unknown)!r}{more}. Nothing was deleted.")
+        known = dict.fromkeys(existing, len(datastore.train.chunk_rows)) | dict(old.documents)
         new = record_deletions(datastore, known)
-    before, after = (np.concatenate([np.empty((0, 2), np.int64), *each.chunks.values()]) for each in (old, new))
+    before, after = (
+        np.concatenate([np.empty((0, 2), np.int64), *deletions.chunks.values()]) for deletions in (old, new)
+    )
     return len(after) - len(before), int(np.diff(after).sum() - np.diff(before).sum())
 
 

@@ -45,7 +45,7 @@ def read_deletions(folder: Path) -> Deletions:
         InputError: the file is damaged, or the deletions were recorded by a version that did not record ids.
     """
     try:
-        found = (folder / FILE).stat()
+        stat = (folder / FILE).stat()
     except FileNotFoundError:
         if (folder / "deleted.npy").exists():
             raise InputError(
@@ -53,7 +53,7 @@ def read_deletions(folder: Path) -> Deletions:
                 "again with the ids of all deleted documents."
             ) from None
         return Deletions()
-    return _kept(folder / FILE, (found.st_mtime_ns, found.st_size, found.st_ino))
+    return _kept(folder / FILE, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
 
 
 @lru_cache(maxsize=16)
@@ -92,8 +92,8 @@ def inside(ids: np.ndarray, ranges: np.ndarray) -> np.ndarray:
     """Whether each id [...] is in one of the ranges [n, 2], which are sorted and disjoint."""
     if not len(ranges):
         return np.zeros(ids.shape, dtype=bool)
-    place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
-    return (place >= 0) & (ids < ranges[np.maximum(place, 0), 1])
+    position = np.searchsorted(ranges[:, 0], ids, side="right") - 1
+    return (position >= 0) & (ids < ranges[np.maximum(position, 0), 1])
 
 
 @contextlib.contextmanager

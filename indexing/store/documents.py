@@ -52,14 +52,14 @@ class DocumentTable:
     def take(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of these documents, each a new dictionary."""
         kept = self._kept
-        found = {number: kept[number] for number in set(map(int, numbers)) if number in kept}
-        missing = np.array(sorted(set(map(int, numbers)) - found.keys()), dtype=np.int64)
+        rows = {document: kept[document] for document in set(map(int, numbers)) if document in kept}
+        missing = np.array(sorted(set(map(int, numbers)) - rows.keys()), dtype=np.int64)
         if len(missing):
-            found |= (new := self._read(missing))
+            rows |= (new := self._read(missing))
             if len(kept) + len(new) > _ROWS_KEPT:
                 kept = self._kept = {}  # a thread that still reads the old cache is not affected
             kept |= new
-        return [dict(found[int(number)]) for number in numbers]
+        return [dict(rows[int(document)]) for document in numbers]
 
     def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Yield for each row group the number of its first document, and some columns as a pyarrow table."""
@@ -75,8 +75,8 @@ class DocumentTable:
         import pyarrow.compute as pc
 
         for first, table in self.scan(["id"]):
-            found = pc.is_in(table["id"], value_set=pa.array([document_id], table["id"].type))
-            yield from (np.flatnonzero(found.to_numpy()) + first).tolist()
+            matches = pc.is_in(table["id"], value_set=pa.array([document_id], table["id"].type))
+            yield from (np.flatnonzero(matches.to_numpy()) + first).tolist()
 
     def _open_file(self, shard: int) -> tuple[Any, list[int]]:
         """Schema, and first row of each row group followed by the number of all rows."""

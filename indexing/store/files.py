@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,9 @@ MANIFEST = "manifest.json"
 
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
 # written first with a wrong number of rows, and overwritten in place once the rows have been counted.
-HEADER_BYTES = 128
-DAMAGED_ARRAY = (ValueError, EOFError, TokenError)
-"""Exceptions of numpy for a damaged `.npy` file; some headers raise TokenError."""
+_HEADER_BYTES = 128
 # Rows arrive document by document, a few hundred bytes each. Network file systems need large sequential writes.
 _WRITE_BYTES = 1 << 20
-
-
-def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """The header of a `.npy` file that `NpyWriter` writes."""
-    text = repr({"descr": dtype.str, "fortran_order": False, "shape": shape}).encode("latin1")
-    padding = HEADER_BYTES - 10 - len(text) - 1
-    assert padding >= 0, text
-    length = (HEADER_BYTES - 10).to_bytes(2, "little")
-    return b"\x93NUMPY\x01\x00" + length + text + b" " * padding + b"\n"
 
 
 class NpyWriter:
@@ -53,8 +41,11 @@ class NpyWriter:
         self._write_header()
 
     def _write_header(self) -> None:
+        text = repr({"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.row_shape)})
+        header = b"\x93NUMPY\x01\x00" + (_HEADER_BYTES - 10).to_bytes(2, "little") + text.encode("latin1")
+        assert len(header) < _HEADER_BYTES, header
         self._file.seek(0)
-        self._file.write(npy_header(self.dtype, (self.rows, *self.row_shape)))
+        self._file.write(header.ljust(_HEADER_BYTES - 1) + b"\n")
 
     def append(self, rows: np.ndarray) -> None:
         """Add `rows` of shape [n, *row_shape]."""

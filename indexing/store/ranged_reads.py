@@ -76,8 +76,8 @@ class RangedArray:
             InputError: a file is missing, is not a `.npy` file, or has fewer rows than in the datastore's manifest.
         """
         unknown = [shard for shard in shards if shard not in self._headers]
-        found = self._files.read([(self.paths[shard], 0, _HEADER_BYTES) for shard in unknown])
-        for shard, data in zip(unknown, found, strict=True):
+        blocks = self._files.read([(self.paths[shard], 0, _HEADER_BYTES) for shard in unknown])
+        for shard, data in zip(unknown, blocks, strict=True):
             with reading(self.paths[shard]):
                 header = Header.parse(data)
             check_rows(self.paths[shard], header.rows, int(self.starts[shard + 1] - self.starts[shard]))
@@ -90,16 +90,16 @@ class RangedArray:
         Raises:
             InputError: a file is missing or ends before one of the rows.
         """
-        wanted: np.ndarray = np.unique(ids)
-        if not len(wanted):
+        rows: np.ndarray = np.unique(ids)
+        if not len(rows):
             header = self.headers([0])[0]
             return np.empty((0, *header.row_shape), header.dtype)
-        shard_of = np.searchsorted(self.starts, wanted, side="right") - 1
+        shard_of = np.searchsorted(self.starts, rows, side="right") - 1
         self.headers(np.unique(shard_of).tolist())  # requests all unknown headers together
         row_bytes = self._headers[int(shard_of[0])].row_bytes
-        far = (np.diff(wanted) - 1) * row_bytes > self.gap_bytes
+        far = (np.diff(rows) - 1) * row_bytes > self.gap_bytes
         breaks = np.flatnonzero(far | (np.diff(shard_of) > 0)) + 1
-        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(wanted, breaks)]
+        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks)]
         block = self._read(runs, shard_of[np.r_[0, breaks]].tolist())
         read = np.concatenate([np.arange(*run) for run in runs])  # the id of each row of the block
         return block[np.searchsorted(read, ids)]
@@ -141,8 +141,8 @@ class _Files:
             InputError: a file is missing or cannot be read.
         """
         away = {path for path in {path for path, _, _ in ranges} if remote.is_away(path)}
-        fetched = iter(remote.read_ranges([each for each in ranges if each[0] in away]) if away else ())
-        local = iter(self._read_local([each for each in ranges if each[0] not in away]))
+        fetched = iter(remote.read_ranges([piece for piece in ranges if piece[0] in away]) if away else ())
+        local = iter(self._read_local([piece for piece in ranges if piece[0] not in away]))
         return [next(fetched if path in away else local) for path, _, _ in ranges]
 
     def _read_local(self, ranges: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
@@ -151,7 +151,7 @@ class _Files:
             block = ranges[first : first + _MOST_OPEN]
             for path, start, stop in block if _HAS_ADVICE and len(block) > 1 else ():
                 os.posix_fadvise(self._descriptor(path), start, stop - start, os.POSIX_FADV_WILLNEED)
-            yield from (self._pread(*each) for each in block)
+            yield from (self._pread(*piece) for piece in block)
 
     def _pread(self, path: Path, start: int, stop: int) -> bytes:
         descriptor = self._descriptor(path)

@@ -28,9 +28,8 @@ _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
 # after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
 _MISSING = (FileNotFoundError, PermissionError)
-_S3_CONNECTIONS = (
-    64  # botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/reading-speed.md)
-)
+# botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/reading-speed.md).
+_S3_CONNECTIONS = 64
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
 
 
@@ -40,7 +39,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci",
 def url_of(location: Path | str) -> str | None:
     """The URL that a location names or mirrors; None for a local folder."""
     parts = Path(location).parts
-    at = next((number for number, part in enumerate(parts) if _PROTOCOL.fullmatch(part)), None)
+    at = next((position for position, part in enumerate(parts) if _PROTOCOL.fullmatch(part)), None)
     if at is None:
         return None
     root = "///" if parts[at] in ("file:", "local:") else "//"
@@ -73,8 +72,8 @@ def is_away(path: Path) -> bool:
 
 
 def refresh(folder: Path, names: Sequence[str] = _READ_ON_OPEN) -> None:
-    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts that changed at
-    the URL."""
+    """Fetch the manifest and the deletions of a mirrored datastore, or one of them. If the manifest has changed, drop artifacts
+    that changed at the URL."""
     if url_of(folder) is None:
         return
     for name in names:
@@ -111,12 +110,12 @@ def present(path: Path) -> Path:
     if path.is_file():
         return path
     above = path.parents if path.suffix else (path, *path.parents)
-    folder = next((each for each in above if url_of(each) and fetch_manifest(each)), path)
+    folder = next((parent for parent in above if url_of(parent) and fetch_manifest(parent)), path)
     files: dict[str, Any] = read_json(folder / MANIFEST).get("files", {}) if (folder / MANIFEST).exists() else {}
-    wanted = [name for name in files if (folder / name).is_relative_to(path)]
-    if not wanted:
+    names = [name for name in files if (folder / name).is_relative_to(path)]
+    if not names:
         raise InputError(f"{url_of(path)} is not part of anything finished. Run `retro index` to make it.")
-    for name in wanted:
+    for name in names:
         _fetch(folder, name, files[name])
     return path
 
@@ -145,10 +144,10 @@ def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
         try:
             with _asking(url) as (filesystem, root):
                 filesystem.get_file(root, str(part))
-            found = {"bytes": part.stat().st_size, "checksum": checksum(part)}
-            if found != expected:
+            actual = {"bytes": part.stat().st_size, "checksum": checksum(part)}
+            if actual != expected:
                 raise InputError(
-                    f"{url} differs from its manifest: it has {found['bytes']:,} bytes with checksum {found['checksum']}, "
+                    f"{url} differs from its manifest: it has {actual['bytes']:,} bytes with checksum {actual['checksum']}, "
                     f"expected are {expected['bytes']:,} with {expected['checksum']}. Put the file back, or remove the folder "
                     "that holds the manifest and run the command that made it again."
                 )
@@ -162,7 +161,7 @@ def read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> list[bytes]:
     urls = [str(url_of(path)) for path, _, _ in ranges]
     with _asking(urls[0]) as (filesystem, _):
         paths = [filesystem._strip_protocol(url) for url in urls]
-        return filesystem.cat_ranges(paths, *([each[at] for each in ranges] for at in (1, 2)), on_error="raise")
+        return filesystem.cat_ranges(paths, *([piece[at] for piece in ranges] for at in (1, 2)), on_error="raise")
 
 
 # --- building ------------------------------------------------------------------------------------------------------
@@ -175,14 +174,14 @@ def pull(folder: Path) -> None:
     with _asking(str(url_of(folder))) as (filesystem, root):
         filesystem.invalidate_cache()
         names = [name[len(root) :].lstrip("/") for name in filesystem.find(root)]
-        wanted = [name for name in names if name in _TOP_FILES or name.endswith(f"/{MANIFEST}")]
-        paths = {f"{root}/{name}": folder / name for name in wanted}
-        found = {paths[path]: data for path, data in filesystem.cat(list(paths)).items()} if paths else {}
+        fetched = [name for name in names if name in _TOP_FILES or name.endswith(f"/{MANIFEST}")]
+        paths = {f"{root}/{name}": folder / name for name in fetched}
+        contents = {paths[path]: data for path, data in filesystem.cat(list(paths)).items()} if paths else {}
     tops = [folder / name for name in _TOP_FILES if (folder / name).exists()]
     for path in [*tops, *folder.glob(f"*/**/{MANIFEST}")]:
-        if found.get(path) != path.read_bytes():
+        if contents.get(path) != path.read_bytes():
             path.unlink() if path in tops else shutil.rmtree(path.parent)
-    for path, data in found.items():
+    for path, data in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, data)
 

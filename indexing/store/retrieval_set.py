@@ -129,8 +129,8 @@ class RetrievalSet:
         """The row of `documents.parquet` of each chunk's document; an empty dictionary for an id of -1."""
         out: list[dict[str, Any]] = [{} for _ in ids]
         for split, rows, chunk_ids in self._by_split(ids):
-            found = split.metadata(split.documents_of(chunk_ids)[0].tolist())
-            for row, values in zip(rows, found, strict=True):
+            metadata = split.metadata(split.documents_of(chunk_ids)[0].tolist())
+            for row, values in zip(rows, metadata, strict=True):
                 out[row] = values
         return out
 

@@ -81,8 +81,8 @@ class ShardedArray:
     def _scattered(self, shard: int) -> np.ndarray:
         """A map of one shard for rows anywhere in it.
 
-        If the array does not fit into half of the memory, this is another map than for reading in sequence: the kernel reads
-        nothing around a missing page, which would mostly be pages that nobody needs, in place of others that somebody does.
+        If the array does not fit into half of the memory, this is another map than for reading in sequence: the kernel then
+        reads no pages around a missing one. Most of them would be unused, and would displace used ones.
         """
         array = self.shard(shard)
         if len(self) * array[:1].nbytes <= usable_memory() / 2:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from indexing.store.errors import InputError
 
@@ -12,16 +12,6 @@ META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot di
 
 # The characters that stand for the 256 bytes in GPT-2's byte-level vocabularies. Printable Latin-1 stands for itself.
 _BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
-
-
-class TokenizerBackend(Protocol):
-    """The interface of both libraries."""
-
-    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]: ...
-    def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]: ...
-    def num_tokens(self) -> int: ...
-    def token_bytes(self) -> list[int]: ...
-    def control_tokens(self) -> dict[str, int]: ...
 
 
 class SentencePiece:
@@ -140,6 +130,9 @@ class HuggingFace:
                 size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
             sizes[token_id] = size
         return sizes
+
+
+TokenizerBackend = SentencePiece | HuggingFace
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -11,13 +11,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.remote import present
-from indexing.tokenization.backends import TokenizerBackend
 from indexing.tokenization.extension_huggingface import HuggingFaceBase
 from indexing.tokenization.extension_sentencepiece import SentencePieceBase
 from indexing.tokenization.tokenizer import (
@@ -33,18 +32,7 @@ from indexing.tokenization.tokenizer import (
 log = logging.getLogger("retro")
 
 
-class ExtensibleTokenizer(Protocol):
-    """A tokenizer that can be extended. A candidate's attribute `piece` is its text in the vocabulary's alphabet."""
-
-    kind: str
-    tokenizer: Tokenizer
-    checksum: str
-
-    def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[Any]: ...
-    def write(self, chosen: Sequence[Any], folder: Path) -> Path: ...
-    def model(self, file: Path) -> TokenizerBackend: ...
-    def unreachable(self, chosen: Sequence[Any], file: Path) -> set[str]: ...
-    def cuts(self, chosen: Sequence[Any]) -> list[list[int]]: ...
+ExtensibleTokenizer = HuggingFaceBase | SentencePieceBase
 
 
 @dataclass(frozen=True)
@@ -128,7 +116,7 @@ def extend(
     Raises:
         InputError: the sample has nothing that the base lacks, or the result is not as lossless as the base.
     """
-    candidates = base.learn(sample, num_pieces, ascii=ascii)
+    candidates: list[Any] = [*base.learn(sample, num_pieces, ascii=ascii)]
     while chosen := candidates[:num_pieces]:
         path = base.write(chosen, folder)
         unfit = base.unreachable(chosen, path) | _used(base, chosen, path, kept)

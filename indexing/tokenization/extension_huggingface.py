@@ -246,7 +246,7 @@ def _merged(words: Sequence[str], names: Mapping[int, str], wanted: int) -> list
     trained.train_from_iterator(words, trainer)
     merges: dict[str, list[tuple[int, str, str]]] = {}
     for rank, pair in enumerate(json.loads(trained.to_str())["model"]["merges"]):
-        left, right = ("".join(names[ord(each) - _FIRST_CHARACTER] for each in part) for part in pair)
+        left, right = ("".join(names[ord(token) - _FIRST_CHARACTER] for token in part) for part in pair)
         merges.setdefault(left + right, []).append((rank, left, right))
     known = set(names.values())
     return [MergedPiece(piece, tuple(ways)) for piece, ways in merges.items() if piece not in known]

@@ -149,8 +149,10 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
         InputError: there is no text to train on.
     """
     assert settings.is_trained
-    sample = sample_pieces(texts, settings.sample_bytes, settings.seed)
-    if not sample:
+    passages = TextSample(settings.sample_bytes, settings.seed)
+    for text in texts:
+        passages.add(text)
+    if not (sample := passages.pieces()):
         raise InputError(
             "The corpus has no text to train a tokenizer on. Check the problems reported for corpus.paths."
         )
@@ -201,16 +203,8 @@ def run_trainer(sentences: list[str], **options: Any) -> bytes:
     return model.getvalue()
 
 
-def sample_pieces(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """Sample passages of up to 1024 characters uniformly, `sample_bytes` in all, in the order of the texts."""
-    sample = TextSample(sample_bytes, seed)
-    for text in texts:
-        sample.add(text)
-    return sample.pieces()
-
-
 class TextSample:
-    """A uniform sample of passages from a stream of texts.
+    """A uniform sample of passages of up to 1024 characters from a stream of texts, `sample_bytes` in all.
 
     Every passage gets a random number, and the smallest are kept. So one pass is enough, and memory holds only the sample.
     """
@@ -256,13 +250,13 @@ def frequent_characters(counts: Counter[str], limit: int, known: Container[str] 
 
     Together with the `known` characters, which are not returned, they cover 99.95% of the text. They are at most `limit`.
     """
-    wanted = _CHARACTER_COVERAGE * counts.total()
+    target = _CHARACTER_COVERAGE * counts.total()
     covered = sum(count for character, count in counts.items() if character in known)
     frequent: list[str] = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if character in known:
             continue
-        if covered >= wanted or len(frequent) >= limit:
+        if covered >= target or len(frequent) >= limit:
             break
         frequent.append(character)
         covered += count
@@ -324,21 +318,23 @@ def sentencepiece_file(folder: Path) -> Path | None:
 
 def special_settings(folder: Path) -> dict[str, Any]:
     """Read the settings, including special tokens, in the files next to a Hugging Face tokenizer."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one takes precedence
         if (folder / name).is_file():
-            found.update({key: value for key, value in read_object(folder / name).items() if value or key not in found})
-    return found
+            settings.update(
+                {key: value for key, value in read_object(folder / name).items() if value or key not in settings}
+            )
+    return settings
 
 
 def _special_names(folder: Path) -> dict[str, str]:
     """The tokens for `pad`, `bos` and `eos` in the files next to a Hugging Face tokenizer."""
-    found = special_settings(folder)
+    settings = special_settings(folder)
     # BERT's tokenizers have no begin and end of a text, but [CLS] and [SEP] at the same positions.
     names = {"pad": ("pad_token",), "bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token")}
     special = {}
     for role, keys in names.items():
-        value = next((found[key] for key in keys if found.get(key)), None)
+        value = next((settings[key] for key in keys if settings.get(key)), None)
         value = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(value, str):
             special[role] = value
@@ -347,8 +343,8 @@ def _special_names(folder: Path) -> dict[str, str]:
 
 def _special_ids(folder: Path, num_tokens: int) -> dict[str, int]:
     """The ids of `bos` and `eos` in the model configuration next to a tokenizer. GPT-2 defines them only there."""
-    found = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    ids = {role: found.get(f"{role}_token_id") for role in ("bos", "eos")}
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    ids = {role: config.get(f"{role}_token_id") for role in ("bos", "eos")}
     first = {role: value[0] if isinstance(value, list) and value else value for role, value in ids.items()}
     return {role: value for role, value in first.items() if isinstance(value, int) and 0 <= value < num_tokens}
 

@@ -4,142 +4,146 @@ A recipe names the fingerprints of its inputs. They must be the fingerprints of 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from indexing.corpus.scan import recipe_inputs
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import shard_name
-from indexing.store.files import read_json
 
 Manifests = Mapping[str, dict[str, Any]]
 
+# Artifacts in the order in which they are made. Each is made from some of those before it.
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "neighbors", "materialized", "index/merged")  # fmt: skip
+ARTIFACTS = {
+    "chunk": ("corpus", "tokenizer", "chunks/*"),
+    "embed": ("embedder", "embeddings/*"),
+    "train-index": ("index/trained",),
+    "add": ("index/*", "index/tuned"),
+    "sparse": ("sparse/*",),
+    "neighbors": ("neighbors/*",),
+    "materialize": ("materialized/*",),
+    "merge": ("index/merged",),
+    "suffixes": ("suffixes/*",),
+}
+"""The artifacts of each finished stage; `*` is every shard."""
 
-def stage_of(name: str) -> str:
-    """The folder of an artifact: `chunks`, `dedup`, …"""
-    return name.partition("/")[0]
+
+def rank(name: str) -> int:
+    """The position of an artifact in the order of making; names that are not artifacts come last."""
+    kind = name if name in _ORDER else name.rpartition("/")[0]
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
-def shard_of(name: str, stage: str) -> int | None:
-    """The number of an artifact among the shards of this stage, or None if it is not one of them."""
-    folder, _, shard = name.partition("/")
-    return int(shard) if folder == stage and shard.isdigit() else None
-
-
-def generations_of(manifests: Manifests) -> list[range]:
-    """The shard numbers of the corpus and of appended generations, up to the first one that is unknown."""
+def generations_of(manifests: Manifests) -> dict[str, range]:
+    """The shard numbers of `corpus` and of appended generations, up to the first one that is unknown."""
     names = itertools.chain(["corpus"], (f"appended/{shard_name(number)}" for number in itertools.count(1)))
-    starts = [0]
+    generations, start = dict[str, range](), 0
     for name in itertools.takewhile(manifests.__contains__, names):
-        starts.append(starts[-1] + manifests[name]["counts"]["shards"])
-    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
+        stop = start + manifests[name]["counts"]["shards"]
+        generations[name], start = range(start, stop), stop
+    return generations
 
 
 def num_shards_of(manifests: Manifests) -> int:
     """Number of shards in these generations."""
-    return sum(map(len, generations_of(manifests)))
+    return sum(map(len, generations_of(manifests).values()))
 
 
-def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None = None) -> str | None:
-    """The fingerprint of the shards of a stage, all or those of a generation; None if one is missing."""
-    numbers = range(num_shards_of(manifests)) if generation is None else generation
-    shards = [f"{stage}/{shard_name(shard)}" for shard in numbers]
-    if not shards or any(shard not in manifests for shard in shards):
-        return None
-    return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
+def missing(manifests: Manifests, stages: Iterable[str], listed: int) -> set[str]:
+    """The artifacts that must exist and are not in `manifests`.
+
+    Args:
+        manifests: the manifests of the existing artifacts.
+        stages: finished stages in the datastore's manifest.
+        listed: number of shards in the datastore's manifest; 0 if it cannot be read.
+    """
+    patterns = [pattern for stage in stages for pattern in ARTIFACTS.get(stage, ())]
+    names = {pattern.replace("*", shard_name(shard)) for pattern in patterns for shard in range(listed)}
+    if (generations := generations_of(manifests)) and listed > num_shards_of(manifests):
+        names.add(f"appended/{shard_name(len(generations))}")
+    inputs = {stage: set[str]() for stage in ("chunks", "dedup")}
+    for name, manifest in manifests.items():
+        inputs.get(name.partition("/")[0], set()).update(manifest["recipe"]["inputs"])
+    if "dedup" in inputs["chunks"]:
+        signed = [shard_name(shard) for shard in range(num_shards_of(manifests))]
+        names.add("dedup/removed")
+        if "evaluation" in inputs["dedup"]:
+            names.add("dedup/evaluation")
+            counts = manifests.get("dedup/evaluation", {}).get("counts", {})
+            signed += [f"evaluation-{shard_name(shard)}" for shard in range(counts.get("shards", 0))]
+        names |= {f"dedup/signatures/{shard}" for shard in signed}
+    return names - manifests.keys()
 
 
-def _searched(manifests: Manifests, number: int, by_terms: bool) -> str | None:
-    """The fingerprint of everything that neighbors found in a generation depend on."""
-    generation = generations_of(manifests)[number]
+def stage_fingerprint(manifests: Manifests, stage: str) -> str | None:
+    """The fingerprint of a finished stage in the datastore's manifest; None if it depends on an unknown artifact."""
+    product = ARTIFACTS[stage][-1]
+    if product.endswith("/*"):
+        return _joint(manifests, product[:-2], range(num_shards_of(manifests)))
+    first = len(generations_of(manifests).get("corpus", ()))
+    appended = (
+        [f"index/{shard_name(shard)}" for shard in range(first, num_shards_of(manifests))] if stage == "add" else []
+    )
+    if not appended:
+        return _one(manifests, product)
+    prints = [_one(manifests, name) for name in (product, *appended)]
+    return None if None in prints else fingerprint(prints)
+
+
+def _one(manifests: Manifests, name: str) -> str | None:
+    return manifests[name]["fingerprint"] if name in manifests else None
+
+
+def _joint(manifests: Manifests, folder: str, shards: range) -> str | None:
+    """One fingerprint over some shards of a stage; None if one is unknown."""
+    prints = [_one(manifests, f"{folder}/{shard_name(shard)}") for shard in shards]
+    return fingerprint(prints) if prints and None not in prints else None
+
+
+def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
+    """The fingerprint that an artifact's recipe must give for this input; None if the input is unknown or no artifact."""
+    shard, generations = name.rpartition("/")[2], generations_of(manifests)
+    if key.startswith("generation "):  # of neighbors
+        return _searched(manifests, int(key.split()[1]), manifests[name]["recipe"]["settings"])
+    if name in ("embedder", "index/trained"):  # made from all shards of the first generation
+        return _joint(manifests, key, generations.get("corpus", range(0)))
+    if key == "corpus" and name.startswith("chunks/"):
+        homes = (corpus for corpus, shards in generations.items() if shard.isdigit() and int(shard) in shards)
+        return _one(manifests, next(homes, ""))
+    if key in ("chunks", "embeddings", "neighbors"):
+        return _one(manifests, f"{key}/{shard}")
+    others = {"dedup": "dedup/removed", "evaluation": "dedup/evaluation", "trained": "index/trained"}
+    return _one(manifests, f"index/{key}" if key.isdigit() else others.get(key, key))
+
+
+def _searched(manifests: Manifests, generation: int, settings: Mapping[str, Any]) -> str | None:
+    """The fingerprint of everything that neighbors with these settings depend on in a generation; None if a part is unknown."""
+    shards = next(itertools.islice(generations_of(manifests).values(), generation, None), range(0))
+    by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
     stages = ("chunks", "embeddings", "index", *(["sparse"] if by_terms else []))
-    prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in stages}
-    if number == 0:
-        prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
+    prints = {stage: _joint(manifests, stage, shards) for stage in stages}
+    if generation == 0:
+        prints["index"] = _one(manifests, "index/tuned")
     return None if None in prints.values() else fingerprint(prints)
 
 
-def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
-    """The inputs that the recipe of an artifact must name, for inputs in the same datastore; None if unknown."""
-
-    def print_of(other: str) -> str | None:
-        return manifests[other]["fingerprint"] if other in manifests else None
-
-    stage, _, shard = name.partition("/")
-    generations = generations_of(manifests)
-    first = generations[0] if generations else range(0)
-    if name == "index/trained":
-        return {"embeddings": joint_fingerprint(manifests, "embeddings", first)}
-    if name == "index/merged":
-        return {
-            shard_name(number): print_of(f"index/{shard_name(number)}") for number in range(num_shards_of(manifests))
-        }
-    if name == "index/tuned":
-        return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
-    if stage == "neighbors":
-        settings = manifests[name]["recipe"]["settings"]
-        by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
-        return {f"generation {number}": _searched(manifests, number, by_terms) for number in range(len(generations))}
-    if stage == "chunks":
-        home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
-        corpus = f"appended/{shard_name(home)}" if home else "corpus"
-        dedup = {"dedup": print_of("dedup/removed")} if "dedup/removed" in manifests else {}
-        known = None if home is None else print_of(corpus)
-        return {"corpus": known, "tokenizer": print_of("tokenizer"), **dedup}
-    if stage == "dedup" and name != "dedup/evaluation":
-        made_from = {"corpus": "corpus", "tokenizer": "tokenizer", "evaluation": "dedup/evaluation"}
-        return {key: print_of(made_from[key]) for key in manifests[name]["recipe"]["inputs"] if key in made_from}
-    return {
-        "tokenizer": {"corpus": print_of("corpus")},
-        "embedder": {"chunks": joint_fingerprint(manifests, "chunks", first)},
-        "embeddings": {"chunks": print_of(f"chunks/{shard}"), "embedder": print_of("embedder")},
-        "sparse": {"chunks": print_of(f"chunks/{shard}")},
-        "materialized": {"neighbors": print_of(f"neighbors/{shard}")},
-        "index": {"trained": print_of("index/trained"), "embeddings": print_of(f"embeddings/{shard}")},
-    }.get(stage, {})
-
-
-def dedup_names(manifests: Manifests) -> set[str]:
-    """The artifacts that `dedup/` must hold, because the chunks or the list of removed documents were made from them."""
-
-    def made_from(name: str, stage: str) -> bool:
-        return any(name in found["recipe"]["inputs"] for other, found in manifests.items() if stage_of(other) == stage)
-
-    if not made_from("dedup", "chunks"):
-        return set()
-    signed = [shard_name(shard) for shard in range(num_shards_of(manifests))]
-    names = {"dedup/removed"}
-    if made_from("evaluation", "dedup"):
-        names.add("dedup/evaluation")
-        counts = manifests.get("dedup/evaluation", {}).get("counts", {})
-        signed += [f"evaluation-{shard_name(shard)}" for shard in range(counts.get("shards", 0))]
-    return names | {f"dedup/signatures/{shard}" for shard in signed}
-
-
-def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[str]:
+def foreign(name: str, known: Manifests, listed: int) -> Iterator[str]:
     """Yield the reasons why an artifact does not belong to the others.
 
     Args:
-        folder: folder of the datastore.
         name: name of the artifact, one of `known`.
         known: the manifests of all artifacts that belong together.
         listed: number of shards in the datastore's manifest.
     """
     inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
-    for key, expected in _expected_inputs(name, known).items():
-        outside = key not in inputs and name in ("tokenizer", "embedder")  # `tokenizer.path`, `embedder.path`
-        if not outside and expected is not None and inputs.get(key) != expected:
+    for key, recorded in inputs.items():
+        if _input_fingerprint(name, key, known) not in (None, recorded):
             yield f"was made from another '{key}' than the existing one"
-    stage, shard = stage_of(name), name.rpartition("/")[2]
+    stage, shard = name.partition("/")[0], name.rpartition("/")[2]
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "sparse", "neighbors", "materialized")
+    in_stage = any(f"{stage}/*" in patterns for patterns in ARTIFACTS.values())
     # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
         yield "does not belong to this corpus"
-    if name in ("corpus", "dedup/evaluation") or stage == "appended":
-        files = [(file["name"], file["checksum"]) for file in read_json(folder / name / "files.json")]
-        if inputs != recipe_inputs(files):
-            yield "lists other files than its recipe"

@@ -191,7 +191,7 @@ def _next_generation(datastore: Path) -> Path:
 
 def missing_generation(datastore: Path) -> Path | None:
     """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its shards."""
-    first, folders = _next_generation(datastore), [each for each in corpus_folders(datastore) if not damage(each)]
+    first, folders = _next_generation(datastore), [folder for folder in corpus_folders(datastore) if not damage(folder)]
     try:
         listed = len(read_datastore_manifest(datastore)["splits"]["train"]["chunks"])
     except (FileNotFoundError, ValueError):
@@ -260,8 +260,8 @@ def look_through(
     known = _known_checksums(folder, files)
     scans = None if known else _scan(settings, files, executor, deleted)
     checksums = known or [scan.checksum for scan in scans or []]
-    made = {} if damage(folder) else read_manifest(folder)["recipe"]["settings"]
-    recipe = _recipe(settings, files, checksums, made.get(_DELETED) if made else _print_of(deleted))
+    recorded = {} if damage(folder) else read_manifest(folder)["recipe"]["settings"]
+    recipe = _recipe(settings, files, checksums, recorded.get(_DELETED) if recorded else _print_of(deleted))
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor, deleted), key)
     _report_problems(folder)
@@ -296,12 +296,12 @@ def generations(datastore: Path) -> list[range]:
 def plan_of(folder: Path) -> list[list[FileSlice]]:
     """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
-    return [[_slice_of(file_slice) for file_slice in shard] for shard in stored_json(folder / "plan.json")]
 
+    def parsed(stored: dict[str, Any]) -> FileSlice:
+        left_out = tuple(stored.get("left_out", ()))
+        return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
 
-def _slice_of(stored: dict[str, Any]) -> FileSlice:
-    left_out = tuple(stored.get("left_out", ()))
-    return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
+    return [[parsed(stored) for stored in shard] for shard in stored_json(folder / "plan.json")]
 
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
@@ -333,9 +333,11 @@ def scan_task(file: CorpusFile, settings: CorpusSettings, deleted: Sequence[str]
 def _write_corpus(
     folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
 ) -> None:
+    left_out, counts = sum(scan.left_out for scan in scans), Counter[str]()
+    for scan in scans:
+        counts.update(scan.problems)
     if not any(scan.documents for scan in scans):
-        omitted = sum(scan.left_out for scan in scans)
-        counts = _problem_counts(scans) + Counter({"deleted document": omitted} if omitted else {})
+        counts += Counter({"deleted document": left_out})
         problems = ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
         raise InputError(
             f"{key} = {', '.join(settings.paths)}: no document with text in {len(files):,} files. Problems: {problems}. The text is "
@@ -344,13 +346,13 @@ def _write_corpus(
     duplicates = find_duplicates(files, scans)
     if settings.strict and duplicates:
         strict_problem(duplicates[0])
-    counts = _problem_counts(scans) + Counter({"duplicate id": len(duplicates)} if duplicates else {})
+    counts += Counter({"duplicate id": len(duplicates)})
     examples = [problem for scan in scans for problem in scan.examples] + duplicates[:1000]
     with create(folder, recipe) as (work, totals):
         write_json(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
         )
-        plan = plan_shards(files, scans, settings.shard_bytes)
+        plan = plan_shards(scans, settings.shard_bytes)
         write_json(work / "plan.json", [[asdict(file_slice) for file_slice in shard] for shard in plan])
         write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})
         totals |= {
@@ -358,25 +360,18 @@ def _write_corpus(
             "shards": len(plan),
             "documents": sum(scan.documents for scan in scans),
             "bytes": sum(scan.text_bytes for scan in scans),
-            "left_out": sum(scan.left_out for scan in scans),
+            "left_out": left_out,
         }
-
-
-def _problem_counts(scans: list[FileScan]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for scan in scans:
-        counts.update(scan.problems)
-    return counts
 
 
 def _report_problems(folder: Path) -> None:
     """Log the problems in the files, with file and line of the first of each kind, and the number of deleted documents."""
-    found: dict[str, Any] = stored_json(folder / "problems.json")
-    for kind, count in sorted(found["counts"].items()):
-        first = next((problem for problem in found["examples"] if problem["kind"] == kind), None)
+    problems: dict[str, Any] = stored_json(folder / "problems.json")
+    for kind, count in sorted(problems["counts"].items()):
+        first = next((problem for problem in problems["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""
         log.warning("%s: %s: %s%s", folder.name, kind, f"{count:,}", where)
-    if found["counts"]:
+    if problems["counts"]:
         log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
     if omitted := read_manifest(folder)["counts"].get("left_out"):
         log.info("%s: %s deleted documents are left out", folder.name, f"{omitted:,}")

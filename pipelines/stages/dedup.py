@@ -8,7 +8,7 @@ dedup/  evaluation/          the files in dedup.paths, scanned like a corpus
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,16 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
         InputError: no training document is left.
     """
     folder = config.datastore / FOLDER
-    out = folder / "removed"
+    out, candidates = folder / "removed", folder / "candidates"
     shards = _shards(config)
+    signatures, grams = ([folder / kind / name for name in shards] for kind in ("signatures", "grams"))
     # Signatures stay. So signatures that `retro verify --repair` removed are made again even if the list is finished.
-    _sign(config, executor, recipe, shards)
+    _run_shards(config, executor, recipe, shards, "signatures", sign_task)
     if not is_finished(out, recipe):
-        _find_candidates(config, executor, recipe, shards)
-        _collect_grams(config, executor, recipe, shards)
-        signatures = [folder / "signatures" / name for name in shards]
-        grams = [folder / "grams" / name for name in shards]
-        candidates = folder / "candidates"
+        if not is_finished(candidates, recipe):
+            task = shard_task(candidates, recipe, signatures, config.dedup, size=config.dedup.sketch.bands)
+            run_tasks("chunk", "bands", candidate_task, [task], executor, name="candidates")
+        _run_shards(config, executor, recipe, shards, "grams", gram_task)
         arguments = (recipe, signatures, candidates, grams, config.dedup)
         task = shard_task(out, *arguments, size=read_manifest(candidates)["counts"]["train"])
         run_tasks("chunk", "documents", remove_task, [task], executor, name="dedup")
@@ -90,29 +90,33 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
 def _shards(config: Config) -> dict[str, list[FileSlice]]:
     """The slices of every shard by name: shards of the corpus, then of the evaluation files."""
     plan = corpus_stage.plan_of(config.datastore / "corpus")
-    shards = {shard_name(number): slices for number, slices in enumerate(plan)}
+    shards = {shard_name(shard): slices for shard, slices in enumerate(plan)}
     if config.dedup.paths:
         more = corpus_stage.plan_of(config.datastore / FOLDER / "evaluation")
-        shards |= {f"evaluation-{shard_name(number)}": slices for number, slices in enumerate(more)}
+        shards |= {f"evaluation-{shard_name(shard)}": slices for shard, slices in enumerate(more)}
     return shards
 
 
-def _part(recipe: Recipe, **more: Any) -> Recipe:
-    """The recipe of an artifact that the list is made from."""
-    return replace(recipe, settings={**recipe.settings, **more})
-
-
-# --- signatures ----------------------------------------------------------------------------------------------------
-
-
-def _sign(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
+def _run_shards(
+    config: Config,
+    executor: Executor,
+    recipe: Recipe,
+    shards: Mapping[str, list[FileSlice]],
+    folder: str,
+    function: Callable[..., None],
+) -> None:
+    """Make the unfinished artifacts of all shards in a folder; their recipe is that of the list, with the shard."""
     todo = []
     for name, slices in shards.items():
-        out, own = config.datastore / FOLDER / "signatures" / name, _part(recipe, shard=name)
+        out = config.datastore / FOLDER / folder / name
+        own = replace(recipe, settings={**recipe.settings, "shard": name})
         if not is_finished(out, own):
             arguments = (own, slices, config.corpus, config.dedup, config.datastore / "tokenizer")
             todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
-    run_tasks("chunk", "bytes", sign_task, todo, executor, name="signatures")
+    run_tasks("chunk", "bytes", function, todo, executor, name=folder)
+
+
+# --- one shard, then all of them -------------------------------------------------------------------------------------
 
 
 def sign_task(
@@ -126,18 +130,6 @@ def sign_task(
         )
 
 
-# --- candidates ----------------------------------------------------------------------------------------------------
-
-
-def _find_candidates(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
-    folder = config.datastore / FOLDER
-    out = folder / "candidates"
-    if not is_finished(out, recipe):
-        signatures = [folder / "signatures" / name for name in shards]
-        task = shard_task(out, recipe, signatures, config.dedup, size=config.dedup.sketch.bands)
-        run_tasks("chunk", "bands", candidate_task, [task], executor, name="candidates")
-
-
 def candidate_task(
     out: Path, recipe: Recipe, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
 ) -> None:
@@ -149,42 +141,19 @@ def candidate_task(
         documents = np.unique(meetings[:, 0])
         cuts = np.searchsorted(documents, signatures.starts)
         for shard, folder in enumerate(folders):
-            places = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
-            save_array(work / f"{folder.name}.npy", places)
+            positions = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
+            save_array(work / f"{folder.name}.npy", positions)
         counts |= {"documents": len(documents), "meetings": len(meetings)}
         counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
 
 
-def _collect_grams(config: Config, executor: Executor, recipe: Recipe, shards: Mapping[str, list[FileSlice]]) -> None:
-    todo = []
-    for name, slices in shards.items():
-        out, own = config.datastore / FOLDER / "grams" / name, _part(recipe, shard=name)
-        if not is_finished(out, own):
-            places = config.datastore / FOLDER / "candidates" / f"{name}.npy"
-            arguments = (own, slices, places, config.corpus, config.dedup, config.datastore / "tokenizer")
-            todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
-    run_tasks("chunk", "bytes", gram_task, todo, executor, name="grams of candidates")
-
-
 def gram_task(
-    out: Path,
-    recipe: Recipe,
-    slices: Any,
-    places: Path,
-    corpus: Any,
-    settings: Any,
-    tokenizer: Path,
-    *,
-    advance: Advance,
+    out: Path, recipe: Recipe, slices: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
 ) -> None:
     """Read the candidates of one shard again."""
+    positions = open_array(out.parents[1] / "candidates" / f"{out.name}.npy")
     with create(out, recipe) as (work, counts):
-        counts["grams"] = dedup.collect_grams(
-            work, slices, open_array(places), corpus, settings, tokenizer, advance=advance
-        )
-
-
-# --- the list ------------------------------------------------------------------------------------------------------
+        counts["grams"] = dedup.collect_grams(work, slices, positions, corpus, settings, tokenizer, advance=advance)
 
 
 def remove_task(

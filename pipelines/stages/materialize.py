@@ -19,8 +19,8 @@ def run_materialize(config: Config, executor: Executor) -> str:
     Raises:
         InputError: neighbors.materialized is 0, or a datastore that neighbors come from has changed.
     """
-    folder, wanted = config.datastore, config.neighbors.materialized
-    if not wanted:
+    folder, num_neighbors = config.datastore, config.neighbors.materialized
+    if not num_neighbors:
         raise InputError(
             "neighbors.materialized = 0: set how many neighbors of each chunk to write, for example data.k + 2."
         )
@@ -28,11 +28,11 @@ def run_materialize(config: Config, executor: Executor) -> str:
     for shard, source in enumerate(shards(folder, "neighbors")):
         # The recipe of the neighbors names all chunks that were searched.
         inputs = {"neighbors": fingerprint_of(source)}
-        recipe = Recipe("materialize", 1, {"neighbors.materialized": wanted, "shard": shard}, inputs)
+        recipe = Recipe("materialize", 1, {"neighbors.materialized": num_neighbors, "shard": shard}, inputs)
         out = folder / "materialized" / shard_name(shard)
         if not is_finished(out, recipe):
             size = sum(split["chunks"] for split in counts[shard].values())
-            todo.append(shard_task(out, recipe, folder, shard, wanted, size=size))
+            todo.append(shard_task(out, recipe, folder, shard, num_neighbors, size=size))
     # It reads as many data as the search, so it runs on the workers of the search.
     run_tasks("neighbors", "chunks", materialize_task, todo, executor, name="materialize")
     return fingerprint([fingerprint_of(path) for path in shards(folder, "materialized")])

@@ -18,17 +18,17 @@ def retrieved_from(config: Config) -> list[Datastore]:
     Raises:
         InputError: one is missing, not searchable, named twice, or has a different embedder.
     """
-    own, found = Datastore.open(config.datastore), list[Datastore]()
+    own, others = Datastore.open(config.datastore), list[Datastore]()
     for folder in config.neighbors.extra_datastores:
         other = Datastore.open(folder)
-        if other.folder.resolve() in [known.folder.resolve() for known in (own, *found)]:
+        if other.folder.resolve() in [earlier.folder.resolve() for earlier in (own, *others)]:
             raise InputError(
                 f"neighbors.extra_datastores names {folder} twice, or the datastore itself: name each other datastore once."
             )
         other.require("add")
         check_searchable(own, other)
-        found.append(other)
-    return found
+        others.append(other)
+    return others
 
 
 def manifest_entries(config: Config) -> list[dict[str, str]]:

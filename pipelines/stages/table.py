@@ -112,7 +112,8 @@ def build(
 
 
 def _run(config: Config, executor: Executor, name: str) -> None:
-    _require_earlier(config.datastore, name)
+    if position := list(STAGES).index(name):
+        Datastore.open(config.datastore).require(STAGES[name].needs or list(STAGES)[position - 1])
     result = STAGES[name].run(config, executor)
     _write_manifest(config, name, result)
 
@@ -162,12 +163,6 @@ def _remove_from(folder: Path, first: str) -> None:
 def _unlink(path: Path) -> None:
     remote.remove(path)
     path.unlink(missing_ok=True)
-
-
-def _require_earlier(folder: Path, name: str) -> None:
-    position = list(STAGES).index(name)
-    if position:
-        Datastore.open(folder).require(STAGES[name].needs or list(STAGES)[position - 1])
 
 
 def _manifest_so_far(folder: Path) -> dict[str, Any]:

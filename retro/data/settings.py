@@ -28,7 +28,8 @@ class DataSettings:
     trains retrieval only takes 0."""
     max_overlap: float = 1.0
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
-    of it. The next stored neighbors replace them. 1 = skip none."""
+    of it. The next stored neighbors replace them. 1 = skip none. Stricter than `neighbors.max_overlap`, which is applied
+    when neighbors are stored and compares only the chunk itself."""
     seed: int = 0
     """Seed of the order of sequences, of random neighbors, and of the draws for `data.retrieval_dropout`."""
     reading: Reading = "mmap"

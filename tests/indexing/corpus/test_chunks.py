@@ -11,7 +11,7 @@ from indexing.corpus.chunks import ChunkSettings, to_chunks
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from tests.indexing.corpus.chunk_tokens import to_tokens
+from tests.indexing.corpus.reading import to_tokens
 
 
 @given(

@@ -5,9 +5,7 @@ import itertools
 import json
 import os
 import struct
-import uuid
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +17,14 @@ from hypothesis import strategies as st
 
 from indexing.corpus.chunks import ChunkSettings, chunk_shard
 from indexing.corpus.megatron import open_index
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, list_files, plan_shards, read_slice, scan_file, split_of, strict_problem
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
 from tests.conftest import build_local, tiny_config, write_corpus
-from tests.indexing.corpus.chunk_tokens import to_tokens
+from tests.indexing.corpus.reading import only_file, read, to_tokens
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 Sequences = list[list[int]]  # of one document
@@ -51,17 +49,6 @@ def write_megatron(path: Path, documents: list[Sequences], dtype: str = "uint16"
         first += len(document)
     path.with_suffix(".idx").write_bytes(index)
     return path
-
-
-def only_file(path: object) -> CorpusFile:
-    (file,) = list_files(CorpusSettings(paths=(str(path),)))
-    return file
-
-
-def read(path: object, **options: object) -> tuple[list[Document], list[CorpusProblem]]:
-    problems: list[CorpusProblem] = []
-    corpus = CorpusSettings(**options)  # type: ignore[arg-type]
-    return list(read_documents(only_file(path), corpus, on_problem=problems.append)), problems
 
 
 def tokens_of(documents: list[Document]) -> list[list[int]]:
@@ -119,7 +106,7 @@ def test_joined_slices_equal_the_whole_file(tmp_path_factory, documents, shard_b
     corpus = CorpusSettings(shard_bytes=shard_bytes)
     scan = scan_file(file, corpus)
     joined = [[token for sequence in document for token in sequence] for document in documents]
-    plan = plan_shards([file], [scan], shard_bytes)
+    plan = plan_shards([scan], shard_bytes)
     parts = [document for shard in plan for piece in shard for document in read_slice(piece, corpus, print)]
     assert tokens_of(parts) == [tokens for tokens in joined if tokens]
     assert scan.documents == len(parts)
@@ -173,13 +160,6 @@ def test_checksum_and_change_detection_cover_both_files(tmp_path):
     assert only_file(path) != before
 
 
-@pytest.fixture
-def memory_url() -> Iterator[str]:
-    folder = f"memory://{uuid.uuid4().hex}"
-    yield folder
-    fsspec.filesystem("memory").rm(folder, recursive=True)
-
-
 def test_pair_at_any_fsspec_url_is_read(tmp_path, memory_url):
     documents = [[[n, n + 1]] for n in range(300)]
     path = write_megatron(tmp_path / "x.bin", documents)
@@ -203,58 +183,48 @@ def edited(data: bytes, at: int, new: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "edit", "words"),
+    ("suffix", "edit"),
     [
-        (".bin", lambda data: data[:-3], ["x.bin has 7 bytes", "expects 10"]),
-        (".bin", lambda data: data + b"\0\0", ["x.bin has 12 bytes", "expects 10"]),
-        (".idx", lambda data: b"", ["x.idx begins with b''", "MMIDIDX"]),
-        (".idx", lambda data: edited(data, 0, b"TNTIDX\0\0"), ["begins with b'TNTIDX", "MMIDIDX", "--dataset-impl mmap"]),
-        (".idx", lambda data: data[:20], ["x.idx", "has 20 bytes", "34 or more"]),
-        (".idx", lambda data: edited(data, 9, b"\2"), ["x.idx is of version 2; accepted: 1"]),
-        (".idx", lambda data: edited(data, 17, b"\6"), ["x.idx names type 6", "4 (int32)", "8 (uint16)"]),
-        (".idx", lambda data: data[:-8], ["x.idx is damaged: it has 86 bytes", "take 94"]),
-        (".idx", lambda data: data + b"\0\0\0", ["x.idx is damaged: it has 97 bytes", "multimodal"]),
-        (".idx", lambda data: edited(data, 18, b"\xff" * 8), ["x.idx is damaged: it has 94 bytes"]),
-        (".idx", lambda data: edited(data, 86, b"\2"), ["x.idx is damaged", "the sequences 0 to 2", "0 to 3"]),
-        (".idx", lambda data: edited(data, 78, b"\4"), ["x.idx is damaged: documents 1 to 2"]),
-        (".idx", lambda data: edited(data, 46, b"\2"), ["x.idx is damaged: sequence 1 begins at byte 2"]),
-        (".idx", lambda data: edited(data, 54, b"\6"), ["sequence 2 begins at byte 6", "end at 4"]),
-        (".idx", lambda data: edited(data, 38, b"\xff" * 4), ["sequence 2 has -1 tokens"]),
+        (".bin", lambda data: data[:-3]),
+        (".bin", lambda data: data + b"\0\0"),
+        (".idx", lambda data: b""),
+        (".idx", lambda data: edited(data, 0, b"TNTIDX\0\0")),
+        (".idx", lambda data: data[:20]),
+        (".idx", lambda data: edited(data, 9, b"\2")),  # version
+        (".idx", lambda data: edited(data, 17, b"\6")),  # type
+        (".idx", lambda data: data[:-8]),
+        (".idx", lambda data: data + b"\0\0\0"),
+        (".idx", lambda data: edited(data, 18, b"\xff" * 8)),  # number of sequences
+        (".idx", lambda data: edited(data, 86, b"\2")),  # last document
+        (".idx", lambda data: edited(data, 78, b"\4")),
+        (".idx", lambda data: edited(data, 46, b"\2")),  # pointers
+        (".idx", lambda data: edited(data, 54, b"\6")),
+        (".idx", lambda data: edited(data, 38, b"\xff" * 4)),  # lengths
     ],
-)  # fmt: skip
-def test_damaged_pair_is_refused_with_found_and_accepted_values(tmp_path, suffix, edit, words):
-    path = write_megatron(
-        tmp_path / "x.bin", [[[1, 2], [3, 4]], [[5]]]
-    )  # lengths at 34, pointers at 46, documents at 70
+)
+def test_damaged_pair_is_refused_by_name(tmp_path, suffix, edit):
+    # Lengths begin at byte 34, pointers at 46, documents at 70.
+    path = write_megatron(tmp_path / "x.bin", [[[1, 2], [3, 4]], [[5]]])
     part = path.with_suffix(suffix)
     part.write_bytes(edit(part.read_bytes()))
     for action in (lambda: read(path), lambda: scan_file(only_file(path), CorpusSettings())):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=rf"x\{suffix}"):
             action()
-        assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(("token", "found"), [(400, "400"), (-1, "-1")])
-def test_token_outside_the_vocabulary_is_refused_with_file_and_document(tmp_path, existing, token, found):
-    path = write_megatron(tmp_path / "x.bin", [[[7, 8]], [[9], [token]]], "int32")
+@pytest.mark.parametrize(("kind", "token"), [("sentencepiece", 400), ("sentencepiece", -1), ("huggingface", 3)])
+def test_token_outside_the_vocabulary_is_refused_with_file_and_document(tmp_path, existing, kind, token):
+    if kind == "huggingface":  # id 3 is the one that is added for padding
+        import tokenizers
+
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+        model.save(str(tmp_path / "tokenizer.json"))
+        existing = TokenizerSettings(kind="huggingface", path=str(tmp_path / "tokenizer.json"))
+    path = write_megatron(tmp_path / "x.bin", [[[0, 1]], [[1], [token]]], "int32")
     config = tiny_config(tmp_path, path, tokenizer=existing)
-    with pytest.raises(
-        InputError, match=rf"x\.bin: document 2 holds the token id {found}; .* 0 to \d+\..*tokenizer\.path"
-    ):
+    with pytest.raises(InputError, match=rf"x\.bin: document 2 .* {token};.*tokenizer\.path"):
         build_local(config, only="chunk")
     assert not list((config.datastore / "chunks").iterdir())
-
-
-def test_id_added_for_padding_is_refused_as_a_token(tmp_path):
-    import tokenizers
-
-    words = {"a": 0, "b": 1, "[UNK]": 2}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    model.save(str(tmp_path / "tokenizer.json"))
-    existing = TokenizerSettings(kind="huggingface", path=str(tmp_path / "tokenizer.json"))
-    config = tiny_config(tmp_path, write_megatron(tmp_path / "x.bin", [[[0, 1]], [[1, 3]]]), tokenizer=existing)
-    with pytest.raises(InputError, match=r"document 2 holds the token id 3; the tokenizer's are 0 to 2"):
-        build_local(config, only="chunk")
 
 
 def test_training_a_tokenizer_on_tokens_is_refused_with_the_setting_to_change(tmp_path, tiny_corpus):
@@ -268,10 +238,6 @@ def test_training_a_tokenizer_on_tokens_is_refused_with_the_setting_to_change(tm
 # --- to the datastore and back
 
 
-def arrays(folders: list[Path], split: str, name: str) -> np.ndarray:
-    return np.concatenate([np.load(folder / split / f"{name}.npy") for folder in folders])
-
-
 @settings(max_examples=30, deadline=None)
 @given(documents=documents_of_sequences, shard_bytes=st.integers(20, 400))
 def test_tokens_read_from_a_datastore_equal_the_megatron_tokens(
@@ -282,7 +248,7 @@ def test_tokens_read_from_a_datastore_equal_the_megatron_tokens(
     corpus = CorpusSettings(shard_bytes=shard_bytes, split=(6, 2, 2))
     tokenizer = Tokenizer.open(tokenizer_folder)
     found, counted = [], 0
-    for number, pieces in enumerate(plan_shards([file], [scan_file(file, corpus)], shard_bytes)):
+    for number, pieces in enumerate(plan_shards([scan_file(file, corpus)], shard_bytes)):
         work = folder / str(number)
         counts = chunk_shard(
             work,

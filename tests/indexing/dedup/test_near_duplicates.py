@@ -91,18 +91,20 @@ def test_document_near_only_a_removed_one_is_kept(tmp_path) -> None:
     assert [(document, near) for document, near, _ in found] == [(1, 0)]
 
 
-def test_pair_below_the_threshold_is_kept_even_if_it_shares_bands(tmp_path) -> None:
-    first = text_of(0)
-    pair = [(TRAIN, first), (TRAIN, like(first, 14))]  # 104 / 132 = 0.788
-    assert removed(tmp_path / "a", [pair], replace(WITHIN, threshold=0.79)) == []
-    assert len(removed(tmp_path / "b", [pair], replace(WITHIN, threshold=0.78))) == 1
-
-
-def test_pair_exactly_at_the_threshold_is_near(tmp_path) -> None:
-    first = text_of(0, 12)  # 10 grams
-    second = first[:11]  # 9 of these grams
-    settings = replace(WITHIN, threshold=0.9)
-    assert [row[2] for row in removed(tmp_path, [[(TRAIN, first), (TRAIN, second)]], settings)] == [0.9]
+@pytest.mark.parametrize(
+    ("length", "changed", "threshold", "is_near"),
+    [
+        (120, 14, 0.79, False),
+        (120, 14, 0.78, True),
+        (12, 1, 9 / 11, True),
+    ],  # 104 / 132 = 0.788; exactly at the threshold
+)
+def test_pair_is_near_from_the_threshold_on_even_if_it_shares_bands(
+    tmp_path, length, changed, threshold, is_near
+) -> None:
+    first = text_of(0, length)
+    pair = [(TRAIN, first), (TRAIN, like(first, changed))]
+    assert len(removed(tmp_path, [pair], replace(WITHIN, threshold=threshold))) == is_near
 
 
 @pytest.mark.parametrize("kind", [VALID, TEST, EVALUATION])
@@ -133,12 +135,11 @@ def test_copies_of_an_evaluation_document_are_listed_with_that_reason(tmp_path) 
     assert np.load(tmp_path / "list" / "0.npy").tolist() == [0, 1]
 
 
-def test_texts_without_words_are_never_near(tmp_path) -> None:
-    assert removed(tmp_path, [[(TRAIN, ["…"]), (TRAIN, ["…"]), (EVALUATION, ["…"])]], WITHIN) == []
-
-
-def test_single_document_and_empty_shard_remove_nothing(tmp_path) -> None:
-    assert removed(tmp_path, [[(TRAIN, text_of(0))], []], WITHIN) == []
+@pytest.mark.parametrize(
+    "shards", [[[(TRAIN, ["…"]), (TRAIN, ["…"]), (EVALUATION, ["…"])]], [[(TRAIN, text_of(0))], []]]
+)
+def test_texts_without_words_single_documents_and_empty_shards_remove_nothing(tmp_path, shards) -> None:
+    assert removed(tmp_path, shards, WITHIN) == []
 
 
 def test_a_thousand_copies_take_a_thousand_comparisons(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.ranged_reads import Header, RangedArray
@@ -37,12 +36,6 @@ def test_gather_equals_indexing_the_whole_for_every_gap(files, ids: list[int], g
     found = ranged(files, gap_bytes).gather(np.array(ids, dtype=np.int64))
     assert found.dtype == np.uint16
     assert np.array_equal(found, WHOLE[ids].reshape(-1, 3))
-
-
-@given(bounds=st.tuples(st.integers(0, 100), st.integers(0, 100)))
-def test_read_equals_slicing_the_whole(files, bounds: tuple[int, int]) -> None:
-    start, stop = sorted(bounds)
-    assert np.array_equal(ShardedArray(files, ROWS, "pread").read(start, stop), WHOLE[start:stop])
 
 
 @pytest.mark.parametrize(("gap_bytes", "reads"), [(5, 4), (6, 3), (18, 2), (1000, 2)])
@@ -99,17 +92,6 @@ def test_ranged_reads_do_not_map_files_into_memory(files: list[Path]) -> None:
     assert mapped()  # shows that the check can fail
 
 
-def test_mmap_and_pread_return_the_same_rows_of_every_array(tiny_datastore: Datastore) -> None:
-    ids = np.random.default_rng(1).integers(0, tiny_datastore.train.num_chunks, 200)
-    mapped, read = (Datastore.open(tiny_datastore.folder, how).train for how in ("mmap", "pread"))
-    for name in ("tokens", "lengths", "embeddings", "neighbor_ids", "neighbor_distances"):
-        one, other = getattr(mapped, name), getattr(read, name)
-        assert one.row_shape == other.row_shape
-        assert np.array_equal(one.gather(ids), other.gather(ids))
-    for one, other in zip(mapped.with_continuation(ids), read.with_continuation(ids), strict=True):
-        assert np.array_equal(one, other)
-
-
 def test_number_of_open_files_is_bounded(tmp_path) -> None:
     paths = [tmp_path / f"{number}.npy" for number in range(150)]
     for number, path in enumerate(paths):
@@ -133,28 +115,3 @@ def test_numpy_headers_of_row_arrays_are_read_and_others_refused(tmp_path) -> No
         np.save(tmp_path / "x.npy", wrong)
         with pytest.raises(InputError, match=r"x\.npy cannot be read \(not an array of rows"):
             ShardedArray([tmp_path / "x.npy"], [1], "pread").gather(np.array([0]))
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (-1, "x.npy is missing"),
-        (0, "x.npy cannot be read"),
-        (50, "x.npy cannot be read"),
-        (128, "x.npy ends at byte 128"),
-        (128 + 8 * 90, "x.npy ends at byte 848"),
-    ],
-)
-def test_incomplete_file_is_refused_by_name(tmp_path, size: int, message: str) -> None:
-    path = tmp_path / "x.npy"
-    np.save(path, np.zeros(100))
-    data = path.read_bytes()
-    path.unlink() if size < 0 else path.write_bytes(data[:size])
-    with pytest.raises(InputError, match=message.replace(".", r"\.")):
-        ShardedArray([path], [100], "pread").gather(np.arange(100))
-
-
-def test_file_with_too_few_rows_is_refused_by_name(tmp_path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(99))
-    with pytest.raises(InputError, match=r"x\.npy has 99 rows, the datastore's manifest says 100"):
-        ShardedArray([tmp_path / "x.npy"], [100], "pread").gather(np.array([0]))

@@ -13,25 +13,20 @@ from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardedArray, np.ndarray]:
+@pytest.fixture(scope="module", params=["mmap", "pread"])
+def sharded(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardedArray, np.ndarray]:
     folder, rows = tmp_path_factory.mktemp("sharded"), [3, 0, 5, 1]
     whole = np.arange(18).reshape(9, 2)
     for number, part in enumerate(np.split(whole, np.cumsum(rows)[:-1])):
         np.save(folder / f"{number}.npy", part)
-    return ShardedArray([folder / f"{number}.npy" for number in range(4)], rows), whole
+    return ShardedArray([folder / f"{number}.npy" for number in range(4)], rows, request.param), whole
 
 
-@given(ids=st.lists(st.integers(0, 8), max_size=20))
-def test_gather_equals_indexing_the_whole(sharded, ids: list[int]) -> None:
-    array, whole = sharded
-    assert np.array_equal(array.gather(np.array(ids, dtype=np.int64)), whole[ids].reshape(-1, 2))
-
-
-@given(bounds=st.tuples(st.integers(0, 9), st.integers(0, 9)))
-def test_read_equals_slicing_the_whole(sharded, bounds: tuple[int, int]) -> None:
+@given(ids=st.lists(st.integers(0, 8), max_size=20), bounds=st.tuples(st.integers(0, 9), st.integers(0, 9)))
+def test_reads_equal_reads_of_the_whole(sharded, ids: list[int], bounds: tuple[int, int]) -> None:
     array, whole = sharded
     start, stop = sorted(bounds)
+    assert np.array_equal(array.gather(np.array(ids, dtype=np.int64)), whole[ids].reshape(-1, 2))
     assert np.array_equal(array.read(start, stop), whole[start:stop])
 
 
@@ -57,8 +52,12 @@ def map_entries(path: Path) -> list[str]:
     return [entry for entry in entries if str(path) in entry]
 
 
-def test_truncated_shard_is_named(tmp_path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros(100))
-    (tmp_path / "x.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:200])
+@pytest.mark.parametrize("reading", ["mmap", "pread"])
+@pytest.mark.parametrize("size", [-1, 0, 50, 128, 128 + 8 * 90, 128 + 8 * 99])
+def test_missing_or_truncated_file_is_named(tmp_path, size: int, reading: str) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros(99 if size == 128 + 8 * 99 else 100))  # an intact file with too few rows
+    data = path.read_bytes()
+    path.unlink() if size < 0 else path.write_bytes(data[:size])
     with pytest.raises(InputError, match=r"x\.npy"):
-        ShardedArray([tmp_path / "x.npy"], [100]).shard(0)
+        ShardedArray([path], [100], reading).gather(np.arange(100))

@@ -17,9 +17,9 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from indexing.store.errors import InputError
 from indexing.tokenization.extension import Extension, compare, extend, open_base
-from indexing.tokenization.sentencepiece_proto import CONTROL, NORMAL, parse, with_pieces
+from indexing.tokenization.extension_sentencepiece import CONTROL, NORMAL, parse, with_pieces
 from indexing.tokenization.tokenizer import _PROBES, MODEL, TokenizerSettings, install_tokenizer, train_sentencepiece
-from tests.indexing.tokenization.test_tokenizer import ANY_TEXT, CODE, DIFFICULT
+from tests.indexing.tokenization.test_tokenizer import ANY_TEXT, CODE, DIFFICULT, foreign_model
 
 ENGLISH = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs, please.\n\n" * 3,
@@ -46,13 +46,8 @@ def ours(folder: Path, kind: str) -> Path:
 
 def foreign(folder: Path, kind: str, **changes: object) -> Path:
     """A foreign model: it normalizes text, adds a space before it, and has no padding token."""
-    options = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2, **changes}
-    folder.mkdir(parents=True)
-    with open(folder / "tokenizer.model", "wb") as writer:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(ENGLISH), model_writer=writer, model_type=kind, **options
-        )
-    return folder
+    options = {"model_type": kind, "vocab_size": 400, "byte_fallback": True, **changes}
+    return foreign_model(folder / "tokenizer.model", ENGLISH, **options).parent
 
 
 def byte_level(folder: Path, split: str, added: list[str], **config: object) -> Path:
@@ -128,14 +123,8 @@ def text_of(extension: Extension, token: int) -> bytes:
     return piece.encode()
 
 
-BYTES = [
-    *range(33, 127),
-    *range(161, 173),
-    *range(174, 256),
-    *range(33),
-    *range(127, 161),
-    173,
-]  # of the sorted alphabet
+# Of the sorted alphabet.
+BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]
 
 
 # --- unchanged ids and texts
@@ -172,9 +161,8 @@ def test_extended_tokenizer_decodes_texts_like_its_base(extension, text):
 
 def test_difficult_texts_decode_like_with_the_base(extension):
     for text in [*_PROBES, *DIFFICULT, *CHINESE]:
-        assert extension.tokenizer.decode(extension.tokenizer.encode(text)) == extension.old.decode(
-            extension.old.encode(text)
-        )
+        old, new = extension.old, extension.tokenizer
+        assert new.decode(new.encode(text)) == old.decode(old.encode(text))
 
 
 def test_kept_texts_keep_their_ids(base, tmp_path):
@@ -315,14 +303,7 @@ def test_old_token_boundaries_are_kept(tmp_path):
 def test_unsupported_tokenizers_are_refused_with_the_reason(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     words.save(str(tmp_path / "words.json"))
-    with open(tmp_path / "words.model", "wb") as writer:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(ENGLISH),
-            model_writer=writer,
-            model_type="char",
-            minloglevel=2,
-            hard_vocab_limit=False,
-        )
+    foreign_model(tmp_path / "words.model", ENGLISH, model_type="char")
     parts = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "a</w>": 1}, [], end_of_word_suffix="</w>"))
     parts.save(str(tmp_path / "parts.json"))
     for name, message in [

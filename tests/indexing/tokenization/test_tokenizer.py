@@ -17,12 +17,12 @@ from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import (
     HUGGINGFACE_MODEL,
     MODEL,
+    TextSample,
     Tokenizer,
     TokenizerSettings,
     install_tokenizer,
     read_meta,
     read_token_bytes,
-    sample_pieces,
     train_sentencepiece,
 )
 
@@ -83,17 +83,13 @@ def test_every_character_round_trips(trained):
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_encoding_a_batch_equals_encoding_each_text(trained):
-    batch = trained.encode_batch([*DIFFICULT, *TEXTS])
-    assert [ids.tolist() for ids in batch] == [trained.encode(text).tolist() for text in [*DIFFICULT, *TEXTS]]
-    assert trained.encode_batch([]) == []
-
-
-def test_decoding_a_batch_equals_decoding_each_row(trained):
-    rows = [trained.encode(text) for text in [*DIFFICULT, *TEXTS]]
-    rows.append(np.array([trained.bos_id, *rows[0], trained.eos_id, trained.pad_id]))
-    assert trained.decode_batch(rows) == [trained.decode(row) for row in rows]
-    assert trained.decode_batch([]) == []
+def test_batches_equal_their_texts_one_by_one(trained):
+    texts = [*DIFFICULT, *TEXTS]
+    rows = trained.encode_batch(texts)
+    assert [row.tolist() for row in rows] == [trained.encode(text).tolist() for text in texts]
+    rows.append(np.array([trained.bos_id, *rows[-1], trained.eos_id, trained.pad_id]))
+    assert trained.decode_batch(rows) == [*texts, TEXTS[-1]] == [trained.decode(row) for row in rows]
+    assert trained.encode_batch([]) == trained.decode_batch([]) == []
 
 
 def test_special_tokens_decode_to_no_text(trained):
@@ -161,14 +157,20 @@ def test_rare_characters_do_not_take_the_vocabulary_of_words(tmp_path):
 
 
 def test_sample_is_uniform_reproducible_and_of_the_requested_size():
+    def sample_of(texts: list[str], size: int, seed: int) -> list[str]:
+        sample = TextSample(size, seed)
+        for text in texts:
+            sample.add(text)
+        return sample.pieces()
+
     texts = [f"{number:04d}" * 512 for number in range(1000)]  # two pieces each
-    sample = sample_pieces(iter(texts), 100 * 1024, seed=1)
-    assert sample == sample_pieces(iter(texts), 100 * 1024, seed=1) != sample_pieces(iter(texts), 100 * 1024, seed=2)
+    sample = sample_of(texts, 100 * 1024, seed=1)
+    assert sample == sample_of(texts, 100 * 1024, seed=1) != sample_of(texts, 100 * 1024, seed=2)
     assert len(sample) == 100
     numbers = [int(piece[:4]) for piece in sample]
     assert numbers == sorted(numbers)
     assert 400 < np.mean(numbers) < 600
-    assert "".join(sample_pieces(["a" * 3000, "", "中"], 10**6, seed=0)) == "a" * 3000 + "中"
+    assert "".join(sample_of(["a" * 3000, "", "中"], 10**6, seed=0)) == "a" * 3000 + "中"
 
 
 def test_ids_take_two_bytes_up_to_65536_tokens(trained):
@@ -180,11 +182,11 @@ def test_ids_take_two_bytes_up_to_65536_tokens(trained):
 # --- models from other projects
 
 
-def foreign_model(path: Path, **options: object) -> Path:
+def foreign_model(path: Path, texts: list[str] = TEXTS, **options: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as writer:
         arguments = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **options}
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=writer, **arguments)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=writer, **arguments)
     return path
 
 

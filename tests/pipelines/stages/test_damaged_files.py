@@ -4,21 +4,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
-from indexing.dedup.near_duplicates import DedupSettings
-from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from pipelines.cli import main, run_verb
 from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
-from tests.conftest import build_local, tiny_config, write_corpus
+from tests.indexing.verification.datastores import build_complete, build_grown
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "file-formats.md"
 RNG = np.random.default_rng(0)
@@ -34,32 +30,12 @@ def _finish(config: Config) -> Path:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of a datastore with near copies removed, neighbors by terms, materialized neighbors and a merged index."""
-    folder = tmp_path_factory.mktemp("complete")
-    corpus = write_corpus(folder / "corpus.jsonl", 24)
-    corpus.write_text(corpus.read_text() + corpus.read_text().replace('"doc-', '"copy-'))
-    evaluation = write_corpus(folder / "evaluation.jsonl", 4, seed=3)
-    config = tiny_config(folder, corpus, dedup=DedupSettings(within=True, paths=(str(evaluation),)))
-    reading = CorpusSettings(paths=(str(corpus),), shard_bytes=40_000, split=(800, 200, 0))
-    neighbors = replace(config.neighbors, materialized=2, retrieval="hybrid")
-    index = replace(config.index, factory="IVF4,Flat")
-    config = replace(config, corpus=reading, neighbors=neighbors, index=index)
-    build_local(config)
-    build_local(config, only="merge")
-    return _finish(config)
+    return _finish(build_complete(tmp_path_factory.mktemp("complete"), retrieval="hybrid"))
 
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of a datastore with deleted documents, to which a file was appended."""
-    folder = tmp_path_factory.mktemp("grown")
-    files = tuple(str(write_corpus(folder / f"{seed}.jsonl", 12, seed)) for seed in range(2))
-    config = tiny_config(folder, folder, corpus=CorpusSettings(paths=files[:1], split=(800, 200, 0)))
-    build_local(config)
-    config = replace(config, corpus=replace(config.corpus, paths=files))
-    build_local(config, append=True)
-    delete_documents(config.datastore, {row["id"] for row in Datastore.open(config.datastore).train.metadata([1, 2])})
-    return _finish(config)
+    return _finish(build_grown(tmp_path_factory.mktemp("grown")))
 
 
 def stored_files(folder: Path) -> list[Path]:

@@ -20,9 +20,10 @@ from pipelines.commands.model import InspectOptions, inspect
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages import dedup as dedup_stage
-from tests.conftest import build_local, tiny_config
+from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.corpus.test_megatron import write_megatron
-from tests.pipelines.stages.test_table import changed_since, contents
+from tests.indexing.verification.contents import check_contents
+from tests.pipelines.stages.test_table import changed_since
 
 SPLIT = (800, 100, 100)
 
@@ -81,6 +82,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[s
     return path, write(folder / "evaluation.jsonl", secret), copies
 
 
+def made(datastore: Path) -> dict[str, bytes]:
+    """The files that depend on `[dedup]`."""
+    return {name: data for name, data in contents(datastore).items() if name.startswith(("dedup/", "chunks/"))}
+
+
 def config_of(folder: Path, corpus: Path, **dedup) -> Config:
     read = CorpusSettings(paths=(str(corpus),), shard_bytes=30_000, split=SPLIT)
     return tiny_config(folder, corpus, corpus=read, dedup=DedupSettings(**dedup))
@@ -123,6 +129,7 @@ def test_exactly_the_near_copies_are_removed_and_listed_with_their_originals(bui
 
 def test_removed_documents_are_in_no_chunk_and_all_others_are_kept(built, corpus, tmp_path) -> None:
     config, datastore = built
+    check_contents(datastore)
     gone = {row["id"] for row in removed_rows(config)}
     plain = build_local(config_of(tmp_path, corpus[0]), only="chunk")
     assert ids(datastore, "train") == [name for name in ids(plain, "train") if name not in gone]
@@ -131,19 +138,10 @@ def test_removed_documents_are_in_no_chunk_and_all_others_are_kept(built, corpus
         assert ids(datastore, split) == ids(plain, split)
 
 
-def test_deduplicated_datastore_passes_every_stage(built) -> None:
-    _, datastore = built
-    assert datastore.has("neighbors")
-    assert datastore.train.neighbor_ids.read(0, datastore.train.num_chunks).max() < datastore.train.num_chunks
-
-
 def test_same_settings_give_the_same_bytes_and_a_second_run_writes_nothing(built, corpus, tmp_path) -> None:
     again = config_of(tmp_path, corpus[0], **everything(corpus[1]))
     build_local(again, only="chunk")
-    ours, theirs = contents(again.datastore), contents(built[0].datastore)
-    assert {name: data for name, data in ours.items() if name.startswith(("dedup/", "chunks/"))} == {
-        name: data for name, data in theirs.items() if name.startswith(("dedup/", "chunks/"))
-    }
+    assert made(again.datastore) == made(built[0].datastore)
     time.sleep(0.05)
     moment = time.time()
     build_local(again, only="chunk")
@@ -190,8 +188,7 @@ def test_restarted_dedup_keeps_finished_artifacts_and_gives_the_same_bytes(
     assert times
     build_local(config, only="chunk")
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    ours = {name: data for name, data in contents(config.datastore).items() if name.startswith(("dedup/", "chunks/"))}
-    assert ours.items() <= contents(built[0].datastore).items()
+    assert made(config.datastore) == made(built[0].datastore)
     assert sorted(path.name for path in (config.datastore / "dedup").iterdir()) == [
         "evaluation",
         "removed",
@@ -297,13 +294,9 @@ def test_documents_stored_as_tokens_are_compared_by_their_text(built, corpus, tm
     assert again.train.num_documents == datastore.train.num_documents
 
 
-def test_evaluation_stored_as_tokens_is_refused_with_a_tokenizer_trained_here(corpus, tmp_path) -> None:
-    path = write_megatron(tmp_path / "evaluation.bin", [[[5, 6, 7]]])
-    with pytest.raises(InputError, match=r"tokenizer\.kind = 'bpe'.*evaluation\.bin holds tokens"):
-        build_local(config_of(tmp_path, corpus[0], paths=(str(path),)), only="chunk")
-
-
-def test_inspect_and_the_log_report_the_number_of_removed_documents(built, corpus, capsys, caplog) -> None:
+def test_inspect_and_the_log_report_the_number_of_removed_documents(
+    built, corpus, tiny_datastore, capsys, caplog
+) -> None:
     config, datastore = built
     number, documents = len(removed_rows(config)), len(ids(datastore, "train"))
     expected = f"removed {number} of {documents + number} training documents (5 near train, 2 near valid, 2 near test, 2 near evaluation)"
@@ -312,9 +305,6 @@ def test_inspect_and_the_log_report_the_number_of_removed_documents(built, corpu
     assert any(expected in message and "removed.jsonl" in message for message in caplog.messages)
     inspect(str(datastore.folder), InspectOptions())
     assert expected in capsys.readouterr().out
-
-
-def test_inspect_omits_dedup_when_it_is_off(tiny_datastore, capsys) -> None:
     inspect(str(tiny_datastore.folder), InspectOptions())
     assert "removed.jsonl" not in capsys.readouterr().out
 
@@ -330,5 +320,4 @@ def test_ray_removes_the_same_documents(built, corpus, tmp_path, cluster) -> Non
         build_local(config, only="chunk")
     finally:
         ray.shutdown()
-    ours = {name: data for name, data in contents(config.datastore).items() if name.startswith(("dedup/", "chunks/"))}
-    assert ours.items() <= contents(built[0].datastore).items()
+    assert made(config.datastore) == made(built[0].datastore)

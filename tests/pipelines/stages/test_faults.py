@@ -1,6 +1,5 @@
 """Faults on disk: damaged artifacts are named and rebuilt, a full disk loses no finished work, bytes are the same."""
 
-import os
 import re
 import resource
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.artifact import Recipe, create, reading
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -23,9 +21,7 @@ from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
 from pipelines.settings.toml_file import to_toml
 from pipelines.stages.shards import run_tasks, shard_task
-from tests.conftest import build_local, contents, tiny_config, write_corpus
-
-ARTIFACTS = ["corpus", "tokenizer", "chunks/00001", "embedder", "embeddings/00003", "index/trained", "index/00002", "index/tuned", "neighbors/00004"]  # fmt: skip
+from tests.conftest import ARTIFACTS, build_local, contents, tiny_config
 
 
 @pytest.fixture
@@ -71,15 +67,6 @@ def test_only_the_damaged_artifact_is_named_and_rebuilt(
     assert changed == {f"{artifact}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
 
 
-def test_all_artifacts_damaged_at_once_are_rebuilt(config, tiny_datastore, caplog) -> None:
-    for artifact in ARTIFACTS:
-        truncate(largest_file(config.datastore / artifact))
-    truncate(config.datastore / "manifest.json")
-    build_local(config)
-    assert caplog.text.count("is made again") == len(ARTIFACTS)
-    assert contents(config.datastore) == contents(tiny_datastore.folder)
-
-
 def test_damaged_datastore_manifest_is_refused_by_readers_and_rewritten_by_index(config, tiny_datastore) -> None:
     truncate(config.datastore / "manifest.json")
     with pytest.raises(InputError, match=r"manifest\.json cannot be read.*retro index CONFIG"):
@@ -100,47 +87,37 @@ def test_changed_settings_are_refused_even_if_a_file_is_damaged(config) -> None:
         build_local(replace(config, embedder=replace(config.embedder, dimension=16)))
 
 
-@pytest.mark.parametrize(
-    ("victim", "verb"),
-    [
-        ("chunks/00000/train/tokens.npy", "train"),
-        ("neighbors/00000/train/ids.npy", "train"),
-        ("index/00001/vectors.faiss", "search"),
-    ],
-)
-def test_verbs_refuse_a_damaged_file_by_name(config, capsys, victim: str, verb: str) -> None:
-    truncate(config.datastore / victim)
-    file = config.datastore.with_name("config.toml")
-    file.write_text(to_toml(config))
-    arguments = {"train": ["train", str(file)], "search": ["search", str(config.datastore), "some text"]}
-    assert main(arguments[verb]) == 2
-    said = capsys.readouterr().err
-    assert victim in said
-    assert "retro index" in said
-
-
 DAMAGES = {
-    "sparse/00000/chunks-0.pos": None,
-    "sparse/00000/passages-0.fast": 5,
-    "sparse/00000/segments.json": 9,
-    "tokenizer/meta.json": 5,
-    "embedder/embedder.json": 5,
-    "index/tuned/tuned.json": b"nprobe",
-    "index/00000/vectors.faiss": 0,
-    "chunks/00000/manifest.json": None,
+    "chunks/00000/train/tokens.npy": ("train", b""),
+    "neighbors/00000/train/ids.npy": ("train", b""),
+    "index/00001/vectors.faiss": ("search", b""),
+    "sparse/00000/chunks-0.pos": ("search", None),
+    "sparse/00000/passages-0.fast": ("search", 5),
+    "sparse/00000/segments.json": ("search", 9),
+    "tokenizer/meta.json": ("search", 5),
+    "embedder/embedder.json": ("search", 5),
+    "index/tuned/tuned.json": ("search", b"nprobe"),
+    "index/00000/vectors.faiss": ("search", 0),
+    "chunks/00000/manifest.json": ("search", None),
 }
+"""File → verb that reads it, and its damage: the byte that changes, or the text in which it is; empty = cut, None = removed."""
 
 
 @pytest.mark.parametrize("file", DAMAGES)
-def test_search_names_the_damaged_file_and_its_repair(config, capsys, file: str) -> None:
-    path, place = config.datastore / file, DAMAGES[file]
+def test_verbs_name_the_damaged_file_and_its_repair(config, capsys, file: str) -> None:
+    path, (verb, place) = config.datastore / file, DAMAGES[file]
     if place is None:
         path.unlink()
+    elif place == b"":
+        truncate(path)
     else:
         data = bytearray(path.read_bytes())
         data[data.index(place) if isinstance(place, bytes) else place] ^= 1
         path.write_bytes(data)
-    assert main(["search", str(config.datastore), "index chunk"]) == 2
+    settings = config.datastore.with_name("config.toml")
+    settings.write_text(to_toml(config))
+    arguments = {"train": [str(settings)], "search": [str(config.datastore), "index chunk"]}
+    assert main([verb, *arguments[verb]]) == 2
     said = capsys.readouterr().err
     assert str(path) in said
     assert "retro verify DATASTORE --repair" in said
@@ -247,24 +224,6 @@ def test_build_resumes_after_the_disk_was_full_at_every_stage(
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
-def test_full_disk_while_near_copies_are_searched_is_named(tmp_path, small_disk) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 36)
-    config = tiny_config(tmp_path, corpus, dedup=DedupSettings(within=True))
-    build_local(config, only="chunk")
-    whole = contents(config.datastore)
-    shutil.copytree(
-        config.datastore, small_disk / "datastore", ignore=shutil.ignore_patterns("chunks", "dedup", ".lock")
-    )
-    config = replace(config, datastore=small_disk / "datastore")
-    used = sum(path.stat().st_blocks // 2 for path in small_disk.rglob("*"))
-    subprocess.run(["mount", "-o", f"remount,size={used + 8}k", small_disk], check=True)
-    assert re.search(r"No space left on device.*'.+/dedup/signatures/00000/bands.npy'$", first_failure(config))
-    assert nothing_half_written(config.datastore)
-    subprocess.run(["mount", "-o", "remount,size=8M", small_disk], check=True)
-    build_local(config, only="chunk")
-    assert contents(config.datastore) == whole
-
-
 @pytest.mark.slow
 def test_build_resumes_after_a_file_reached_its_size_limit(tmp_path, tiny_corpus, tiny_datastore) -> None:
     """The same test with the kernel's limit on file sizes, which needs no root privileges."""
@@ -295,27 +254,6 @@ def test_build_resumes_after_a_file_reached_its_size_limit(tmp_path, tiny_corpus
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_verify_names_the_damaged_file_and_repair_and_index_restore_it(config, tiny_datastore, capsys) -> None:
-    folder = str(config.datastore)
-    assert main(["verify", folder]) == 0
-    assert "no errors" in capsys.readouterr().out
-    victim = config.datastore / "embeddings/00002/train.npy"
-    stat, data = victim.stat(), bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
-    os.utime(victim, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a disk that loses a bit does not change the time
-    build_local(config)  # only checks sizes
-    assert main(["verify", folder]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{victim} has changed since it was written (checksum): remove embeddings/00002")
-    assert said[-1].endswith("1 errors")
-    assert main(["verify", folder, "--repair"]) == 1
-    assert "removed embeddings/00002; `retro index CONFIG` builds them again" in capsys.readouterr().out
-    build_local(config)
-    assert main(["verify", folder]) == 0
-    assert contents(config.datastore) == contents(tiny_datastore.folder)
 
 
 def test_verify_checks_the_finished_stages_of_an_unfinished_datastore(tmp_path, tiny_corpus, capsys) -> None:

@@ -20,6 +20,7 @@ from retro.data.settings import DataSettings
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
 from tests.conftest import build_local, tiny_config, write_corpus
+from tests.indexing.verification.contents import check_contents
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, tiny_corpus, tiny_datastore, 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
 def test_neighbors_are_the_exact_nearest_of_both_datastores(both: Config, other: Config, split_name: str) -> None:
     own, theirs = Datastore.open(both.datastore), Datastore.open(other.datastore)
+    check_contents(own)
     split = own.split(split_name)
     queries = split.embeddings.read(0, split.num_chunks).astype(np.float32)
     excluded = split.documents_of(np.arange(split.num_chunks))[1:] if split_name == "train" else None

@@ -26,8 +26,7 @@ from pipelines.settings.toml_file import to_toml
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from tests.conftest import build_local, tiny_config, write_corpus
-from tests.pipelines.stages.test_table import contents
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
 def at(url: str) -> dict[str, bytes]:
@@ -36,6 +35,11 @@ def at(url: str) -> dict[str, bytes]:
     filesystem.invalidate_cache()
     found = filesystem.cat([path for path in filesystem.find(root) if "/report." not in path and "/.lock" not in path])
     return {path[len(root) + 1 :]: data for path, data in found.items()}
+
+
+def here(datastore: Datastore) -> dict[str, bytes]:
+    """Every file of a local datastore except the reports and the lock."""
+    return {name: data for name, data in contents(datastore.folder).items() if name != ".lock"}
 
 
 def fetched(cache: Path) -> set[str]:
@@ -70,13 +74,6 @@ def config(url: str, tmp_path: Path, tiny_corpus: Path) -> Config:
     return replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(url))
 
 
-def test_build_at_a_url_gives_the_bytes_of_a_local_build(bucket, tmp_path, tiny_corpus, tiny_datastore) -> None:
-    built = build_local(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")))
-    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
-    assert at(f"{bucket}/wiki") == local
-    assert built.fingerprint == tiny_datastore.fingerprint
-
-
 def test_another_machine_resumes_the_build(
     bucket, tmp_path, tiny_corpus, tiny_datastore, another_machine: Callable[[], Path]
 ) -> None:
@@ -87,7 +84,7 @@ def test_another_machine_resumes_the_build(
         another_machine()
         build_local(config, only=stage)
     now = at(f"{bucket}/wiki")
-    assert now == {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
+    assert now == here(tiny_datastore)
     assert all(now[name] == data for name, data in made.items() if name != "manifest.json")
 
 
@@ -113,8 +110,7 @@ def test_workers_without_a_shared_folder_build_the_same_bytes(
 ) -> None:
     executor = ElsewhereExecutor(another_machine, monkeypatch)
     build(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")), executor)
-    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
-    assert at(f"{bucket}/wiki") == local
+    assert at(f"{bucket}/wiki") == here(tiny_datastore)
     assert not {"train.npy", "distances.npy", "vectors.faiss"} & fetched(Path(executor.here))
 
 
@@ -134,8 +130,7 @@ def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_
         build_local(config)
     finally:
         ray.shutdown()
-    local = {name: data for name, data in contents(tiny_datastore.folder).items() if name != ".lock"}
-    assert at(f"{bucket}/wiki") == local
+    assert at(f"{bucket}/wiki") == here(tiny_datastore)
 
 
 def test_finished_artifacts_are_not_rebuilt_and_few_files_are_fetched(config, another_machine, monkeypatch) -> None:
@@ -166,11 +161,11 @@ def test_stage_rebuilt_elsewhere_replaces_the_files_at_the_url(
     assert "documents.parquet" not in fetched(cache)  # the search fetches only the files it reads
     build_local(changed)
     local = build_local(tiny_config(tmp_path / "local", tiny_corpus, neighbors=changed.neighbors))
-    assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
+    assert at(url) == here(local)
     again = Datastore.open(url)
     assert again.fingerprint == local.fingerprint != first.fingerprint
     build_local(changed, rebuild=True)
-    assert at(url) == {name: data for name, data in contents(local.folder).items() if name != ".lock"}
+    assert at(url) == here(local)
 
 
 @pytest.mark.slow
@@ -182,13 +177,13 @@ def test_append_at_a_url_gives_the_bytes_of_a_local_append(
     more = write_corpus(tmp_path / "more.jsonl", 30, 7)
     grown = replace(config, corpus=replace(config.corpus, paths=(*config.corpus.paths, str(more))))
     build_local(config)
-    local = contents(build_local(grown, append=True).folder)
+    local = here(build_local(grown, append=True))
     executor, moved, move = ElsewhereExecutor(another_machine, monkeypatch), [], remote.move
     monkeypatch.setattr(remote, "move", lambda folder, to: (moved.append(to.name), move(folder, to)))
     build(replace(config, datastore=Path(f"{bucket}/wiki")), executor)
     build(replace(grown, datastore=Path(f"{bucket}/wiki")), executor, append=True)
     assert "00000.before" in moved
-    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
 
 
 def test_dedup_at_a_url_gives_the_bytes_of_a_local_build(
@@ -197,20 +192,20 @@ def test_dedup_at_a_url_gives_the_bytes_of_a_local_build(
     config = tiny_config(tmp_path, tiny_corpus)
     write_corpus(tmp_path / "evaluation.jsonl", 10, 7)
     config = replace(config, dedup=replace(config.dedup, within=True, paths=(str(tmp_path / "evaluation.jsonl"),)))
-    local = contents(build_local(config, only="chunk").folder)
+    local = here(build_local(config, only="chunk"))
     executor = ElsewhereExecutor(another_machine, monkeypatch)
     build(replace(config, datastore=Path(f"{bucket}/wiki")), executor, only="chunk")
-    assert at(f"{bucket}/wiki") == {name: data for name, data in local.items() if name != ".lock"}
+    assert at(f"{bucket}/wiki") == local
 
 
 def test_deletion_at_a_url_is_visible_from_every_machine(url, another_machine, capsys) -> None:
     another_machine()
     whole = Datastore.open(url)
     victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document["id"]
-    here = another_machine()
+    cache = another_machine()
     assert main(["delete", url, "--ids", victim]) == 0
     assert "1 documents deleted" in capsys.readouterr().out
-    assert "deleted.json" in fetched(here)
+    assert "deleted.json" in fetched(cache)
     there = another_machine()
     assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
     assert "deleted.json" in fetched(there)
@@ -257,20 +252,8 @@ def test_datastore_at_a_url_can_be_searched_inspected_and_used_for_training(
     assert load(Config, file, [], verb="train").datastore == config.datastore
     assert main(["train", str(file), "--data.reading", "pread", "--train.steps", "2"]) == 0
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["data"]["datastores"] == [url]
-    assert (
-        main(
-            [
-                "eval",
-                "perplexity",
-                str(tmp_path / "run"),
-                "--evaluation.max-tokens",
-                "200",
-                "--evaluation.leakage-tokens",
-                "64",
-            ]
-        )
-        == 0
-    )
+    limits = ["--evaluation.max-tokens", "200", "--evaluation.leakage-tokens", "64"]
+    assert main(["eval", "perplexity", str(tmp_path / "run"), *limits]) == 0
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the", "--max-tokens", "4"]) == 0
     assert not Path("s3:").exists()  # what was fetched is in the cache
     with pytest.raises(InputError, match=r"run = 's3://x/run'"):

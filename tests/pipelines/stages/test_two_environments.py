@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import contents
+
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = os.environ.get("RETRO_OTHER_PYTHON", "")
 pytestmark = [
@@ -34,12 +36,6 @@ def add_to_corpus(folder: Path, package: str) -> None:
         target = folder / "corpus" / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-
-
-def contents(datastore: Path) -> dict[str, bytes]:
-    """The bytes of every file but the reports, which hold seconds."""
-    files = {path.relative_to(datastore).as_posix(): path for path in datastore.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith("report.")}
 
 
 def differences(first: Path, second: Path) -> list[str]:

@@ -20,7 +20,7 @@ from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
-from tests.indexing.corpus.chunk_tokens import to_tokens
+from tests.indexing.corpus.reading import to_tokens
 from tests.indexing.tokenization.test_tokenizer import foreign_model
 
 FLOAT32 = choose_placement("cpu", "float32")

@@ -1,0 +1,23 @@
+"""Read the documents of a file and their tokens."""
+
+import numpy as np
+
+from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.scan import list_files
+
+
+def only_file(path: object) -> CorpusFile:
+    (file,) = list_files(CorpusSettings(paths=(str(path),)))
+    return file
+
+
+def read(path: object, **settings: object) -> tuple[list[Document], list[CorpusProblem]]:
+    """All documents and problems of the one file at `path`."""
+    problems: list[CorpusProblem] = []
+    corpus = CorpusSettings(**settings)  # type: ignore[arg-type]
+    return list(read_documents(only_file(path), corpus, on_problem=problems.append)), problems
+
+
+def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Join the chunks of a document: chunks [n, m] and lengths [n] → tokens [t]."""
+    return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]
