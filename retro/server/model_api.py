@@ -18,14 +18,13 @@ from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server import schemas
 from retro.server.errors import as_api_error, error_json, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import ScoreKey, Service, ServiceDependency
+from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, sources_of_scores, with_sources
 from retro.server.spans import character_groups, token_ends
 
 T = TypeVar("T")
 
-router = APIRouter(tags=["model"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["model"])
 
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
 
@@ -37,8 +36,8 @@ def event_content(model: type[BaseModel]) -> dict[str, Any]:
     return {"text/event-stream": {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
 
-@router.post("/score", response_model=schemas.ScoreResponse, responses=error_responses(404, 413, 422))
-async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> Response:
+@router.post("/score", responses=error_responses(404, 413, 422))
+async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> schemas.ScoreResponse:
     """Score a text: log-probabilities of its tokens with retrieval ON and OFF. A difference above 0 means that retrieval helped."""
     service.model()
     if service.retrieves:
@@ -51,7 +50,7 @@ async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> Re
         keys.append(ScoreKey(request.k, sources=request.return_sources))
     off, *rest = await asyncio.gather(*(service.scores([sequence], key) for key in keys))
     on = rest[0][0] if rest else None
-    return as_json(await asyncio.to_thread(_scored, service, request, tokens, on, off[0]))
+    return await asyncio.to_thread(_scored, service, request, tokens, on, off[0])
 
 
 def _scored(
@@ -99,7 +98,7 @@ def _scored(
         },
     },
 )
-async def generate(request: schemas.GenerateRequest, service: ServiceDependency) -> Response:
+async def generate(request: schemas.GenerateRequest, service: ServiceDependency) -> Response | schemas.GenerateResponse:
     """Continue a prompt. With retrieval ON the model reads neighbors of every complete chunk."""
     service.model()
     prompt = as_document(service, (await service.encoded([request.prompt], "prompt"))[0])
@@ -122,9 +121,7 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
         return event_stream(_events(steps))
     tokens, sources = zip(*[each async for step in steps for each in step], strict=True)
     text, finish = "".join(token.text for token in tokens), tokens[-1].finish_reason
-    return as_json(
-        schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish, sources=joined(sources))
-    )
+    return schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish, sources=joined(sources))
 
 
 async def _events(steps: AsyncIterator[list[Sourced]]) -> AsyncIterator[str]:

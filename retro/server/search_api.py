@@ -16,14 +16,13 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.retrieval.results import Hit, StoredChunk
+from indexing.retrieval.results import Hit, StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from retro.server import schemas
 from retro.server.datastore_info import datastore_info
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import BareHit, QueryKind, SearchKey, SearchResult, Service, ServiceDependency
+from retro.server.service import BareHit, JsonRoute, QueryKind, SearchKey, SearchResult, Service, ServiceDependency
 from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
@@ -103,36 +102,26 @@ def _missing(found: Iterable[SearchResult]) -> dict[str, Any]:
     return {"partial": bool(names), "missing": names}
 
 
-def _of_document(found: Hit | StoredChunk) -> dict[str, Any]:
-    return {
-        "document_id": found.document_id,
-        "title": found.title,
-        "source": found.source,
-        "metadata": found.document,
-    }
+def _of_document(stored: Hit | StoredChunk | StoredDocument) -> dict[str, Any]:
+    names = {"document_id": stored.document_id, "title": stored.title, "source": stored.source}
+    return names | {"metadata": stored.document}
 
 
 def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
     """Return the fields of `schemas.Hit`."""
     if isinstance(hit, BareHit):
         return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    return {
-        "chunk_id": hit.chunk_id,
-        "score": hit.score,
-        "distance": hit.distance,
-        "text": hit.text,
-        "continuation": hit.continuation,
-        **_of_document(hit),
-    }
+    ranked = {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
+    return ranked | {"text": hit.text, "continuation": hit.continuation} | _of_document(hit)
 
 
-@router.post("/embed", response_model=schemas.EmbedResponse, responses=error_responses(413, 422), tags=["search"])
-async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> Response:
+@router.post("/embed", responses=error_responses(413, 422), tags=["search"])
+async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> schemas.EmbedResponse:
     """Embed texts with the datastore's embedder; returns unit vectors."""
     service.check_queries(len(request.texts), "texts")
     service.check_characters(request.texts, "texts")
     vectors = await service.embed("texts", request.texts)
-    return as_json(schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors]))
+    return schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors])
 
 
 def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
@@ -146,10 +135,8 @@ def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
 # --- neighbors of a text ---------------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/neighbors", response_model=schemas.NeighborsResponse, responses=error_responses(413, 422), tags=["search"]
-)
-async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> Response:
+@router.post("/neighbors", responses=error_responses(413, 422), tags=["search"])
+async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> schemas.NeighborsResponse:
     """Cut a text into chunks as in training, and find each chunk's neighbors and the token runs that they share with it."""
     retriever = service.retriever
     tokens = (await service.encoded([request.text], "text"))[0]
@@ -165,16 +152,13 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)
     chunks = [await run_in_threadpool(_chunk, retriever, texts, *each) for each in zip(rows, found, strict=True)]
-    return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
+    return schemas.NeighborsResponse(chunks=chunks, **_missing(found))
 
 
-@router.post(
-    "/neighbors/tokens",
-    response_model=schemas.NeighborTokensResponse,
-    responses=error_responses(413, 422),
-    tags=["search"],
-)
-async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: ServiceDependency) -> Response:
+@router.post("/neighbors/tokens", responses=error_responses(413, 422), tags=["search"])
+async def neighbor_tokens(
+    request: schemas.NeighborTokensRequest, service: ServiceDependency
+) -> schemas.NeighborTokensResponse:
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.retrieval`, `neighbors.rerank`).
@@ -196,12 +180,10 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
     for number, each in enumerate(found):
         ids[number, : len(each.hits)] = [hit.chunk_id for hit in each.hits]
     tokens, lengths = await run_in_threadpool(retriever.retrieval.with_continuation, ids.ravel())
-    return as_json(
-        schemas.NeighborTokensResponse(
-            tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
-            lengths=lengths.reshape(ids.shape).tolist(),
-            **_missing(found),
-        )
+    return schemas.NeighborTokensResponse(
+        tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
+        lengths=lengths.reshape(ids.shape).tolist(),
+        **_missing(found),
     )
 
 
@@ -244,19 +226,17 @@ def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found
 # --- by id -----------------------------------------------------------------------------------------------------------
 
 
-@router.get(
-    "/chunks/{chunk_id}", response_model=schemas.StoredChunk, responses=error_responses(404, 422), tags=["by id"]
-)
-def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> Response:
+@router.get("/chunks/{chunk_id}", responses=error_responses(404, 422), tags=["by id"])
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> schemas.StoredChunk:
     """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
-    return as_json(_stored_chunk(service.retriever.chunk(chunk_id)))
+    return _stored_chunk(service.retriever.chunk(chunk_id))
 
 
 First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
 Count = Annotated[int, Query(ge=0, le=1024, description="Largest number of chunks to return.")]
 
 
-@router.get("/documents", response_model=schemas.StoredDocument, responses=error_responses(404, 422), tags=["by id"])
+@router.get("/documents", responses=error_responses(404, 422), tags=["by id"])
 def document_by_query(
     id: Annotated[
         str, Query(description="Document id, also one that a path cannot contain, e.g. `..` or line breaks.")
@@ -264,30 +244,22 @@ def document_by_query(
     service: ServiceDependency,
     first: First = 0,
     count: Count = 8,
-) -> Response:
+) -> schemas.StoredDocument:
     """Return a document by its id, with a range of its chunks."""
     return document(id, service, first, count)
 
 
-@router.get(
-    "/documents/{document_id:path}",
-    response_model=schemas.StoredDocument,
-    responses=error_responses(404, 422),
-    tags=["by id"],
-)
-def document(document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8) -> Response:
+@router.get("/documents/{document_id:path}", responses=error_responses(404, 422), tags=["by id"])
+def document(
+    document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8
+) -> schemas.StoredDocument:
     """Return a document by its id in the path, with a range of its chunks."""
-    found = service.retriever.document(document_id, first, count)
-    return as_json(
-        schemas.StoredDocument(
-            document_id=found.document_id,
-            title=found.title,
-            source=found.source,
-            metadata=found.document,
-            num_chunks=found.num_chunks,
-            first=found.first,
-            chunks=[_stored_chunk(each) for each in found.chunks],
-        )
+    stored = service.retriever.document(document_id, first, count)
+    return schemas.StoredDocument(
+        num_chunks=stored.num_chunks,
+        first=stored.first,
+        chunks=[_stored_chunk(chunk) for chunk in stored.chunks],
+        **_of_document(stored),
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -22,16 +22,15 @@ from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.json_route import JsonRoute, as_json
 from retro.server.model_api import event_content, event_stream, with_first_step
 from retro.server.openai import chat_schemas as schemas
 from retro.server.openai.completions import token_name, usage_of
 from retro.server.openai.models import neighbors_of
-from retro.server.openai.sampling import continuations, generation_settings
-from retro.server.service import Service, ServiceDependency
+from retro.server.openai.requests import continuations, generation_settings, lenient
+from retro.server.service import JsonRoute, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, with_sources
 
-router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
 @router.post(
@@ -45,7 +44,9 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
         },
     },
 )
-async def chat_completions(request: schemas.ChatRequest, service: ServiceDependency) -> Response:
+async def chat_completions(
+    request: Annotated[schemas.ChatRequest, lenient(schemas.ChatRequest)], service: ServiceDependency
+) -> Response | schemas.ChatResponse:
     """Answer a conversation. With retrieval ON the model reads neighbors of every complete chunk."""
     k = neighbors_of(service, request)
     template = _template(service)
@@ -79,7 +80,7 @@ async def chat_completions(request: schemas.ChatRequest, service: ServiceDepende
             answers[each[0].row].append(each)
     choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
     usage = usage_of([prompt], sum(map(len, answers)))
-    return as_json(schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage))
+    return schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage)
 
 
 def _template(service: Service) -> ChatTemplate:

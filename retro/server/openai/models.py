@@ -16,13 +16,13 @@ router = APIRouter(tags=["OpenAI"])
 _OFF, _EMBEDDER = ":off", ":embedder"
 
 
-@router.get("/v1/models", response_model=schemas.ModelList, responses=error_responses())
+@router.get("/v1/models", responses=error_responses())
 def models(service: ServiceDependency) -> schemas.ModelList:
     """List the models."""
     return schemas.ModelList(data=[_model(service, name) for name in [*_generating(service), _embedder(service)]])
 
 
-@router.get("/v1/models/{model}", response_model=schemas.Model, responses=error_responses(404))
+@router.get("/v1/models/{model}", responses=error_responses(404))
 def model(model: str, service: ServiceDependency) -> schemas.Model:
     """Return one model."""
     _check(model, [*_generating(service), _embedder(service)])

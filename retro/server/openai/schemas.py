@@ -35,7 +35,7 @@ def example(**fields: Any) -> ConfigDict:
 
 
 class LenientRequest(Request):
-    """Base of requests under /v1: unknown fields are accepted; see `json_route.py`."""
+    """Base of requests under /v1: unknown fields are accepted; see `requests.lenient`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,12 +1,50 @@
-"""The settings of a generation from a request for completions or chat."""
+"""Requests under /v1: their unknown fields, and the settings of a generation from a request for completions or chat."""
 
+import re
 import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import Depends, Request
+from pydantic import BaseModel
 
 from retro.inference.settings import GenerationSettings
-from retro.server.errors import InvalidRequest
+from retro.server.errors import InvalidRequest, accepted_fields
 from retro.server.model_api import effective_temperature
 from retro.server.openai.schemas import SamplingRequest
-from retro.server.service import Service
+from retro.server.service import Service, ServiceDependency
+
+_MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header
+
+
+def lenient(model: type[BaseModel]) -> Any:
+    """Return the dependency for a body of this model. A header names unknown fields, or a strict server refuses them."""
+
+    async def checked(body: model, request: Request, service: ServiceDependency) -> BaseModel:  # type: ignore[valid-type]
+        unknown = list(_unknown_fields(body))
+        if unknown and service.settings.strict_fields:
+            name, parent = unknown[0]
+            raise InvalidRequest(f"{name}: {accepted_fields(parent)}", param=name, code="unknown_parameter")
+        if unknown:
+            names = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:_LONGEST_NAME] for name, _ in unknown]
+            if len(names) > _MOST_NAMES:
+                names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
+            warning = f'299 retro "ignored unknown fields: {", ".join(names)}"'  # 299 is HTTP's code for any warning
+            request.state.headers = [(b"warning", warning.encode())]
+        return body
+
+    return Depends(checked)
+
+
+def _unknown_fields(received: Any, *parents: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the unknown fields of a request that accepts them, each with the model that lacks it."""
+    if isinstance(received, BaseModel):
+        yield from ((".".join([*parents, name]), type(received)) for name in received.model_extra or ())
+        for name in received.model_fields_set & type(received).model_fields.keys():
+            yield from _unknown_fields(getattr(received, name), *parents, name)
+    elif isinstance(received, list):
+        for index, item in enumerate(received):
+            yield from _unknown_fields(item, *parents, str(index))
 
 
 def generation_settings(
