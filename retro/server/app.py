@@ -36,7 +36,8 @@ from retro.server.errors import ApiError, error_responses
 from retro.server.examples import finish_measuring
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
-from retro.server.openai import chat, chat_schemas, models
+from retro.server.openai import chat, requests
+from retro.server.openai.schemas import ChatChunk
 from retro.server.service import Service, ServiceDependency
 from retro.server.settings import ServeSettings
 
@@ -44,7 +45,7 @@ PAGE = Path(__file__).parent / "page"
 
 _SWAGGER = Path(str(files("fastapi_offline"))) / "static"
 _SWAGGER_FILES = "/swagger-ui-bundle.js", "/swagger-ui.css"
-_EVENTS = schemas.GenerateEvent, chat_schemas.ChatChunk  # models of events of streams that are no answers themselves
+_EVENTS = schemas.GenerateEvent, ChatChunk  # models of events of streams that are no answers themselves
 
 router = APIRouter(tags=["server"])
 
@@ -98,7 +99,7 @@ def make_app(
     app.state.service = service
     routers = (
         router, search_api.router, page_api.router, model_api.router,
-        models.router, chat.router, openai_api.router, openai_api.tokenizer_router,
+        requests.router, chat.router, openai_api.router, openai_api.tokenizer_router,
     )  # fmt: skip
     for included in routers:
         app.include_router(included)

@@ -41,7 +41,7 @@ async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> sc
     """Score a text: log-probabilities of its tokens with retrieval ON and OFF. A difference above 0 means that retrieval helped."""
     service.model()
     if service.retrieves:
-        service.check_model_k(request.k)
+        service.check("max_model_k", request.k, "k")
     tokens = (await service.encoded([request.text], "text"))[0]
     sequence = as_document(service, tokens)
     keys = [ScoreKey(0)]
@@ -103,14 +103,14 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
     service.model()
     prompt = as_document(service, (await service.encoded([request.prompt], "prompt"))[0])
     settings = GenerationSettings(
-        max_tokens=service.check_max_tokens(request.max_tokens),
+        max_tokens=service.check("max_tokens", request.max_tokens, "max_tokens"),
         temperature=effective_temperature(request.temperature),
         top_k=request.top_k,
         top_p=request.top_p,
         seed=request.seed,
         stop=tuple(request.stop),
     )
-    k = service.check_model_k(request.k) if request.retrieval and service.retrieves else 0
+    k = service.check("max_model_k", request.k, "k") if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
     wanted = request.return_sources
     steps = with_sources(

@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FolderPath
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,10 +20,22 @@ from starlette.responses import Response
 from indexing.retrieval.results import Hit, StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, read_report
+from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.model.presets import count_parameters
 from retro.server import schemas
-from retro.server.datastore_info import datastore_info
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.service import BareHit, JsonRoute, QueryKind, SearchKey, SearchResult, Service, ServiceDependency
+from retro.server.service import (
+    BareHit,
+    JsonRoute,
+    QueryKind,
+    SearchKey,
+    SearchResult,
+    Service,
+    ServiceDependency,
+    datastore_name,
+)
 from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
@@ -56,15 +69,14 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
-        service.check_characters(queries, "texts")
+        service.check("max_characters", sum(map(len, queries)), "texts", "characters")
     elif request.tokens is not None:
         kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
-        service.check_input([len(row) for row in queries], "tokens")
+        service.check("max_input_tokens", sum(map(len, queries)), "tokens", "tokens")
     else:
         assert request.vectors is not None
         kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
-    service.check_queries(len(queries), kind)
-    service.check_candidates(len(queries), service.check_k(request.k), request.retrieval)
+    service.check_search(len(queries), request.k, request.retrieval, kind)
     filters = json.dumps(request.filters, sort_keys=True)
     datastore = service.check_datastore(request.datastore)
     search = SearchKey(kind, request.k, filters, request.retrieval, request.text, datastore)
@@ -118,8 +130,8 @@ def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
 @router.post("/embed", responses=error_responses(413, 422), tags=["search"])
 async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> schemas.EmbedResponse:
     """Embed texts with the datastore's embedder; returns unit vectors."""
-    service.check_queries(len(request.texts), "texts")
-    service.check_characters(request.texts, "texts")
+    service.check("max_queries", len(request.texts), "texts")
+    service.check("max_characters", sum(map(len, request.texts)), "texts", "characters")
     vectors = await service.embed("texts", request.texts)
     return schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors])
 
@@ -143,8 +155,7 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
-    service.check_queries(len(rows), "chunks of text")
-    service.check_candidates(len(rows), service.check_k(request.k), request.retrieval)
+    service.check_search(len(rows), request.k, request.retrieval, "chunks of text")
     service.check_neighbors([len(rows) * m], request.k, "text")
     filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
@@ -164,17 +175,15 @@ async def neighbor_tokens(
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.retrieval`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
-    service.check_queries(len(request.chunks), "chunks")
-    service.check_input([len(row) for row in request.chunks], "chunks")
+    service.check_search(len(request.chunks), request.k, retriever.neighbor_retrieval, "chunks")
+    service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
     for number, row in enumerate(request.chunks):
         if len(row) != m:
             raise InvalidRequest(
                 f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
         service.check_ids(row, f"chunks[{number}]", "chunks")
-    retrieval = retriever.neighbor_retrieval
-    service.check_candidates(len(request.chunks), service.check_k(request.k), retrieval)
-    search = SearchKey("tokens", request.k, "{}", retrieval, text=False, neighbors=True)
+    search = SearchKey("tokens", request.k, "{}", retriever.neighbor_retrieval, text=False, neighbors=True)
     found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(found), request.k), -1, dtype=np.int64)
     for number, each in enumerate(found):
@@ -274,7 +283,57 @@ def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
     )
 
 
+# --- what is served --------------------------------------------------------------------------------------------------
+
+
 @router.get("/datastore", response_model=schemas.DatastoreResponse, responses=error_responses(), tags=["server"])
 def datastore(service: ServiceDependency) -> Mapping[str, Any]:
     """Return totals of the datastores, the model, and the limits of a request."""
     return datastore_info(service)
+
+
+def datastore_info(service: Service) -> dict[str, Any]:
+    """Return the fields of `schemas.DatastoreResponse`."""
+    retriever = service.retriever
+    embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
+    return {
+        "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
+        "chunk_length": retriever.datastore.chunk_length,
+        "vocab_size": retriever.tokenizer.vocab_size,
+        "tokenizer": tokenizer_fingerprint(retriever.datastore.folder),
+        "embedder": embedder,
+        "dimension": retriever.embedder.dimension,
+        "filters": retriever.filter_columns,
+        "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
+        "model": _model(service),
+        "limits": service.settings.limits,
+    }
+
+
+def _datastore(folder: FolderPath) -> dict[str, Any]:
+    datastore = Datastore.open(folder)
+    totals = datastore.manifest["splits"]["train"]
+    info: dict[str, Any] = {"name": datastore_name(folder)}
+    info["fingerprint"] = datastore.fingerprint
+    info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
+    report = read_report(folder)
+    if report is not None:
+        measured = report["index"]
+        info["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
+        info["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
+    return info
+
+
+def _model(service: Service) -> dict[str, Any] | None:
+    language_model = service.language_model
+    if language_model is None:
+        return None
+    checkpoint = language_model.checkpoint
+    return {
+        "name": service.name,
+        "fingerprint": checkpoint.fingerprint,
+        "step": checkpoint.step,
+        "parameters": count_parameters(language_model.model, embeddings=True),
+        "context": language_model.context,
+        "retrieval": service.retrieves,
+    }

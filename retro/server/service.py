@@ -219,13 +219,13 @@ class Service:
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
-    def check_k(self, k: int) -> int:
-        """Return k of a search; raise ApiError if it is too large."""
-        return self._checked(k, "max_k", "k")
-
-    def check_model_k(self, k: int) -> int:
-        """Return k of the model; raise ApiError if it is too large."""
-        return self._checked(k, "max_model_k", "k")
+    def check(self, setting: str, amount: int, param: str, unit: str = "") -> int:
+        """Return an amount in a request; raise ApiError if it is above the limit of a setting."""
+        limit = getattr(self.settings, setting)
+        if amount > limit:
+            found = f"{param}: {amount:,} {unit};" if unit else f"{param} = {amount:,}:"
+            raise InvalidRequest(f"{found} at most {limit:,} ({setting}).", param=param)
+        return amount
 
     def check_datastore(self, name: str) -> str:
         """Return the name of the only datastore to search (empty = all); raise ApiError if it is not served."""
@@ -237,26 +237,15 @@ class Service:
     def check_neighbors(self, lengths: Sequence[int], k: int, param: str) -> None:
         """Raise ApiError if the neighbors of texts of these lengths have more tokens than allowed for one request."""
         m = self.retriever.datastore.chunk_length
-        number, limit = sum(length // m for length in lengths) * k * 2 * m, self.settings.max_neighbor_tokens
-        if number > limit:
-            message = (
-                f"{param}: with k = {k} the neighbors have {number:,} tokens; at most {limit:,} (max_neighbor_tokens)."
-            )
-            raise InvalidRequest(f"{message} Ask for fewer neighbors or less text.", param=param)
+        tokens = sum(length // m for length in lengths) * k * 2 * m
+        self.check("max_neighbor_tokens", tokens, param, f"neighbor tokens with k = {k}")
 
-    def check_candidates(self, queries: int, k: int, retrieval: Retrieval) -> None:
-        """Raise ApiError if a search would rank more candidates than allowed for one request."""
-        searches = 2 if retrieval == "hybrid" else 1
-        number, limit = searches * queries * max(k, CANDIDATES), self.settings.max_candidates
-        if number > limit:
-            message = f"{queries:,} queries with k = {k} and {retrieval} retrieval have {number:,} candidates; at most {limit:,} (max_candidates)."
-            raise InvalidRequest(f"{message} Send fewer queries in a request.")
-
-    def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError if the texts have more characters than allowed for one request."""
-        number, limit = sum(map(len, texts)), self.settings.max_characters
-        if number > limit:
-            raise InvalidRequest(f"{param}: {number:,} characters; at most {limit:,} (max_characters).", param=param)
+    def check_search(self, queries: int, k: int, retrieval: Retrieval, param: str) -> None:
+        """Raise ApiError if a search has too many queries or neighbors, or would rank too many candidates."""
+        self.check("max_queries", queries, param)
+        self.check("max_k", k, "k")
+        candidates = (2 if retrieval == "hybrid" else 1) * queries * max(k, CANDIDATES)
+        self.check("max_candidates", candidates, param, f"candidates with k = {k} and {retrieval} retrieval")
 
     def check_generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
         """Raise ApiError if a prompt [t] exceeds the context, or prompts and generated text would read too many neighbor tokens."""
@@ -275,20 +264,6 @@ class Service:
             )
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
-    def check_queries(self, number: int, param: str) -> None:
-        """Raise ApiError if a request has too many texts, token lists or vectors."""
-        self._checked(number, "max_queries", param)
-
-    def check_max_tokens(self, number: int, param: str = "max_tokens") -> int:
-        """Return the number of tokens to generate; raise ApiError if it is too large."""
-        return self._checked(number, "max_tokens", param)
-
-    def _checked(self, number: int, setting: str, param: str) -> int:
-        limit = getattr(self.settings, setting)
-        if number > limit:
-            raise InvalidRequest(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
-        return number
-
     def check_ids(self, ids: Sequence[int] | np.ndarray, name: str, param: str = "") -> None:
         """Raise ApiError if a token id is not in the tokenizer."""
         size = self.retriever.tokenizer.vocab_size
@@ -303,18 +278,10 @@ class Service:
         Raises:
             ApiError: the texts have more characters or tokens than allowed for one request.
         """
-        self.check_characters(texts, param)
+        self.check("max_characters", sum(map(len, texts)), param, "characters")
         rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
-        self.check_input([len(row) for row in rows], param)
+        self.check("max_input_tokens", sum(map(len, rows)), param, "tokens")
         return [row.astype(np.int64) for row in rows]
-
-    def check_input(self, lengths: Sequence[int], param: str) -> None:
-        """Raise ApiError if token lists of these lengths have more tokens than allowed for one request."""
-        limit = self.settings.max_input_tokens
-        if sum(lengths) > limit:
-            raise InvalidRequest(
-                f"{param}: {sum(lengths):,} tokens; at most {limit:,} (max_input_tokens).", param=param
-            )
 
 
 class JsonRoute(APIRoute):

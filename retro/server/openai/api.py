@@ -19,8 +19,7 @@ from retro.server.errors import InvalidRequest, error_responses
 from retro.server.model_api import as_document, event_content, event_stream, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import CompletionBuilder, join_choices, special_names, usage_of
-from retro.server.openai.models import check_embedder, neighbors_of
-from retro.server.openai.requests import continuations, generation_settings, lenient
+from retro.server.openai.requests import check_embedder, continuations, generation_settings, lenient, neighbors_of
 from retro.server.search_api import encoded
 from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
 from retro.server.sources import with_sources
@@ -48,7 +47,7 @@ async def completions(
     """Continue prompts. With `echo` and `logprobs`, the answer also has the log-probabilities of the prompts."""
     k = neighbors_of(service, request)
     _check_supported(request)
-    max_tokens = service.check_max_tokens(16 if request.max_tokens is None else request.max_tokens)
+    max_tokens = service.check("max_tokens", 16 if request.max_tokens is None else request.max_tokens, "max_tokens")
     settings = (
         generation_settings(service, request, max_tokens=max_tokens, logprobs=request.logprobs or 0)
         if max_tokens
@@ -146,10 +145,10 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
     several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
     if not several:
         raise InvalidRequest(f"{param} is an empty list.", param=param)
-    service.check_queries(len(several), param)
+    service.check("max_queries", len(several), param)
     if isinstance(several[0], str):
         return await service.encoded(several, param)
-    service.check_input([len(row) for row in several], param)
+    service.check("max_input_tokens", sum(map(len, several)), param, "tokens")
     rows = [np.array(row, dtype=np.int64) for row in several]
     for number, row in enumerate(rows):
         service.check_ids(row, f"{param}[{number}]", param)

@@ -23,10 +23,9 @@ from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.model_api import event_content, event_stream, with_first_step
-from retro.server.openai import chat_schemas as schemas
+from retro.server.openai import schemas
 from retro.server.openai.completions import token_name, usage_of
-from retro.server.openai.models import neighbors_of
-from retro.server.openai.requests import continuations, generation_settings, lenient
+from retro.server.openai.requests import continuations, generation_settings, lenient, neighbors_of
 from retro.server.service import JsonRoute, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, with_sources
 
@@ -112,12 +111,12 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
         Message("system" if each.role == "developer" else each.role, _text(number, each.content))
         for number, each in enumerate(received)
     ]
-    service.check_characters([each.content for each in messages], "messages")
+    service.check("max_characters", sum(len(message.content) for message in messages), "messages", "characters")
     try:
         prompt = await asyncio.to_thread(template.prompt, messages)
     except InputError as error:
         raise InvalidRequest(str(error), param="messages") from error
-    service.check_input([len(prompt)], "messages")
+    service.check("max_input_tokens", len(prompt), "messages", "tokens")
     return prompt
 
 
@@ -136,7 +135,7 @@ def _max_tokens(service: Service, request: schemas.ChatRequest, prompt: int) -> 
     """Return the largest number of tokens of an answer to a prompt of this length."""
     for name in ("max_completion_tokens", "max_tokens"):
         if (given := getattr(request, name)) is not None:
-            return service.check_max_tokens(given, name)
+            return service.check("max_tokens", given, name)
     return min(service.settings.max_tokens, max(1, service.model().context - prompt))
 
 

@@ -1,20 +1,81 @@
-"""Requests under /v1: their unknown fields, and the settings of a generation from a request for completions or chat."""
+"""Requests under /v1: the models that they can name, their unknown fields, and the settings of a generation.
+
+NAME ─► retrieval ON      NAME:off ─► the same weights, retrieval OFF      NAME:embedder ─► /v1/embeddings
+"""
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import Depends, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from retro.inference.settings import GenerationSettings
-from retro.server.errors import InvalidRequest, accepted_fields
+from retro.server.errors import ApiError, InvalidRequest, accepted_fields, error_responses
 from retro.server.model_api import effective_temperature
-from retro.server.openai.schemas import SamplingRequest
+from retro.server.openai import schemas
 from retro.server.service import Service, ServiceDependency
 
+router = APIRouter(tags=["OpenAI"])
+
+_OFF, _EMBEDDER = ":off", ":embedder"
 _MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@router.get("/v1/models", responses=error_responses())
+def models(service: ServiceDependency) -> schemas.ModelList:
+    """List the models."""
+    return schemas.ModelList(data=[_model(service, name) for name in [*_generating(service), _embedder(service)]])
+
+
+@router.get("/v1/models/{model}", responses=error_responses(404))
+def model(model: str, service: ServiceDependency) -> schemas.Model:
+    """Return one model."""
+    _check(model, [*_generating(service), _embedder(service)])
+    return _model(service, model)
+
+
+def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
+    """Return the number of neighbors of each chunk that a request's model reads; 0 = retrieval OFF.
+
+    Raises:
+        ApiError: no model has this name, it does not generate, or k is too large.
+    """
+    service.model()
+    _check(request.model, _generating(service))
+    retrieves = service.retrieves and not request.model.endswith(_OFF)
+    return service.check("max_model_k", request.k, "k") if retrieves else 0
+
+
+def check_embedder(service: Service, name: str) -> None:
+    """Raise ApiError if this is not the name of the embedder."""
+    _check(name, [_embedder(service)])
+
+
+def _generating(service: Service) -> list[str]:
+    names = [service.name] if service.language_model else []
+    return [*names, *(name + _OFF for name in names if service.retrieves)]
+
+
+def _embedder(service: Service) -> str:
+    return service.name + _EMBEDDER
+
+
+def _model(service: Service, name: str) -> schemas.Model:
+    context = None if name.endswith(_EMBEDDER) else service.model().context
+    return schemas.Model(id=name, created=service.started, max_model_len=context)
+
+
+def _check(name: str, accepted: Sequence[str]) -> None:
+    if name not in accepted:
+        message = f"model = {name!r}: accepted are {', '.join(accepted)}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
 
 
 def lenient(model: type[BaseModel]) -> Any:
@@ -48,7 +109,12 @@ def _unknown_fields(received: Any, *parents: str) -> Iterator[tuple[str, type[Ba
 
 
 def generation_settings(
-    service: Service, request: SamplingRequest, *, max_tokens: int, logprobs: int, end_of_turn: int | None = None
+    service: Service,
+    request: schemas.SamplingRequest,
+    *,
+    max_tokens: int,
+    logprobs: int,
+    end_of_turn: int | None = None,
 ) -> GenerationSettings:
     """Return the settings of a request; null is the default of a field.
 
@@ -85,7 +151,7 @@ def generation_settings(
     )
 
 
-def continuations(service: Service, request: SamplingRequest, prompts: int) -> int:
+def continuations(service: Service, request: schemas.SamplingRequest, prompts: int) -> int:
     """Return the number of continuations of each prompt.
 
     Raises:

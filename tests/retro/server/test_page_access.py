@@ -109,6 +109,8 @@ def test_borders_and_signs_have_the_contrast_of_wcag_aa(open_page, url: str, sch
     page = open_page(url + form_of("neighbors"), color_scheme=scheme)
     page.get_by_role("button", name="Add a filter").click()
     expect(page.locator("#neighbors .examples button").first).to_be_visible()
+    background = rgba(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert (sum(background[:3]) > 1.5) == (scheme == "light")
 
     def least(selector: str, attribute: str, pseudo: str | None = None) -> float:
         found = page.evaluate(COLORS, [selector, attribute, pseudo])

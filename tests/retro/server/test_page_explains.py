@@ -29,15 +29,6 @@ def answer_with(page: Page, path: str, change: Callable[[dict[str, Any]], None])
 # --- the form --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_what_it_shows_and_tabs_say_what_they_answer(open_page, url: str) -> None:
-    page = open_page(url)
-    expect(page.locator(".about")).to_contain_text("looks up passages while it reads")
-    assert page.get_by_role("tab").all_text_contents() == ["Where it helps", "Write", "What it finds", "Datastore"]
-    expect(page.locator(".served")).to_contain_text("model tiny")
-    page.get_by_text("Words used here").click()
-    expect(page.locator(".words")).to_contain_text("fixed number of tokens, here 16.")
-
-
 @pytest.mark.parametrize("view", list(BUTTONS))
 def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever: Retriever, view: str) -> None:
     page = open_page(url + form_of(view))
