@@ -75,7 +75,7 @@ def make_app(
         token: bearer token that requests must send, except to /health, /ready, /docs, /openapi.json and the web page;
             empty = none.
     """
-    service = Service.of(retriever, language_model, settings)
+    service = Service(retriever, language_model, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

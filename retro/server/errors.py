@@ -124,9 +124,9 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
         missing = error.status_code == 404
         message = "unknown path; GET /docs lists all endpoints." if missing else error.detail
         return ApiError(error.status_code, message, headers=error.headers)
-    number = uuid.uuid4().hex[:12]
-    log.error("error %s", number, exc_info=error)
-    return ApiError(500, f"internal error {number}; the server's log has the details.")
+    error_id = uuid.uuid4().hex[:12]
+    log.error("error %s", error_id, exc_info=error)
+    return ApiError(500, f"internal error {error_id}; the server's log has the details.")
 
 
 def _as_invalid_request(problem: Mapping[str, Any], scope: Scope) -> InvalidRequest:

@@ -31,7 +31,7 @@ _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest toke
 
 def event_content(model: type[BaseModel]) -> dict[str, Any]:
     """Return OpenAPI's `content` of a stream of server-sent events with a model, or an error, as JSON."""
-    kinds = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in (model, schemas.ErrorResponse)]
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (model, schemas.ErrorResponse)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     return {"text/event-stream": {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
@@ -112,16 +112,14 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
     )
     k = service.check("max_model_k", request.k, "k") if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
-    wanted = request.return_sources
-    steps = with_sources(
-        service.generate([prompt], settings, k, sources=wanted), service.retriever if wanted else None, [0]
-    )
-    steps = await with_first_step(steps)
+    tokens = service.generate([prompt], settings, k, sources=request.return_sources)
+    retriever = service.retriever if request.return_sources else None
+    steps = await with_first_step(with_sources(tokens, retriever, [0]))
     if request.stream:
         return event_stream(_events(steps))
-    tokens, sources = zip(*[each async for step in steps for each in step], strict=True)
-    text, finish = "".join(token.text for token in tokens), tokens[-1].finish_reason
-    return schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish, sources=joined(sources))
+    generated, sources = zip(*[sourced async for step in steps for sourced in step], strict=True)
+    text, finish = "".join(token.text for token in generated), generated[-1].finish_reason
+    return schemas.GenerateResponse(text=text, tokens=len(generated), finish_reason=finish, sources=joined(sources))
 
 
 async def _events(steps: AsyncIterator[list[Sourced]]) -> AsyncIterator[str]:

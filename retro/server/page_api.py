@@ -48,23 +48,23 @@ async def filter_values(
 
 def column_values(retriever: Retriever, column: str, contains: str, count: int) -> schemas.FilterValuesResponse:
     """Return the values whose text contains `contains`; of large datastores, those of the first documents."""
-    found: Counter[schemas.Value] = Counter()
-    scanned, wanted = 0, contains.casefold()
+    counts: Counter[schemas.Value] = Counter()
+    scanned, part = 0, contains.casefold()
     deleted = retriever.retrieval.deleted_documents
     for first, table in retriever.retrieval.scan_documents([column]):
         values = enumerate(table[column].to_pylist(), start=first)
-        found.update(value for number, value in values if number not in deleted and _is_offered(value, wanted))
+        counts.update(value for document, value in values if document not in deleted and _is_offered(value, part))
         scanned += len(table)
         if scanned >= _SCANNED_DOCUMENTS:
             break
     total = sum(split.num_documents for split in retriever.retrieval.splits)
     return schemas.FilterValuesResponse(
-        values=[value for value, _ in found.most_common(count)],
-        complete=scanned >= total and len(found) <= count,
+        values=[value for value, _ in counts.most_common(count)],
+        complete=scanned >= total and len(counts) <= count,
     )
 
 
-def _is_offered(value: object, wanted: str) -> bool:
+def _is_offered(value: object, part: str) -> bool:
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
         return False
-    return len(text := str(value)) <= _LONGEST_VALUE and wanted in text.casefold()
+    return len(text := str(value)) <= _LONGEST_VALUE and part in text.casefold()

@@ -53,10 +53,10 @@ _NO_TEXT = {
 @router.post("/search", response_model=schemas.SearchResponse, responses=error_responses(413, 422), tags=["search"])
 async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
     """Find the nearest chunks of texts, token ids or vectors."""
-    found = await search_for(service, request)
-    results = [[hit_fields(hit) for hit in each.hits] for each in found]
+    results = await search_for(service, request)
+    hits = [[hit_fields(hit) for hit in result.hits] for result in results]
     # Without a pydantic model for each hit, which would take longer than the search.
-    return Response(to_json({"results": results} | _missing(found)), media_type="application/json")
+    return Response(to_json({"results": hits} | _missing(results)), media_type="application/json")
 
 
 async def search_for(service: Service, request: schemas.SearchRequest) -> list[SearchResult]:
@@ -90,27 +90,27 @@ def decoded_vectors(received: Sequence[schemas.Vector], dimension: int) -> list[
         ApiError: a vector has another dimension, is not base64, or has a number that is not finite.
     """
     vectors = []
-    for number, vector in enumerate(received):
+    for index, vector in enumerate(received):
         if isinstance(vector, str):
             try:
                 row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
             except (binascii.Error, ValueError) as error:
-                message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
+                message = f"vectors[{index}]: not the base64 of little-endian float32 ({error})."
                 raise InvalidRequest(message, param="vectors") from error
         else:
             with np.errstate(over="ignore"):  # rejected below
                 row = np.array(vector, dtype=np.float32)
         if len(row) != dimension:
-            message = f"vectors[{number}] has {len(row)} numbers; the embedder's vectors have {dimension}."
+            message = f"vectors[{index}] has {len(row)} numbers; the embedder's vectors have {dimension}."
             raise InvalidRequest(message, param="vectors")
         if not np.isfinite(row).all():
-            raise InvalidRequest(f"vectors[{number}] has a number that is not finite in float32.", param="vectors")
+            raise InvalidRequest(f"vectors[{index}] has a number that is not finite in float32.", param="vectors")
         vectors.append(row)
     return vectors
 
 
-def _missing(found: Iterable[SearchResult]) -> dict[str, Any]:
-    names = sorted({name for each in found for name in each.missing})
+def _missing(results: Iterable[SearchResult]) -> dict[str, Any]:
+    names = sorted({name for result in results for name in result.missing})
     return {"partial": bool(names), "missing": names}
 
 
@@ -140,8 +140,8 @@ def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
     """Return a vector [d] as numbers or, for `base64`, as its little-endian float32 bytes in base64."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector.tolist()
-    return numbers
+    floats: list[float] = vector.tolist()
+    return floats
 
 
 # --- neighbors of a text ---------------------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     service.check_neighbors([len(rows) * m], request.k, "text")
     filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
-    found = await service.search(search, rows)
+    results = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)
-    chunks = [await run_in_threadpool(_chunk, retriever, texts, *each) for each in zip(rows, found, strict=True)]
-    return schemas.NeighborsResponse(chunks=chunks, **_missing(found))
+    chunks = [await run_in_threadpool(_chunk, retriever, texts, *pair) for pair in zip(rows, results, strict=True)]
+    return schemas.NeighborsResponse(chunks=chunks, **_missing(results))
 
 
 @router.post("/neighbors/tokens", responses=error_responses(413, 422), tags=["search"])
@@ -177,22 +177,22 @@ async def neighbor_tokens(
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
     service.check_search(len(request.chunks), request.k, retriever.neighbor_retrieval, "chunks")
     service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
-    for number, row in enumerate(request.chunks):
+    for index, row in enumerate(request.chunks):
         if len(row) != m:
             raise InvalidRequest(
-                f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
+                f"chunks[{index}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
-        service.check_ids(row, f"chunks[{number}]", "chunks")
+        service.check_ids(row, f"chunks[{index}]", "chunks")
     search = SearchKey("tokens", request.k, "{}", retriever.neighbor_retrieval, text=False, neighbors=True)
-    found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
-    ids = np.full((len(found), request.k), -1, dtype=np.int64)
-    for number, each in enumerate(found):
-        ids[number, : len(each.hits)] = [hit.chunk_id for hit in each.hits]
+    results = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
+    ids = np.full((len(results), request.k), -1, dtype=np.int64)
+    for row, result in zip(ids, results, strict=True):
+        row[: len(result.hits)] = [hit.chunk_id for hit in result.hits]
     tokens, lengths = await run_in_threadpool(retriever.retrieval.with_continuation, ids.ravel())
     return schemas.NeighborTokensResponse(
         tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
         lengths=lengths.reshape(ids.shape).tolist(),
-        **_missing(found),
+        **_missing(results),
     )
 
 
@@ -212,14 +212,14 @@ class NeighborTexts:
         return self._ends[chunk_id]
 
 
-def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found: SearchResult) -> schemas.Chunk:
+def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, result: SearchResult) -> schemas.Chunk:
     """Return a chunk [≤ m] of the text with its neighbors."""
     text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
-    ids = np.array([hit.chunk_id for hit in found.hits], dtype=np.int64)
+    ids = np.array([hit.chunk_id for hit in result.hits], dtype=np.int64)
     stored, lengths = retriever.retrieval.with_continuation(ids)  # [k, 2m], [k]
     shares = overlap(np.tile(tokens, (len(ids), 1)), np.full(len(ids), len(tokens)), stored, lengths)
     neighbors = []
-    for hit, row, length, share in zip(found.hits, stored, lengths, shares, strict=True):
+    for hit, row, length, share in zip(result.hits, stored, lengths, shares, strict=True):
         spans = [
             schemas.Span(
                 chunk=characters(ends, i, i + n),

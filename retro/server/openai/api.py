@@ -103,7 +103,7 @@ async def _steps(
     tokens = service.generate(rows, settings, k, n=n, sources=request.return_sources)
     starts = [builder.length(index) for index in range(len(rows) * n)]
     async for step in with_sources(tokens, service.retriever if request.return_sources else None, starts):
-        yield [builder.add(*each) for each in step]
+        yield [builder.add(token, sources) for token, sources in step]
 
 
 async def _events(
@@ -150,8 +150,8 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
         return await service.encoded(several, param)
     service.check("max_input_tokens", sum(map(len, several)), param, "tokens")
     rows = [np.array(row, dtype=np.int64) for row in several]
-    for number, row in enumerate(rows):
-        service.check_ids(row, f"{param}[{number}]", param)
+    for index, row in enumerate(rows):
+        service.check_ids(row, f"{param}[{index}]", param)
     return rows
 
 

@@ -75,8 +75,8 @@ async def chat_completions(
         return event_stream(_events(request, chunk, steps, prompt, tokenizer))
     answers: list[list[Sourced]] = [[] for _ in range(n)]
     async for step in steps:
-        for each in step:
-            answers[each[0].row].append(each)
+        for token, sources in step:
+            answers[token.row].append((token, sources))
     choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
     usage = usage_of([prompt], sum(map(len, answers)))
     return schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage)
@@ -108,8 +108,8 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
         ApiError: the messages are too long, have other content than text, or are rejected by the template.
     """
     messages = [
-        Message("system" if each.role == "developer" else each.role, _text(number, each.content))
-        for number, each in enumerate(received)
+        Message("system" if message.role == "developer" else message.role, _text(index, message.content))
+        for index, message in enumerate(received)
     ]
     service.check("max_characters", sum(len(message.content) for message in messages), "messages", "characters")
     try:
@@ -120,13 +120,13 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
     return prompt
 
 
-def _text(number: int, content: str | list[schemas.ContentPart]) -> str:
+def _text(index: int, content: str | list[schemas.ContentPart]) -> str:
     """Return the text of a message."""
     if isinstance(content, str):
         return content
     for part in content:
         if part.type != "text" or part.text is None:
-            message = f"messages[{number}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
+            message = f"messages[{index}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
             raise InvalidRequest(message, param="messages")
     return "".join(part.text or "" for part in content)
 
@@ -196,9 +196,9 @@ def _logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> schemas
     return schemas.ChatLogprobs(
         content=[
             schemas.TokenLogprob(
-                **entry(each.token, each.log_probability).model_dump(),
-                top_logprobs=[entry(*likely) for likely in each.top],
+                **entry(token.token, token.log_probability).model_dump(),
+                top_logprobs=[entry(*likely) for likely in token.top],
             )
-            for each in tokens
+            for token in tokens
         ]
     )

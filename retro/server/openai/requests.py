@@ -144,7 +144,7 @@ def generation_settings(
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=biases,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
-        stop=tuple(each for each in stop if each),
+        stop=tuple(text for text in stop if text),
         stop_token_ids=tuple(ends),
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,

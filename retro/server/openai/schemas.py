@@ -20,17 +20,13 @@ from retro.server.schemas import (
     TokenId,
     absent_if_none,
     bounded,
+    example,
 )
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
 
 Bias = Annotated[float, bounded("logit_bias")]
-
-
-def example(**fields: Any) -> ConfigDict:
-    """Return the configuration of a request with an example."""
-    return ConfigDict(json_schema_extra={"examples": [fields]})
 
 
 class LenientRequest(Request):

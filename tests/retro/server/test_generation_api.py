@@ -420,29 +420,20 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (GENERATE, {"max_tokens": 1025}, "max_tokens"),
         (GENERATE, {"k": 17}, "k"),
         (GENERATE, {"prompt": "龘" * 10_000}, "prompt"),
-        (GENERATE, {"seed": -1}, "seed"),
         (GENERATE, {"stop": [""]}, "stop.0"),
-        (GENERATE, {"top_p": 0}, "top_p"),
-        ("/score", {"text": ""}, "text"),
         ("/score", {"text": "a", "k": 17}, "k"),
         ("/score", {"text": "龘" * 10_000}, "text"),
         (COMPLETIONS, {"n": 300}, "n"),
-        (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"suffix": "end"}, "suffix"),
-        (COMPLETIONS, {"presence_penalty": 2.5}, "presence_penalty"),
         (COMPLETIONS, {"logit_bias": {"100000": 1}}, "logit_bias"),
         (COMPLETIONS, {"logit_bias": {"five": 1}}, "logit_bias"),
         (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids"),
-        (COMPLETIONS, {"min_p": 1.5}, "min_p"),
-        (COMPLETIONS, {"logprobs": 6}, "logprobs"),
         (COMPLETIONS, {"max_tokens": 100_000}, "max_tokens"),
-        (COMPLETIONS, {"prompt": {}}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[10**6]]}, "prompt"),
         (COMPLETIONS, {"prompt": [5] * 20_000}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
-        (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages.0.role"),
         (CHAT, {"messages": [IMAGE]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "龘" * 10_000}]}, "messages"),
@@ -454,6 +445,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ],
 )
 def test_invalid_values_are_rejected_with_their_field(client: TestClient, path: str, changes: dict, param: str) -> None:
+    """`test_openapi.py` sends values that the description excludes."""
     response = client.post(path, json=BODIES.get(path, {}) | changes)
     assert refusal(response)[:2] == (400 if path.startswith("/v1") else 422, param)
     assert response.json()["error"]["type"] == "invalid_request_error"
