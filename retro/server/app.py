@@ -51,7 +51,7 @@ router = APIRouter(tags=["server"])
 
 
 class Api(FastAPI):
-    """FastAPI with the models of `model_api.event_content` in its OpenAPI description."""
+    """FastAPI with the models of `model_api.stream_responses` in its OpenAPI description."""
 
     def openapi(self) -> dict[str, Any]:
         """See `FastAPI`."""

@@ -29,11 +29,14 @@ router = APIRouter(route_class=JsonRoute, tags=["model"])
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
 
 
-def event_content(model: type[BaseModel]) -> dict[str, Any]:
-    """Return OpenAPI's `content` of a stream of server-sent events with a model, or an error, as JSON."""
+def stream_responses(answer: str, model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return OpenAPI's `responses` of an endpoint that can stream: server-sent events with a model, or an error, as JSON."""
     kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (model, schemas.ErrorResponse)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
-    return {"text/event-stream": {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
+    item = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    description = f"{answer} With `stream`: events `data: {{{model.__name__}}}`, and `data: [DONE]` at the end."
+    content = {"text/event-stream": {"itemSchema": item}}
+    return error_responses(*statuses) | {200: {"description": description, "content": content}}
 
 
 @router.post("/score", responses=error_responses(404, 413, 422))
@@ -90,13 +93,7 @@ def _scored(
 @router.post(
     "/generate",
     response_model=schemas.GenerateResponse,
-    responses={
-        **error_responses(404, 413, 422),
-        200: {
-            "description": "The continuation. With `stream`: events `data: {GenerateEvent}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.GenerateEvent),
-        },
-    },
+    responses=stream_responses("The continuation.", schemas.GenerateEvent, 404, 413, 422),
 )
 async def generate(request: schemas.GenerateRequest, service: ServiceDependency) -> Response | schemas.GenerateResponse:
     """Continue a prompt. With retrieval ON the model reads neighbors of every complete chunk."""

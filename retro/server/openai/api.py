@@ -4,8 +4,6 @@ A prompt is always the beginning of a document: the server puts the beginning-of
 sent it, and never echoes it. So the first token of a text has a log-probability too.
 """
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -16,10 +14,17 @@ from starlette.responses import Response
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.model_api import as_document, event_content, event_stream, with_first_step
+from retro.server.model_api import as_document, event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import CompletionBuilder, join_choices, special_names, usage_of
-from retro.server.openai.requests import check_embedder, continuations, generation_settings, lenient, neighbors_of
+from retro.server.openai.requests import (
+    check_embedder,
+    continuations,
+    generation_settings,
+    identity_of,
+    lenient,
+    neighbors_of,
+)
 from retro.server.search_api import encoded
 from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
 from retro.server.sources import with_sources
@@ -33,13 +38,7 @@ tokenizer_router = APIRouter(route_class=JsonRoute, tags=["tokenizer"])
 @router.post(
     "/v1/completions",
     response_model=schemas.CompletionResponse,
-    responses={
-        **error_responses(400, 404, 413),
-        200: {
-            "description": "Continuations. With `stream`: events `data: {CompletionResponse}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.CompletionResponse),
-        },
-    },
+    responses=stream_responses("Continuations.", schemas.CompletionResponse, 400, 404, 413),
 )
 async def completions(
     request: Annotated[schemas.CompletionRequest, lenient(schemas.CompletionRequest)], service: ServiceDependency
@@ -58,12 +57,7 @@ async def completions(
     _check_lengths(service, prompts, settings, k, n)
     builder = CompletionBuilder(service.retriever.tokenizer, request.logprobs)
     steps = await with_first_step(_steps(service, request, prompts, settings, k, n, builder))
-    answer = schemas.CompletionResponse.model_construct(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=request.model,
-        system_fingerprint=service.model().checkpoint.fingerprint,
-    )
+    answer = schemas.CompletionResponse.model_construct(**identity_of(service, request.model, "cmpl"))
     if request.stream:
         return event_stream(_events(request, answer, steps, prompts, builder))
     choices = join_choices([part async for step in steps for part in step], request.logprobs)

@@ -7,10 +7,8 @@ The template is that of `--chat-template`, or of the checkpoint: a model that `r
 """
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
@@ -21,11 +19,11 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
-from retro.server.errors import InvalidRequest, error_responses
-from retro.server.model_api import event_content, event_stream, with_first_step
+from retro.server.errors import InvalidRequest
+from retro.server.model_api import event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import token_name, usage_of
-from retro.server.openai.requests import continuations, generation_settings, lenient, neighbors_of
+from retro.server.openai.requests import continuations, generation_settings, identity_of, lenient, neighbors_of
 from retro.server.service import JsonRoute, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, with_sources
 
@@ -35,13 +33,7 @@ router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 @router.post(
     "/v1/chat/completions",
     response_model=schemas.ChatResponse,
-    responses={
-        **error_responses(400, 404, 413),
-        200: {
-            "description": "Answers. With `stream`: events `data: {ChatChunk}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.ChatChunk),
-        },
-    },
+    responses=stream_responses("Answers.", schemas.ChatChunk, 400, 404, 413),
 )
 async def chat_completions(
     request: Annotated[schemas.ChatRequest, lenient(schemas.ChatRequest)], service: ServiceDependency
@@ -63,12 +55,7 @@ async def chat_completions(
     service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
     tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
     steps = await with_first_step(with_sources(tokens, service.retriever if request.return_sources else None, [0] * n))
-    identity: dict[str, Any] = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": request.model,
-        "system_fingerprint": service.model().checkpoint.fingerprint,
-    }
+    identity = identity_of(service, request.model, "chatcmpl")
     tokenizer = service.retriever.tokenizer
     if request.stream:
         chunk = schemas.ChatChunk.model_construct(**identity)

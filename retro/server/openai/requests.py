@@ -5,6 +5,8 @@ NAME ─► retrieval ON      NAME:off ─► the same weights, retrieval OFF   
 
 import re
 import secrets
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,6 +75,12 @@ def _check(name: str, accepted: Sequence[str]) -> None:
     if name not in accepted:
         message = f"model = {name!r}: accepted are {', '.join(accepted)}."
         raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def identity_of(service: Service, model: str, prefix: str) -> dict[str, Any]:
+    """Return the fields that identify an answer and the model that gave it."""
+    identity = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    return identity | {"system_fingerprint": service.model().checkpoint.fingerprint}
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
