@@ -121,13 +121,11 @@ class Decoder:
         return row
 
     def append(self, row: Row, token: int) -> None:
-        """Append a token to a row."""
         row.tokens = np.append(row.tokens, token)
         self._drop(row)
 
     @torch.inference_mode()
     def copy(self, row: Row) -> Row:
-        """Add a copy of a row."""
         new = row.copy(slot=len(self.rows))
         self.cache.make_slots(len(self.rows) + 1)
         self.cache.copy(row.slot, new.slot, self.num_virtual + row.num_read)
@@ -147,7 +145,6 @@ class Decoder:
             moved.slot = row.slot
 
     def _drop(self, row: Row) -> None:
-        """Drop the oldest tokens of a row that exceeds the context."""
         surplus = len(row.tokens) - self.context
         if surplus > 0:
             block = self.dropped_at_once
@@ -351,7 +348,6 @@ class Decoder:
     # --- positions ----------------------------------------------------------------------------------------------------
 
     def _self_positions(self, span: _Pass) -> Positions:
-        """Return the positions of self-attention in a pass."""
         if isinstance(self.context_positions, RopePositions):
             rotations = self.context_positions.query[:, span.positions]  # [2, N, n, 1, C/2]
             return RopePositions(rotations, rotations)

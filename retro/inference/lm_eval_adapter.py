@@ -82,7 +82,6 @@ class RetroLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
         return self.language_model.tokenizer.eos_id
 
     @property

@@ -36,7 +36,6 @@ class Row:
 
     @property
     def num_unread(self) -> int:
-        """Number of tokens that were not read yet."""
         return len(self.tokens) - self.num_read
 
     @property
@@ -45,7 +44,6 @@ class Row:
         return len(self.neighbors[0].tokens) if self.neighbors else 0
 
     def copy(self, slot: int) -> "Row":
-        """Return a copy of the row in another slot."""
         return replace(self, slot=slot, neighbors=[*self.neighbors])
 
     def drop(self, num_chunks: int, chunk_length: int) -> None:

@@ -54,7 +54,6 @@ class Api(FastAPI):
     """FastAPI with the models of `model_api.stream_responses` in its OpenAPI description."""
 
     def openapi(self) -> dict[str, Any]:
-        """See `FastAPI`."""
         described = super().openapi()
         models = [(model, "serialization") for model in _EVENTS]
         _, events = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

@@ -71,7 +71,6 @@ class _Answer:
         self.status, self.begun, self.client_gone = _CLIENT_GONE, False, False
 
     async def send(self, message: Message) -> None:
-        """Send a message of ASGI."""
         if message["type"] == "http.response.start":
             self.status, self.begun = message["status"], True
             present = {name.lower() for name, _ in message["headers"]}

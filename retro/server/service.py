@@ -267,7 +267,6 @@ class JsonRoute(APIRoute):
     """A route that reads bodies with pydantic's parser. Unlike Python's, it rejects halves of surrogate pairs, which have no UTF-8."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See `APIRoute`."""
         handler = super().get_route_handler()
 
         async def answer(request: Request) -> Response:

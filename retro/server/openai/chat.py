@@ -108,7 +108,6 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
 
 
 def _text(index: int, content: str | list[schemas.ContentPart]) -> str:
-    """Return the text of a message."""
     if isinstance(content, str):
         return content
     for part in content:

@@ -53,7 +53,6 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
 
 
 def check_embedder(service: Service, name: str) -> None:
-    """Raise ApiError if this is not the name of the embedder."""
     _check(name, [_embedder(service)])
 
 

@@ -105,8 +105,6 @@ class CompletionChoice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
-
     prompt_tokens: int
     completion_tokens: int = 0
     total_tokens: int
@@ -186,8 +184,6 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The assistant's answer."""
-
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -204,8 +200,6 @@ class ChatChoice(BaseModel):
 
 
 class ChatResponse(BaseModel):
-    """A complete answer."""
-
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -287,8 +281,6 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models."""
-
     object: Literal["list"] = "list"
     data: list[Model]
 
@@ -304,8 +296,6 @@ class TokenizeRequest(LenientRequest):
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a text."""
-
     tokens: list[int]
     count: int
     max_model_len: int | None = Field(description="Context length in tokens; null without a model.")
@@ -321,8 +311,6 @@ class DetokenizeRequest(LenientRequest):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text of token ids."""
-
     prompt: str
 
 
