@@ -84,23 +84,48 @@ def api(url: str):
 # --- continuations ---------------------------------------------------------------------------------------------------
 
 
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"k": 4}, {"k": 4}),
+    ({"temperature": 1e-300}, {}),
+    ({"temperature": 1, "seed": 7, "max_tokens": 40}, {"temperature": 1, "seed": 7, "max_tokens": 40}),
+    ({"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ["e", "a"]}, {"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ("e", "a")}),
+    ({"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}, {"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}),
+]  # fmt: skip
+"""Fields of every endpoint, and the settings of the model."""
+FIELDS_OF_V1: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"logit_bias": {"60": 1.9}, "frequency_penalty": 2, "presence_penalty": 1}, {"logit_bias": ((60, 1.9),), "frequency_penalty": 2, "presence_penalty": 1}),
+    ({"logit_bias": {"60": 100}, "stop_token_ids": [60]}, {"logit_bias": ((60, 100),), "stop_token_ids": (60,)}),
+    ({"logit_bias": {"2": 100}, "ignore_eos": True}, {"logit_bias": ((2, 100),), "ignore_eos": True}),
+    ({"repetition_penalty": 1.5, "temperature": 1, "seed": 3, "min_p": 0.1}, {"repetition_penalty": 1.5, "temperature": 1, "seed": 3, "min_p": 0.1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "settings"),
+    [(path, *case) for path in ENDPOINTS for case in FIELDS + (FIELDS_OF_V1 if path != GENERATE else [])],
+)
+def test_a_continuation_is_that_of_the_model_with_the_fields_as_settings(
+    client: TestClient, language_model: LanguageModel, path: str, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    tokens = generated(language_model, path, **settings)
+    answer = post(client, path, **fields).json()
+    assert choices_of(path, answer) == [("".join(token.text for token in tokens), tokens[-1].finish_reason)]
+    assert len(tokens) == (answer["tokens"] if path == GENERATE else answer["usage"]["completion_tokens"])
+
+
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_continuation_equals_the_models_with_retrieval_on_and_off(
+def test_retrieval_off_is_k_0_and_texts_without_a_seed_differ(
     client: TestClient, language_model: LanguageModel, path: str
 ) -> None:
-    texts = []
-    for k, changes in (
-        (2, {}),
-        (4, {"k": 4}),
-        (0, {"retrieval": False} if path == GENERATE else {"model": "tiny:off"}),
-    ):
-        tokens = generated(language_model, path, k)
-        answer = post(client, path, **changes).json()
-        texts.append("".join(token.text for token in tokens))
-        assert choices_of(path, answer) == [(texts[-1], tokens[-1].finish_reason)]
-        assert len(tokens) == (answer["tokens"] if path == GENERATE else answer["usage"]["completion_tokens"])
-    assert post(client, path, temperature=1e-300).json().keys() == answer.keys()
-    assert choices_of(path, post(client, path, temperature=1e-300).json())[0][0] == texts[0]
+    off = {"retrieval": False} if path == GENERATE else {"model": "tiny:off"}
+    text = "".join(token.text for token in generated(language_model, path, 0))
+    assert choices_of(path, post(client, path, **off).json())[0][0] == text
+    if path != CHAT:  # whose neighbors change only log-probabilities here
+        assert text != "".join(token.text for token in generated(language_model, path, 2))
+    if path != GENERATE:
+        sampled = [choices_of(path, post(client, path, temperature=1).json()) for _ in range(3)]
+        assert sampled[0] != sampled[1] or sampled[1] != sampled[2]
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -138,38 +163,6 @@ def test_the_events_of_a_stream_join_to_the_answer(client: TestClient, path: str
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
                 assert [each for part in parts for each in part["logprobs"][name]] == expected["logprobs"][name]
     assert not any("sources" in str(event) for event in events_of(post(client, path, stream=True)))
-
-
-@pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_seed_repeats_a_text_and_a_stop_string_ends_it(client: TestClient, path: str) -> None:
-    body = {"max_tokens": 40, "temperature": 1}
-    texts = ((seed, choices_of(path, post(client, path, **body, seed=seed).json())[0][0]) for seed in range(1, 100))
-    seed, text = next((seed, text) for seed, text in texts if len(text) > 10)  # some seeds stop early
-    assert choices_of(path, post(client, path, **body, seed=seed).json())[0][0] == text
-    stopped = choices_of(path, post(client, path, **body, seed=seed, stop=[text[8:11], "never there"]).json())
-    assert stopped == [(text[: text.index(text[8:11])], "stop")]
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_bias_penalties_and_stop_tokens_reach_the_model(
-    client: TestClient, language_model: LanguageModel, path: str
-) -> None:
-    tokenizer = language_model.tokenizer
-    token = int(tokenizer.encode("index")[-1])
-    text = tokenizer.decode([token])
-
-    def answer(bias: float, of: int = token, **changes) -> tuple[str, str | None]:
-        (choice,) = choices_of(path, post(client, path, max_tokens=8, logit_bias={str(of): bias}, **changes).json())
-        return choice
-
-    assert answer(100) == (text * 8, "length")
-    assert answer(1.9, frequency_penalty=2, presence_penalty=2)[0].count(text) <= 1
-    assert answer(100, stop_token_ids=[token]) == ("", "stop")
-    assert answer(100, of=tokenizer.eos_id) == ("", "stop")  # also the end of a turn
-    ignoring = post(client, path, max_tokens=8, logit_bias={str(tokenizer.eos_id): 100}, ignore_eos=True).json()
-    assert (ignoring["usage"]["completion_tokens"], ignoring["choices"][0]["finish_reason"]) == (8, "length")
-    greedy = choices_of(path, post(client, path).json())
-    assert choices_of(path, post(client, path, temperature=1, seed=3, min_p=1).json()) == greedy
 
 
 def test_n_continuations_have_consecutive_seeds(client: TestClient) -> None:
