@@ -153,6 +153,7 @@ def test_a_filter_fits_on_one_line_of_a_phone_and_fields_of_a_row_are_aligned(op
         word.evaluate("node => parseFloat(getComputedStyle(node).fontSize)")
     )
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.set_viewport_size({"width": 1280, "height": 800})
     number, choice = (page.locator(f"#neighbors [name={name}]").bounding_box() for name in ("k", "retrieval"))
     assert (number["y"], number["height"]) == (choice["y"], choice["height"])
 
