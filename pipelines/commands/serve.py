@@ -193,7 +193,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _lines(service: "Service", token: bool, options: ServeOptions) -> list[str]:
     """Lines for the terminal about the datastores and the model."""
-    from retro.server.datastore_info import datastore_info
+    from retro.server.search_api import datastore_info
 
     metadata = datastore_info(service)
     lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in metadata["datastores"]]

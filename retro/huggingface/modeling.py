@@ -74,6 +74,7 @@ class RetroConfig(PretrainedConfig):
     num_attention_heads = property(lambda self: self.settings.attention.num_heads)
     num_key_value_heads = property(lambda self: self.settings.attention.kv_heads)
     head_dim = property(lambda self: self.settings.attention.head_dim)
+    max_position_embeddings = property(lambda self: self.context)  # lm-eval truncates longer requests
 
 
 class RetroCache:

@@ -108,4 +108,4 @@ class Cache:
             part[[first, second]] = part[[second, first]]
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(each.name, getattr(self, each.name)) for each in fields(self) if each.name != "num_virtual"]
+        return [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "num_virtual"]

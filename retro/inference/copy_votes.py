@@ -22,12 +22,12 @@ class _Votes(NamedTuple):
     hidden: Tensor  # [N, D]
     found: list[Found]
 
-    def of_rows(self, places: list[int]) -> "_Votes":
+    def of_rows(self, indices: list[int]) -> "_Votes":
         found = []
-        for each in self.found:
-            matches = Matches(each.matches.lengths[places], each.matches.following[places])
-            found.append(each._replace(matches=matches, keys=None if each.keys is None else each.keys[places]))
-        return _Votes(self.hidden[places], found)
+        for source in self.found:
+            matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
+            found.append(source._replace(matches=matches, keys=None if source.keys is None else source.keys[indices]))
+        return _Votes(self.hidden[indices], found)
 
 
 class CopyVotes:
@@ -54,8 +54,8 @@ class CopyVotes:
             tokens[width - len(row.tokens) :] = row.tokens
         tokens = self._put(padded)
         found = [] if head.context is None else [Found(head.context, context_matches_of_last(tokens))]
-        if head.neighbors is not None and any(row.found for row in rows):
-            neighbors, lengths = (self._put(each) for each in _last_neighbors(rows))
+        if head.neighbors is not None and any(row.neighbors for row in rows):
+            neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
             keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
             found.append(Found(head.neighbors, matches, keys=keys))
@@ -67,40 +67,40 @@ class CopyVotes:
         if source.content is None:
             return None
         for row in rows:
-            chunks = row.dropped + len(row.found)
-            if row.found and (row.copy_keys is None or row.copy_keys[0] != chunks):
-                neighbors, lengths = (self._put(each)[None] for each in row.found[-1][:2])
-                real = neighbor_mask(neighbors[:, None], lengths[:, None], None)[:, 0]
-                chunk = self._put(row.tokens[: len(row.found) * self._m][-self._m :])[None]
-                row.copy_keys = chunks, source.content.keys(neighbors, real, chunk, self._table)[0]
+            chunks = row.dropped + len(row.neighbors)
+            if row.neighbors and (row.copy_keys is None or row.copy_keys[0] != chunks):
+                neighbors, lengths = (self._put(table)[None] for table in row.neighbors[-1][:2])
+                readable = neighbor_mask(neighbors[:, None], lengths[:, None], None)[:, 0]
+                chunk = self._put(row.tokens[: len(row.neighbors) * self._m][-self._m :])[None]
+                row.copy_keys = chunks, source.content.keys(neighbors, readable, chunk, self._table)[0]
         none = torch.zeros(0, source.content.key.out_features, device=self._table.device)
-        each_row = [none if row.copy_keys is None or not row.found else row.copy_keys[1] for row in rows]
-        return torch.stack([F.pad(keys, (0, 0, 0, num_keys - len(keys))) for keys in each_row])
+        keys_of_rows = [none if row.copy_keys is None or not row.neighbors else row.copy_keys[1] for row in rows]
+        return torch.stack([F.pad(keys, (0, 0, 0, num_keys - len(keys))) for keys in keys_of_rows])
 
     def copied_from(
-        self, rows: Sequence[Row], places: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+        self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
     ) -> list[CopiedFrom | None]:
         """Find which tokens of neighbors the next tokens were copied from.
 
         Args:
             rows: some rows of the last call of `mixed`, or copies of them.
-            places: their numbers in that call.
+            indices: their indices in that call.
             tokens: the next token of each row.
             log_probabilities: of these tokens, in nats.
 
         Returns:
             the source of each token; None for a token that no neighbor votes for.
         """
-        read = next((row.found[-1] for row in rows if row.found), None)
+        read = next((row.neighbors[-1] for row in rows if row.neighbors), None)
         if self._votes is None or read is None:
             return [None] * len(tokens)
-        votes, device = self._votes.of_rows(places), self._table.device
+        votes, device = self._votes.of_rows(indices), self._table.device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
         origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.found, read.tokens.shape[1])
-        columns = zip(rows, *(each[:, 0].tolist() for each in origins), strict=True)
+        columns = zip(rows, *(column[:, 0].tolist() for column in origins), strict=True)
         return [
-            CopiedFrom(share, row.dropped + len(row.found) - 1, neighbor, position) if neighbor >= 0 else None
+            CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None
             for row, share, _, neighbor, position in columns
         ]
 
@@ -110,11 +110,12 @@ class CopyVotes:
 
 def _last_neighbors(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     """Neighbors [N, K, R] of the last complete chunks and their lengths [N, K]; rows with fewer neighbors have lengths of 0."""
-    last: list[Neighbors | None] = [row.found[-1] if row.found else None for row in rows]
+    last: list[Neighbors | None] = [row.neighbors[-1] if row.neighbors else None for row in rows]
     k = max(row.num_neighbors for row in rows)
-    r = next(each.tokens.shape[1] for each in last if each is not None)
+    r = next(neighbors.tokens.shape[1] for neighbors in last if neighbors is not None)
     tokens, lengths = np.zeros((len(rows), k, r), np.int64), np.zeros((len(rows), k), np.int64)
-    for number, each in enumerate(last):
-        if each is not None:
-            tokens[number, : len(each.tokens)], lengths[number, : len(each.lengths)] = each.tokens, each.lengths
+    for row, neighbors in enumerate(last):
+        if neighbors is not None:
+            tokens[row, : len(neighbors.tokens)] = neighbors.tokens
+            lengths[row, : len(neighbors.lengths)] = neighbors.lengths
     return tokens, lengths

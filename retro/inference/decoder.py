@@ -57,7 +57,7 @@ class _Pass(NamedTuple):
     positions: Tensor  # [N, n]
     last: Tensor  # [N], index of each row's last token; tokens after it are padding, and later passes overwrite them
     begins: Tensor  # bool [N, 1, 1, 1], True for rows that begin with this pass
-    places: Tensor  # [N, n], places of the tokens in the cache
+    columns: Tensor  # [N, n], columns of the tokens in the cache
     stop: int  # number of keys to read
     mask: Tensor  # bool [N, 1, n, stop]
     num_neighbors: int  # the largest K of the rows
@@ -98,7 +98,7 @@ class Decoder:
         self.window_positions: Positions | None = None  # None until the size of the neighbors is known
         attentions: list[Any] = list(model.attention.values())
         self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.retrieval.cca_layers]
-        self.distance_keys = self._distance_keys(self.context_positions, [each.block for each in attentions])
+        self.distance_keys = self._distance_keys(self.context_positions, [attention.block for attention in attentions])
         self.cross_distance_keys: Sequence[Tensor | None] = ()
         self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward.values(), strict=True))
         self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head)
@@ -121,13 +121,11 @@ class Decoder:
         return row
 
     def append(self, row: Row, token: int) -> None:
-        """Append a token to a row."""
         row.tokens = np.append(row.tokens, token)
         self._drop(row)
 
     @torch.inference_mode()
     def copy(self, row: Row) -> Row:
-        """Add a copy of a row."""
         new = row.copy(slot=len(self.rows))
         self.cache.make_slots(len(self.rows) + 1)
         self.cache.copy(row.slot, new.slot, self.num_virtual + row.num_read)
@@ -142,12 +140,11 @@ class Decoder:
             self.cache = self._empty_cache()
             return
         if row.slot < len(self.rows):  # the last slot moves into the gap
-            moved = next(each for each in self.rows if each.slot == len(self.rows))
+            moved = next(other for other in self.rows if other.slot == len(self.rows))
             self.cache.copy(moved.slot, row.slot, self.num_virtual + moved.num_read)
             moved.slot = row.slot
 
     def _drop(self, row: Row) -> None:
-        """Drop the oldest tokens of a row that exceeds the context."""
         surplus = len(row.tokens) - self.context
         if surplus > 0:
             block = self.dropped_at_once
@@ -174,8 +171,8 @@ class Decoder:
                 if part:
                     span = self._pass_of(part)
                     last = self._run(span)
-                    finished = [number for number, row in enumerate(span.rows) if not row.num_unread]
-                    rows += [span.rows[number] for number in finished]
+                    finished = [index for index, row in enumerate(span.rows) if not row.num_unread]
+                    rows += [span.rows[index] for index in finished]
                     hidden.append(last if len(finished) == len(part) else last[finished])
             if not rows:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
@@ -185,10 +182,10 @@ class Decoder:
 
     def read(self, rows: Sequence[Row]) -> Tensor:
         """Take steps until these rows are read; return the logits of their next tokens, [rows, V] float32."""
-        found: dict[Row, Tensor] = {}
+        logits: dict[Row, Tensor] = {}
         while any(row.num_unread for row in rows):
-            found.update(zip(*self.step(), strict=True))
-        return torch.stack([found[row] for row in rows])
+            logits.update(zip(*self.step(), strict=True))
+        return torch.stack([logits[row] for row in rows])
 
     def _find_neighbors(self, rows: list[Row]) -> None:
         """Find the neighbors of all complete chunks of rows. Rows with equal `retrieve` share a search."""
@@ -199,25 +196,25 @@ class Decoder:
                 searches.append(row.retrieve)
         for retrieve in searches:
             searching = [(row, chunks) for row, chunks in missing if row.retrieve == retrieve]
-            found = iter(Neighbors(*retrieve(np.concatenate([chunks for _, chunks in searching]))).of_chunks())
+            neighbors = iter(Neighbors(*retrieve(np.concatenate([chunks for _, chunks in searching]))).of_chunks())
             for row, chunks in searching:
-                row.found += islice(found, len(chunks))
+                row.neighbors += islice(neighbors, len(chunks))
 
     def _put_first(self, rows: list[Row]) -> None:
         """Give rows the first slots, so that their keys and values are read without a copy."""
         gaps = sorted({*range(len(rows))} - {row.slot for row in rows})
         for row, gap in zip([row for row in rows if row.slot >= len(rows)], gaps, strict=True):
-            other = next(each for each in self.rows if each.slot == gap)
+            other = next(row for row in self.rows if row.slot == gap)
             self.cache.swap(row.slot, gap, self.num_virtual + max(row.num_read, other.num_read))
             row.slot, other.slot = gap, row.slot
 
     def copied_from(
-        self, rows: Sequence[Row], places: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+        self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
     ) -> list[CopiedFrom | None]:
         """Find what the next tokens of rows of the last step were copied from; see `CopyVotes.copied_from`."""
         if self.votes is None:
             return [None] * len(tokens)
-        return self.votes.copied_from(rows, places, tokens, log_probabilities)
+        return self.votes.copied_from(rows, indices, tokens, log_probabilities)
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +242,7 @@ class Decoder:
             positions=positions,
             last=self._put(np.array(counts) - 1),
             begins=self._put(begins).bool()[:, None, None, None],
-            places=positions + self.num_virtual,
+            columns=positions + self.num_virtual,
             stop=stop,
             mask=mask[:, None],
             num_neighbors=max(row.num_neighbors for row in rows),
@@ -281,8 +278,8 @@ class Decoder:
         k, v = attention.project_keys_values(x)
         first = k[:, :1] if hasattr(attention, "smear") else None  # the first key is not mixed with another one
         placed = attention.finish_keys(k, positions, before=self._before(self.cache.last_keys, layer, k, span, first))
-        keys[span.at[:, None], layer, :, span.places] = placed.to(keys.dtype)
-        values[span.at[:, None], layer, :, span.places] = v.to(values.dtype)
+        keys[span.at[:, None], layer, :, span.columns] = placed.to(keys.dtype)
+        values[span.at[:, None], layer, :, span.columns] = v.to(values.dtype)
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
@@ -297,24 +294,24 @@ class Decoder:
             return None
         before = kept[span.at, layer].to(new.dtype)
         before = torch.where(span.begins, torch.zeros_like(before) if first is None else first, before)
-        rows, places = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + places].to(kept.dtype)
+        rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
+        kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + offsets].to(kept.dtype)
         return before
 
-    def _cross_attend(self, number: int, h: Tensor, positions: Positions | None, span: _Pass) -> Tensor:
+    def _cross_attend(self, layer: int, h: Tensor, positions: Positions | None, span: _Pass) -> Tensor:
         """Cross-attention of the new tokens h [N, n, D] to the neighbors of the last complete chunk; 0 without one."""
-        cross, cache = self.crosses[number], self.cache
+        cross, cache = self.crosses[layer], self.cache
         attention = cross.block.attention
         q = attention.project_queries(cross.norm(h))
-        q = attention.smear_queries(q, before=self._before(cache.last_cross_queries, number, q, span))
+        q = attention.smear_queries(q, before=self._before(cache.last_cross_queries, layer, q, span))
         if positions is None:
             return torch.zeros_like(h)
         readable = cache.readable[span.slots, : span.num_neighbors]  # [N, K, R]
         k, v = (
-            kept[span.slots, number, :, : readable[0].numel()].transpose(1, 2)
+            kept[span.slots, layer, :, : readable[0].numel()].transpose(1, 2)
             for kept in (cache.neighbor_keys, cache.neighbor_values)
         )
-        read: Tensor = cross.block.attend(q, positions, k, v, readable, self.cross_distance_keys[number])
+        read: Tensor = cross.block.attend(q, positions, k, v, readable, self.cross_distance_keys[layer])
         return read
 
     def _encode(self, h: Tensor, span: _Pass) -> None:
@@ -323,35 +320,34 @@ class Decoder:
         The first token of the pass is the last of its chunk. The tokens after it belong to the next chunk and overwrite
         this one.
         """
-        chunk, at, places = self.cache.chunk, span.at[:, None], span.positions % self.m
-        chunk[at, places[:, :1]] = h[:, :1]
+        chunk, at, offsets = self.cache.chunk, span.at[:, None], span.positions % self.m
+        chunk[at, offsets[:, :1]] = h[:, :1]
         completing = [
-            number for number, row in enumerate(span.rows) if row.found and (span.starts[number] + 1) % self.m == 0
+            index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
         ]
-        found = {number: span.rows[number].found[span.starts[number] // self.m] for number in completing}
-        for k in {len(each.tokens) for each in found.values()}:
-            part = {number: each for number, each in found.items() if len(each.tokens) == k}
-            tokens, lengths = (np.stack([each[field] for each in part.values()]) for field in range(2))
+        neighbors = {index: span.rows[index].neighbors[span.starts[index] // self.m] for index in completing}
+        for k in {len(own.tokens) for own in neighbors.values()}:
+            part = {index: own for index, own in neighbors.items() if len(own.tokens) == k}
+            tokens, lengths = (np.stack([own[field] for own in part.values()]) for field in range(2))
             self._encode_neighbors(span.at[list(part)], tokens, lengths)
-        chunk[at, places[:, 1:]] = h[:, 1:]
+        chunk[at, offsets[:, 1:]] = h[:, 1:]
 
     def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
         """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the slots `at` [A]."""
         model, tokens, cache, (_, k, r) = self.model, self._put(neighbors)[:, None], self.cache, neighbors.shape
-        real = neighbor_mask(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
-        encoded = model.encoder(tokens, real, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
+        readable = neighbor_mask(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
+        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         self._prepare_for_neighbors(k, r)
         cache.readable[at] = False
-        cache.readable[at, :k] = real[:, 0]
-        for number, cross in enumerate(self.crosses):
+        cache.readable[at, :k] = readable[:, 0]
+        for layer, cross in enumerate(self.crosses):
             new = cross.block.keys_values(encoded, self.window_positions)
-            for cached, each in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
-                cached[at, number, :, : each.shape[1]] = each.transpose(1, 2).to(cached.dtype)
+            for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
+                cached[at, layer, :, : rows.shape[1]] = rows.transpose(1, 2).to(cached.dtype)
 
     # --- positions ----------------------------------------------------------------------------------------------------
 
     def _self_positions(self, span: _Pass) -> Positions:
-        """Return the positions of self-attention in a pass."""
         if isinstance(self.context_positions, RopePositions):
             rotations = self.context_positions.query[:, span.positions]  # [2, N, n, 1, C/2]
             return RopePositions(rotations, rotations)
@@ -371,13 +367,13 @@ class Decoder:
         num_keys = self.cache.readable[0, : span.num_neighbors].numel()
         if not num_keys:
             return None
-        places = (span.positions + 1) % self.m
+        offsets = (span.positions + 1) % self.m
         if isinstance(self.window_positions, RopePositions):
-            return RopePositions(self.window_positions.query[:, places], self.window_positions.key)
+            return RopePositions(self.window_positions.query[:, offsets], self.window_positions.key)
         if isinstance(self.window_positions, AlibiPositions):
-            return AlibiPositions(self.window_positions.distances[0, 0, places, :num_keys][:, None])
+            return AlibiPositions(self.window_positions.distances[0, 0, offsets, :num_keys][:, None])
         if isinstance(self.window_positions, TransformerXLPositions):
-            lookup = self.window_positions.lookup[places, :num_keys][:, None]
+            lookup = self.window_positions.lookup[offsets, :num_keys][:, None]
             return TransformerXLPositions(self.window_positions.waves, lookup)
         return self.window_positions
 
@@ -390,15 +386,15 @@ class Decoder:
             *self.model.cross_scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )
         self.cross_distance_keys = self._distance_keys(
-            self.window_positions, [each.block.attention for each in self.crosses]
+            self.window_positions, [cross.block.attention for cross in self.crosses]
         )
 
-    def _distance_keys(self, places: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
+    def _distance_keys(self, positions: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
         """Return each attention's keys of distances, the same in every pass; None except for Transformer-XL."""
-        if not isinstance(places, TransformerXLPositions):
+        if not isinstance(positions, TransformerXLPositions):
             return [None] * len(attentions)
         with torch.inference_mode(), self.placement.autocast():
-            return [attention.distance_keys(places.waves.to(self.placement.dtype)) for attention in attentions]
+            return [attention.distance_keys(positions.waves.to(self.placement.dtype)) for attention in attentions]
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

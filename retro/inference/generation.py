@@ -188,14 +188,14 @@ class Batch:
         rows, logits = self._decoder.step()
         if not rows:
             return []
-        rows, places = self._divided(rows)
+        rows, indices = self._divided(rows)
         texts = [self._texts[row][0] for row in rows]
-        if len(places) > len(logits):
-            logits = logits[places]
+        if len(indices) > len(logits):
+            logits = logits[indices]
         settings = [text.settings for text in texts]
         changed = with_penalties(logits, settings, [text.prompt for text in texts], [text.generated for text in texts])
         drawn = draw(changed, logits, settings, [text.random for text in texts])
-        copied = self._copied_from(rows, places, texts, drawn)
+        copied = self._copied_from(rows, indices, texts, drawn)
         return [
             (text, self._add(row, text, token, source))
             for row, text, token, source in zip(rows, texts, drawn, copied, strict=True)
@@ -217,33 +217,29 @@ class Batch:
         return token
 
     def _divided(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
-        """Give each continuation its own row; return the rows, and the places of their logits."""
-        divided, places = list[Row](), list[int]()
-        for place, row in enumerate(rows):
+        """Give each continuation its own row; return the rows, and the indices of their logits."""
+        divided, indices = list[Row](), list[int]()
+        for index, row in enumerate(rows):
             first, *others = self._texts[row]
             self._texts[row] = [first]
             divided.append(row)
             for text in others:
                 divided.append(self._decoder.copy(row))
                 self._texts[divided[-1]] = [text]
-            places += [place] * (1 + len(others))
-        return divided, places
+            indices += [index] * (1 + len(others))
+        return divided, indices
 
     def _copied_from(
-        self, rows: list[Row], places: list[int], texts: list[Continuation], drawn: list[SampledToken]
+        self, rows: list[Row], indices: list[int], texts: list[Continuation], drawn: list[SampledToken]
     ) -> list[CopiedFrom | None]:
-        """Find where the tokens were copied from, as far as it is wanted."""
+        """Find where the tokens of texts with `sources` were copied from."""
         copied: list[CopiedFrom | None] = [None] * len(rows)
-        wanted = [number for number, text in enumerate(texts) if text.sources]
-        if wanted:
-            found = self._decoder.copied_from(
-                [rows[number] for number in wanted],
-                [places[number] for number in wanted],
-                [drawn[number][0] for number in wanted],
-                [drawn[number][1] for number in wanted],
-            )
-            for number, each in zip(wanted, found, strict=True):
-                copied[number] = each
+        if chosen := [place for place, text in enumerate(texts) if text.sources]:
+            tokens, log_probabilities = zip(*(drawn[place][:2] for place in chosen), strict=True)
+            own_rows, own_indices = [rows[place] for place in chosen], [indices[place] for place in chosen]
+            origins = self._decoder.copied_from(own_rows, own_indices, tokens, log_probabilities)
+            for place, origin in zip(chosen, origins, strict=True):
+                copied[place] = origin
         return copied
 
     def _leave(self, row: Row) -> None:
@@ -273,9 +269,9 @@ def generate(
     Raises:
         Exception: of the first continuation that fails.
     """
-    for number, prompt in enumerate(prompts):
-        copies = [(number * n + copy, copy) for copy in range(n)]
-        batch.add(prompt, settings, retrieve[number] if retrieve else None, copies=copies, sources=sources)
+    for index, prompt in enumerate(prompts):
+        copies = [(index * n + copy, copy) for copy in range(n)]
+        batch.add(prompt, settings, retrieve[index] if retrieve else None, copies=copies, sources=sources)
     while len(batch):
         tokens = list[GeneratedToken]()
         for _, token in batch.step():

@@ -110,10 +110,10 @@ class LanguageModel:
         top: int = 1,
         sources: bool = False,
     ) -> list[Scores]:
-        """Like `score`, with the `top` likeliest tokens at every position; for the rest see `retro.inference.scoring.score`."""
+        """Like `score`, with the `top` likeliest tokens at every position; for `sources` see `retro.inference.scoring.score_windows`."""
         begun = self.to_score(sequences, top)
-        self.score_windows([window for each in begun for window in each.windows], k, top, sources)
-        return [each.scores for each in begun]
+        self.score_windows([window for sequence in begun for window in sequence.windows], k, top, sources)
+        return [sequence.scores for sequence in begun]
 
     def to_score(self, sequences: Sequence[np.ndarray], top: int = 1) -> list[ScoredSequence]:
         """Return sequences whose windows `score_windows` can score, in several calls.
@@ -121,7 +121,7 @@ class LanguageModel:
         Raises:
             InputError: see `score`.
         """
-        checked = [self._checked(each, f"sequences[{number}]") for number, each in enumerate(sequences)]
+        checked = [self._checked(tokens, f"sequences[{index}]") for index, tokens in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
         return to_score(self.model, checked, context=self.context, top=top)
@@ -155,7 +155,7 @@ class LanguageModel:
                 first step.
         """
         checked, search = self.checked(prompts, settings, k if given is None else 0)
-        retrieve = [search] * len(prompts) if given is None else [_always(*each) for each in given]
+        retrieve = [search] * len(prompts) if given is None else [_always(*neighbors) for neighbors in given]
         return generate(self.batch(), checked, settings, retrieve, n=n, sources=sources)
 
     def batch(self) -> Batch:
@@ -172,7 +172,7 @@ class LanguageModel:
             InputError: see `generate`.
         """
         settings.check_ids(self.model.settings.vocab_size)
-        return [self._checked(each, f"prompts[{number}]") for number, each in enumerate(prompts)], self._retrieve(k)
+        return [self._checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)], self._retrieve(k)
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
@@ -205,7 +205,7 @@ class LanguageModel:
 
 def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:
     """Return a search that finds the same neighbors [K, R], with lengths [K], for every chunk."""
-    return lambda chunks: tuple(np.broadcast_to(each, (len(chunks), *each.shape)) for each in (tokens, lengths))
+    return lambda chunks: tuple(np.broadcast_to(table, (len(chunks), *table.shape)) for table in (tokens, lengths))
 
 
 def _check_fits(

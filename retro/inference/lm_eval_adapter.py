@@ -82,7 +82,6 @@ class RetroLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
         return self.language_model.tokenizer.eos_id
 
     @property
@@ -110,7 +109,7 @@ class RetroLM(TemplateLM):
         """Compute log-likelihoods of whole texts, in nats."""
         windows = [list(self._windows(request.args[0])) for request in requests]
         scored = iter(self._loglikelihood_tokens(list(chain(*windows)), disable_tqdm=disable_tqdm))
-        totals = [sum(next(scored)[0] for _ in each) for each in windows]
+        totals = [sum(next(scored)[0] for _ in own) for own in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -118,17 +117,17 @@ class RetroLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate continuations up to a stop string, without it; greedy unless the task samples."""
         groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate", disable=disable_tqdm) as bar:
-            for numbers in groups.values():
-                given = requests[numbers[0]].args[1]
-                for batch in _batches(sorted(numbers, key=lambda n: len(requests[n].args[0])), self.batch_size):
-                    continued = self._continue([requests[number].args[0] for number in batch], given)
-                    for number, text in zip(batch, continued, strict=True):
-                        texts[number] = text
-                        self.cache_hook.add_partial("generate_until", requests[number].args, text)
+            for indices in groups.values():
+                options = requests[indices[0]].args[1]
+                for batch in _batches(sorted(indices, key=lambda n: len(requests[n].args[0])), self.batch_size):
+                    continued = self._continue([requests[index].args[0] for index in batch], options)
+                    for index, text in zip(batch, continued, strict=True):
+                        texts[index] = text
+                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
                     bar.update(len(batch))
         return texts
 
@@ -142,13 +141,13 @@ class RetroLM(TemplateLM):
             for batch in _batches(order, self.batch_size):
                 rows = [self._as_document((requests[n][1] + requests[n][2])[-self.max_length :]) for n in batch]
                 scores = self.language_model.score_with_likeliest(rows, self.k, 1)
-                for number, row, score in zip(batch, rows, scores, strict=True):
-                    key, _, continuation = requests[number]
-                    places = slice(len(row) - 1 - min(len(continuation), len(row) - 1), None)
-                    own, best = score.log_probabilities[places], score.likeliest_log_probabilities[places, 0]
-                    out[number] = (float(own.sum()), bool((own >= best).all()))
+                for index, row, score in zip(batch, rows, scores, strict=True):
+                    key, _, continuation = requests[index]
+                    scored = slice(len(row) - 1 - min(len(continuation), len(row) - 1), None)
+                    own, best = score.log_probabilities[scored], score.likeliest_log_probabilities[scored, 0]
+                    out[index] = (float(own.sum()), bool((own >= best).all()))
                     if key is not None:
-                        self.cache_hook.add_partial("loglikelihood", key, out[number])
+                        self.cache_hook.add_partial("loglikelihood", key, out[index])
                 bar.update(len(batch))
         return out
 
@@ -165,18 +164,20 @@ class RetroLM(TemplateLM):
         ):
             yield (None, *utils.make_disjoint_window(pair))
 
-    def _continue(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
+    def _continue(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
         """Generate continuations of contexts with the same settings."""
-        wanted = normalize_gen_kwargs(given, min(_MAX_GENERATED, self.max_length // 2))
-        unknown = set(wanted) - {"until", "do_sample", "max_gen_toks", *_SAMPLING}
+        normalized = normalize_gen_kwargs(options, min(_MAX_GENERATED, self.max_length // 2))
+        unknown = set(normalized) - {"until", "do_sample", "max_gen_toks", *_SAMPLING}
         if unknown:
             raise InputError(
                 f"generation_kwargs has {sorted(unknown)[0]!r}; accepted are until, do_sample, max_gen_toks, {', '.join(_SAMPLING)}."
             )
         sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0} | {
-            key: wanted[key] for key in _SAMPLING if wanted.get(key) is not None
+            key: normalized[key] for key in _SAMPLING if normalized.get(key) is not None
         }
-        settings = GenerationSettings(max_tokens=wanted["max_gen_toks"], stop=tuple(wanted["until"]), **sampling)
+        settings = GenerationSettings(
+            max_tokens=normalized["max_gen_toks"], stop=tuple(normalized["until"]), **sampling
+        )
         room = self.max_length - settings.max_tokens
         if room < 1:
             raise InputError(
@@ -195,8 +196,8 @@ class RetroLM(TemplateLM):
         return np.array(begin + tokens, dtype=np.int64)
 
 
-def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (numbers[start : start + size] for start in range(0, len(numbers), size))
+def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (indices[start : start + size] for start in range(0, len(indices), size))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class Row:
         tokens: int64 [t], the tokens in the context.
         retrieve: finds the neighbors of its complete chunks, R tokens each; None = retrieval OFF.
         slot: row of the cache.
-        found: neighbors of its complete chunks in the context, as far as they are needed.
+        neighbors: of its complete chunks in the context, as far as they are needed.
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         copy_keys: keys [K·R, C] of the copy head for the neighbors of a chunk, after the number of chunks up to this one.
@@ -29,38 +29,36 @@ class Row:
     tokens: np.ndarray
     retrieve: RetrieveNeighbors | None
     slot: int
-    found: list[Neighbors] = field(default_factory=list)
+    neighbors: list[Neighbors] = field(default_factory=list)
     dropped: int = 0
     num_read: int = 0
     copy_keys: tuple[int, Tensor] | None = None
 
     @property
     def num_unread(self) -> int:
-        """Number of tokens that were not read yet."""
         return len(self.tokens) - self.num_read
 
     @property
     def num_neighbors(self) -> int:
         """Number K of neighbors of a chunk; 0 as long as no chunk is complete, or with retrieval OFF."""
-        return len(self.found[0].tokens) if self.found else 0
+        return len(self.neighbors[0].tokens) if self.neighbors else 0
 
     def copy(self, slot: int) -> "Row":
-        """Return a copy of the row in another slot."""
-        return replace(self, slot=slot, found=[*self.found])
+        return replace(self, slot=slot, neighbors=[*self.neighbors])
 
     def drop(self, num_chunks: int, chunk_length: int) -> None:
         """Drop the oldest chunks of the context; the other tokens must be read again."""
-        self.tokens, self.found = self.tokens[num_chunks * chunk_length :], self.found[num_chunks:]
+        self.tokens, self.neighbors = self.tokens[num_chunks * chunk_length :], self.neighbors[num_chunks:]
         self.dropped, self.num_read = self.dropped + num_chunks, 0
 
     def missing_chunks(self, chunk_length: int) -> np.ndarray:
         """Return the complete chunks [n, m] whose neighbors have not been found."""
         complete = len(self.tokens) // chunk_length * chunk_length
-        return self.tokens[:complete].reshape(-1, chunk_length)[len(self.found) :]
+        return self.tokens[:complete].reshape(-1, chunk_length)[len(self.neighbors) :]
 
     def chunks_read(self, since: int, chunk_length: int) -> tuple[ReadChunk, ...]:
         """Return the chunks whose neighbors were read, from the chunk with the number `since` on."""
-        chunks = self.tokens[: len(self.found) * chunk_length].reshape(-1, chunk_length)
+        chunks = self.tokens[: len(self.neighbors) * chunk_length].reshape(-1, chunk_length)
         first = max(0, since - self.dropped)
-        numbered = enumerate(zip(chunks[first:], self.found[first:], strict=True), start=self.dropped + first)
-        return tuple(ReadChunk(number, *each) for number, each in numbered)
+        pairs = enumerate(zip(chunks[first:], self.neighbors[first:], strict=True), start=self.dropped + first)
+        return tuple(ReadChunk(chunk, tokens, neighbors) for chunk, (tokens, neighbors) in pairs)

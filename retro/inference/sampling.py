@@ -29,7 +29,7 @@ def with_penalties(
         prompts: int64 [t] of each row.
         generated: the tokens of each row's continuation.
     """
-    if not any(each.changes_logits for each in settings):
+    if not any(own.changes_logits for own in settings):
         return logits
     logits = logits.clone()
     for row, own, prompt, tokens in zip(logits, settings, prompts, generated, strict=True):
@@ -45,7 +45,8 @@ def _change(row: Tensor, settings: GenerationSettings, prompt: np.ndarray, gener
         seen = torch.from_numpy(np.union1d(prompt, generated).astype(np.int64)).to(row.device)
         row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     ids, counts = (
-        torch.from_numpy(each).to(row.device) for each in np.unique(np.array(generated, np.int64), return_counts=True)
+        torch.from_numpy(column).to(row.device)
+        for column in np.unique(np.array(generated, np.int64), return_counts=True)
     )
     row[ids] -= settings.presence_penalty + settings.frequency_penalty * counts
     for token, bias in settings.logit_bias:
@@ -64,22 +65,20 @@ def draw(
         random: a number of each row, 0 to 1; the token depends on it unless the temperature is 0.
     """
     # A row always has a token to sample, also one that a broken model gives infinite logits or NaN.
-    logits, unchanged = (each.nan_to_num(nan=torch.finfo(each.dtype).min) for each in (logits, unchanged))
+    logits, unchanged = (rows.nan_to_num(nan=torch.finfo(rows.dtype).min) for rows in (logits, unchanged))
     log_p, tokens = unchanged.log_softmax(-1), logits.argmax(-1)
     drawing = [
-        (number, min(each.top_k or logits.shape[1], logits.shape[1]))
-        for number, each in enumerate(settings)
-        if each.temperature
+        (row, min(own.top_k or logits.shape[1], logits.shape[1])) for row, own in enumerate(settings) if own.temperature
     ]
     for kept in {kept for _, kept in drawing}:
-        rows = [number for number, own in drawing if own == kept]
+        rows = [row for row, top_k in drawing if top_k == kept]
         whole = len(rows) == len(logits)  # the usual case, without a copy
         tokens[rows] = _drawn(
             logits if whole else logits[rows], kept, [settings[row] for row in rows], [random[row] for row in rows]
         )
     chosen = log_p.gather(1, tokens[:, None])[:, 0].tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
-    if most := max((each.logprobs for each in settings), default=0):
+    if most := max((own.logprobs for own in settings), default=0):
         values, likeliest = log_p.topk(min(most, log_p.shape[1]))
         columns = zip(likeliest.tolist(), values.tolist(), settings, strict=True)
         tops = [tuple(zip(ids[: own.logprobs], row[: own.logprobs], strict=True)) for ids, row, own in columns]
@@ -92,14 +91,14 @@ def _drawn(logits: Tensor, kept: int, settings: Sequence[GenerationSettings], ra
     The random number of each row is looked up in the cumulative sum of its probabilities.
     """
     ordered, ids = logits.topk(kept) if kept < logits.shape[1] else logits.sort(descending=True, stable=True)
-    table = [(each.temperature, each.top_p, each.min_p) for each in settings]
+    table = [(own.temperature, own.top_p, own.min_p) for own in settings]
     temperature, top_p, min_p = torch.tensor(table, dtype=torch.float64, device=logits.device)[..., None].unbind(1)
     # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
     probabilities = ((ordered - ordered[:, :1]).double() / temperature).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
     usable = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
     below = probabilities.masked_fill(~usable, 0).cumsum(-1)  # [rows, kept]
-    numbers = torch.tensor(random, dtype=torch.float32, device=logits.device)[:, None]
-    places = torch.searchsorted(below, numbers * below[:, -1:], right=True)
+    random_numbers = torch.tensor(random, dtype=torch.float32, device=logits.device)[:, None]
+    ranks = torch.searchsorted(below, random_numbers * below[:, -1:], right=True)
     last = usable.sum(-1, keepdim=True) - 1  # rounding near 1 must not go past the last usable token
-    return ids.gather(1, places.minimum(last))[:, 0]
+    return ids.gather(1, ranks.minimum(last))[:, 0]

@@ -85,41 +85,17 @@ class Window:
         return self.stop - self.start
 
 
-def score(
-    model: Retro,
-    sequences: Sequence[np.ndarray],
-    placement: Placement,
-    *,
-    context: int,
-    retrieve: RetrieveNeighbors | None = None,
-    top: int = 0,
-    sources: bool = False,
-) -> list[Scores]:
-    """Score all tokens of each sequence except its first.
+def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top: int = 0) -> list[ScoredSequence]:
+    """Cut sequences into windows of one context that overlap by half, in whole chunks, to score all tokens except the first.
 
     Args:
         model: model in evaluation mode.
         sequences: token ids [t] int64 of each sequence.
-        placement: device and precision.
         context: context length in tokens, a multiple of the chunk length.
-        retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
         top: number of likeliest tokens to return at each position.
-        sources: return the chunks whose neighbors were read, and the tokens that were copied.
 
     Raises:
         InputError: the context is one chunk, so windows cannot overlap, and a sequence is longer.
-    """
-    begun = to_score(model, sequences, context=context, top=top)
-    windows = [window for each in begun for window in each.windows]
-    score_windows(model, windows, placement, retrieve=retrieve, top=top, sources=sources)
-    return [each.scores for each in begun]
-
-
-def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top: int = 0) -> list[ScoredSequence]:
-    """Cut sequences into windows of one context that overlap by half, in whole chunks; arguments as for `score`.
-
-    Raises:
-        InputError: see `score`.
     """
     m, longest = model.settings.chunk_length, max(map(len, sequences), default=0)
     if longest > context == m:
@@ -128,9 +104,9 @@ def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top
         )
     stride, top = max(m, context // 2 // m * m), min(top, model.settings.vocab_size)
     begun = [ScoredSequence(tokens, _no_scores(len(tokens) - 1, top)) for tokens in sequences]
-    for each in begun:
-        windows = sliding_windows(0, 0, len(each.tokens), size=context, stride=stride, scored=1)
-        each.windows += [Window(each, window.start, window.stop, window.scored) for window in windows]
+    for sequence in begun:
+        windows = sliding_windows(0, 0, len(sequence.tokens), size=context, stride=stride, scored=1)
+        sequence.windows += [Window(sequence, window.start, window.stop, window.scored) for window in windows]
     return begun
 
 
@@ -144,7 +120,16 @@ def score_windows(
     top: int = 0,
     sources: bool = False,
 ) -> None:
-    """Score windows of any sequences; the arguments are those of `score`, equal for all windows of a sequence."""
+    """Score windows of any sequences; the arguments are equal for all windows of a sequence.
+
+    Args:
+        model: see `to_score`.
+        windows: some windows of sequences `to_score`.
+        placement: device and precision.
+        retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
+        top: see `to_score`.
+        sources: return the chunks whose neighbors were read, and the tokens that were copied.
+    """
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     if retrieve is not None:
         _find_neighbors(windows, m, retrieve, sources)
@@ -174,17 +159,18 @@ def score_windows(
                 scored.likeliest_log_probabilities[of_sequence] = values
 
 
-def _no_scores(number: int, top: int) -> Scores:
-    return Scores(np.zeros(number), np.zeros((number, top), np.int64), np.zeros((number, top), np.float32))
+def _no_scores(count: int, top: int) -> Scores:
+    return Scores(np.zeros(count), np.zeros((count, top), np.int64), np.zeros((count, top), np.float32))
 
 
 def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbors, sources: bool) -> None:
     """Find the neighbors of the windows' sequences, unless they have been found, in one search."""
-    sequences = [each for each in dict.fromkeys(window.sequence for window in windows) if each.neighbors is None]
-    chunks = [each.chunks(m) for each in sequences]
+    unique = dict.fromkeys(window.sequence for window in windows)
+    sequences = [sequence for sequence in unique if sequence.neighbors is None]
+    chunks = [sequence.chunks(m) for sequence in sequences]
     if not sum(map(len, chunks)):
         return
-    borders = np.cumsum([len(each) for each in chunks])[:-1]
+    borders = np.cumsum(list(map(len, chunks)))[:-1]
     parts = (np.split(table, borders) for table in retrieve(np.concatenate(chunks)))
     for sequence, *tables in zip(sequences, *parts, strict=True):
         sequence.neighbors = Neighbors(*tables)
@@ -194,15 +180,15 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
 
 def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ReadChunk]:
     """Return complete chunks [n, m] of a sequence with their neighbors."""
-    return [ReadChunk(u, *each) for u, each in enumerate(zip(chunks, neighbors.of_chunks(), strict=True))]
+    return [ReadChunk(u, *pair) for u, pair in enumerate(zip(chunks, neighbors.of_chunks(), strict=True))]
 
 
-def _copied(origins: Origins, row: int, wanted: slice, first: int, m: int) -> list[CopiedFrom | None]:
+def _copied(origins: Origins, row: int, scored: slice, first: int, m: int) -> list[CopiedFrom | None]:
     """Return where the tokens of a row were copied from; `first` is the number of the first one in its sequence."""
-    columns = (each[row, wanted].tolist() for each in (origins.share, origins.neighbors, origins.positions))
+    columns = (table[row, scored].tolist() for table in (origins.share, origins.neighbors, origins.positions))
     return [
-        CopiedFrom(share, number // m - 1, neighbor, position) if neighbor >= 0 else None
-        for number, (share, neighbor, position) in enumerate(zip(*columns, strict=True), start=first)
+        CopiedFrom(share, token // m - 1, neighbor, position) if neighbor >= 0 else None
+        for token, (share, neighbor, position) in enumerate(zip(*columns, strict=True), start=first)
     ]
 
 
@@ -219,8 +205,8 @@ def _batches(windows: Sequence[Window], m: int) -> Iterator[list[Window]]:
 
 def _shape_of_neighbors(windows: Sequence[Window]) -> tuple[int, ...]:
     """Return (K, R) of a chunk's neighbors; (0,) if there are none."""
-    found = (window.sequence.neighbors for window in windows)
-    return next((each.tokens.shape[1:] for each in found if each is not None), (0,))
+    all_neighbors = (window.sequence.neighbors for window in windows)
+    return next((neighbors.tokens.shape[1:] for neighbors in all_neighbors if neighbors is not None), (0,))
 
 
 def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Tensor]:
@@ -247,12 +233,12 @@ def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Ten
 
 
 def _likeliest(
-    model: Retro, hidden: Tensor, inputs: TensorBatch, wanted: slice, top: int
+    model: Retro, hidden: Tensor, inputs: TensorBatch, scored: slice, top: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [wanted, top] each."""
-    found = []
-    for start in range(wanted.start, wanted.stop, _BLOCK):
-        kept = slice(start, min(start + _BLOCK, wanted.stop))
+    """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
+    blocks = []
+    for start in range(scored.start, scored.stop, _BLOCK):
+        kept = slice(start, min(start + _BLOCK, scored.stop))
         logits = model.mixed(model.logits(hidden[:, kept]), hidden, **inputs, kept=kept)[0]
-        found.append(logits.float().log_softmax(-1).topk(top))
-    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True))  # type: ignore[return-value]
+        blocks.append(logits.float().log_softmax(-1).topk(top))
+    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]

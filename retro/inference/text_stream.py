@@ -52,9 +52,8 @@ class TextStream:
         """Append the new characters of the text to the held text, and cut it at a stop string."""
         self._held += text[self._read :]
         self._read = max(self._read, len(text))
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
-            self._held, self.stopped = self._held[: min(found)], True
+        if starts := [start for stop in self._stop if (start := self._held.find(stop)) >= 0]:
+            self._held, self.stopped = self._held[: min(starts)], True
 
     def _show(self, held_back: int) -> str:
         stop = len(self._held) - held_back

@@ -1,8 +1,7 @@
 """The HTTP application for a datastore and, optionally, a checkpoint.
 
-    request ─► CORS (if set) ─► Limits ─► DirectJson ──────────► endpoint with JSON ─┬─► Service ─► Retriever, LanguageModel
-                                              └─► FastAPI ─┬─► other endpoint ───────┘
-                                                           └─► file of the web page
+    request ─► CORS (if set) ─► Limits ─► FastAPI ─┬─► endpoint ─► Service ─► Retriever, LanguageModel
+                                                   └─► file of the web page
 
 The application has no global state, so one process can hold several. uvicorn and Ray Serve both run it.
 """
@@ -19,10 +18,12 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,12 +32,12 @@ from starlette.staticfiles import StaticFiles
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
 from retro.server import model_api, page_api, schemas, search_api
-from retro.server.errors import ApiError, error_responses, reraise_errors
+from retro.server.errors import ApiError, error_responses
 from retro.server.examples import finish_measuring
-from retro.server.json_route import DirectJson
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
-from retro.server.openai import chat, chat_schemas, models
+from retro.server.openai import chat, requests
+from retro.server.openai.schemas import ChatChunk
 from retro.server.service import Service, ServiceDependency
 from retro.server.settings import ServeSettings
 
@@ -44,16 +45,15 @@ PAGE = Path(__file__).parent / "page"
 
 _SWAGGER = Path(str(files("fastapi_offline"))) / "static"
 _SWAGGER_FILES = "/swagger-ui-bundle.js", "/swagger-ui.css"
-_EVENTS = schemas.GenerateEvent, chat_schemas.ChatChunk  # models of events of streams that are no answers themselves
+_EVENTS = schemas.GenerateEvent, ChatChunk  # models of events of streams that are no answers themselves
 
 router = APIRouter(tags=["server"])
 
 
 class Api(FastAPI):
-    """FastAPI with the models of `model_api.event_content` in its OpenAPI description."""
+    """FastAPI with the models of `model_api.stream_responses` in its OpenAPI description."""
 
     def openapi(self) -> dict[str, Any]:
-        """See `FastAPI`."""
         described = super().openapi()
         models = [(model, "serialization") for model in _EVENTS]
         _, events = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def make_app(
         token: bearer token that requests must send, except to /health, /ready, /docs, /openapi.json and the web page;
             empty = none.
     """
-    service = Service.of(retriever, language_model, settings)
+    service = Service(retriever, language_model, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,6 +88,7 @@ def make_app(
         description="Search a datastore, and score or generate text with a language model that reads the neighbors. "
         "[Page to try it in a browser](./)",
         lifespan=lifespan,
+        exception_handlers={RequestValidationError: _reraise, HTTPException: _reraise},
         # Only describes the token; `Limits` checks it.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if token else None,
         docs_url=None,
@@ -97,17 +98,15 @@ def make_app(
     app.state.service = service
     routers = (
         router, search_api.router, page_api.router, model_api.router,
-        models.router, chat.router, openai_api.router,
+        requests.router, chat.router, openai_api.router, openai_api.tokenizer_router,
     )  # fmt: skip
-    for each in routers:
-        app.include_router(each)
+    for included in routers:
+        app.include_router(included)
     # One route for each file of the page: a mount at / would answer every path that has no GET.
     page_paths = _page_paths()
     for folder, paths in ((PAGE, sorted(page_paths)), (_SWAGGER, _SWAGGER_FILES)):
         static = StaticFiles(directory=folder, html=True, check_dir=False)
         app.router.routes.extend(Route(path, static, methods=["GET", "HEAD"]) for path in paths)
-    reraise_errors(app)
-    app.add_middleware(DirectJson, routes=[route for each in routers for route in each.routes])
     app.add_middleware(
         Limits,
         settings=settings,
@@ -124,6 +123,11 @@ def make_app(
             allow_headers=["Authorization", "Content-Type"],
         )
     return app
+
+
+async def _reraise(_: Request, error: Exception) -> Response:
+    """Reraise an exception that FastAPI would answer in its own format, so that `Limits` answers it."""
+    raise error
 
 
 def _page_paths() -> set[str]:

@@ -139,17 +139,17 @@ class Batcher(Generic[K, T, R]):
 
     def _parts(self, key: K) -> dict[_Request[K, T, R], int]:
         """Give each request with a key an item in turn, up to a full batch."""
-        turns = deque(each for each in self._waiting if each.key == key and not each.answer.cancelled())
+        turns = deque(other for other in self._waiting if other.key == key and not other.answer.cancelled())
         parts, size = dict[_Request[K, T, R], int](), 0
         while turns:
             request = turns.popleft()
             taken = parts.get(request, 0)
-            place = len(request.results) + taken
-            size += self._cost(key, request.items[place])
+            index = len(request.results) + taken
+            size += self._cost(key, request.items[index])
             if size > self._max_batch and parts:
                 break
             parts[request] = taken + 1
-            if place + 1 < len(request.items):
+            if index + 1 < len(request.items):
                 turns.append(request)
         return parts
 
@@ -158,37 +158,37 @@ class Batcher(Generic[K, T, R]):
         (key,) = {request.key for request in parts}
         items = [
             item
-            for request, number in parts.items()
-            for item in request.items[len(request.results) : len(request.results) + number]
+            for request, count in parts.items()
+            for item in request.items[len(request.results) : len(request.results) + count]
         ]
         self._on_batch(len(items))
         started = time.monotonic()
         answers: dict[_Request[K, T, R], list[R] | Exception] = {}
         try:
             results = iter(self._work(key, items))
-            for request, number in parts.items():
-                request.results += islice(results, number)
+            for request, count in parts.items():
+                request.results += islice(results, count)
                 if len(request.results) == len(request.items):
                     answers[request] = request.results
         except Exception as error:
             if len(parts) > 1:
-                for request, number in parts.items():
-                    self._process({request: number})
+                for request, count in parts.items():
+                    self._process({request: count})
                 return
             answers = dict.fromkeys(parts, error)
         ended = time.monotonic()
         with self._arrival:
             self._waiting.extend(request for request in parts if request not in answers)
             # Count before the answers are sent: a client that returned already would be counted twice.
-            number = len(answers) + len(self._waiting)
-            self._last = _LastBatch(key, number, ended + _WAIT_RATIO * (ended - started))
+            present = len(answers) + len(self._waiting)
+            self._last = _LastBatch(key, present, ended + _WAIT_RATIO * (ended - started))
         _hand_over(answers)
 
 
 def _hand_over(answers: Mapping[_Request[K, T, R], list[R] | Exception]) -> None:
     """Send the answers to the requests. Each event loop is woken once: that takes as long as a short search."""
     for loop in {request.answer.get_loop() for request in answers}:
-        mine = [each for each in answers.items() if each[0].answer.get_loop() is loop]
+        mine = [(request, answer) for request, answer in answers.items() if request.answer.get_loop() is loop]
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
             loop.call_soon_threadsafe(_resume, mine)
 

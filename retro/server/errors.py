@@ -13,44 +13,32 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from indexing.store.errors import InputError, NotFound
 from retro.server.schemas import ErrorResponse
 
 log = logging.getLogger("retro.server")
 
-# OpenAI's type and code for all errors of a status; OpenAI has no code for some.
-_TYPES = {429: "requests", 500: "server_error", 503: "server_error", 504: "server_error"}
-_CODES = {
-    401: "invalid_api_key",
-    403: "host_not_allowed",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    413: "request_too_large",
-    429: "rate_limit_exceeded",
-    431: "request_too_large",
-    500: "internal_error",
-    503: "unavailable",
-    504: "timeout",
-}
-_REASONS = {
-    400: "The request is invalid or not supported.",
-    401: "The bearer token is missing or wrong.",
-    403: "The server has no token and does not accept the request's `Host`.",
-    404: "Not found.",
-    408: "The request's body did not arrive in time.",
-    413: "The request has more bytes than the server allows.",
-    422: "The request is invalid or exceeds a limit of the server.",
-    429: "Too many requests are waiting; retry after the time in `Retry-After`.",
-    431: "The request's URL and headers have more bytes than the server allows.",
-    500: "Internal error; the server's log has details under the id in the message.",
-    503: "The server is starting or shutting down.",
-    504: "The request took longer than the server allows.",
+_TYPES = {429: "requests", 500: "server_error", 503: "server_error", 504: "server_error"}  # OpenAI's names
+_STATUSES: dict[int, tuple[str | None, str]] = {  # code of all errors of a status, OpenAI's if it has one; description
+    400: (None, "The request is invalid or not supported."),
+    401: ("invalid_api_key", "The bearer token is missing or wrong."),
+    403: ("host_not_allowed", "The server has no token and does not accept the request's `Host`."),
+    404: ("not_found", "Not found."),
+    405: ("method_not_allowed", "The path does not have this method."),
+    408: ("request_timeout", "The request's body did not arrive in time."),
+    413: ("request_too_large", "The request has more bytes than the server allows."),
+    422: (None, "The request is invalid or exceeds a limit of the server."),
+    429: ("rate_limit_exceeded", "Too many requests are waiting; retry after the time in `Retry-After`."),
+    431: ("request_too_large", "The request's URL and headers have more bytes than the server allows."),
+    500: ("internal_error", "Internal error; the server's log has details under the id in the message."),
+    503: ("unavailable", "The server is starting or shutting down."),
+    504: ("timeout", "The request took longer than the server allows."),
 }
 _FIELD_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
 _TYPE_NAMES = {"str", "int", "float", "bool"}
@@ -79,7 +67,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        self.type, self.code = _TYPES.get(status, "invalid_request_error"), code or _CODES.get(status)
+        self.type = _TYPES.get(status, "invalid_request_error")
+        self.code = code or _STATUSES.get(status, (None, ""))[0]
         self.headers = headers
 
 
@@ -110,54 +99,59 @@ def error_json(error: ApiError) -> bytes:
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return OpenAPI's `responses` of an endpoint: the given statuses and those that every endpoint can return."""
     every = sorted({*statuses, 401, 403, 408, 429, 431, 500, 503, 504})
-    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in every}
+    return {status: {"model": ErrorResponse, "description": _STATUSES[status][1]} for status in every}
 
 
-def reraise_errors(app: FastAPI) -> None:
-    """Reraise exceptions that FastAPI would answer in its own format, so that `Limits` answers them."""
+def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
+    """Convert an exception to an error answer. Unexpected exceptions are logged with their stack trace under an id.
 
-    async def reraise(_: Request, error: Exception) -> Response:
-        raise error
-
-    for kind in (RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, reraise)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error answer. Unexpected exceptions are logged with their stack trace under an id."""
+    Args:
+        error: the exception.
+        scope: the request; None within a stream, whose request was valid.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        return _as_invalid_request(error.errors()[0])
+        assert scope is not None
+        return _as_invalid_request(error.errors()[0], scope)
     if isinstance(error, NotFound):
         return ApiError(404, str(error))
     if isinstance(error, InputError):
         return InvalidRequest(str(error))
     if isinstance(error, HTTPException):
+        if error.status_code == 400:  # FastAPI's, for a body that `JsonRoute` cannot read
+            return InvalidRequest(f"the body is not valid JSON: {error.__context__}.")
         missing = error.status_code == 404
         message = "unknown path; GET /docs lists all endpoints." if missing else error.detail
         return ApiError(error.status_code, message, headers=error.headers)
-    number = uuid.uuid4().hex[:12]
-    log.error("error %s", number, exc_info=error)
-    return ApiError(500, f"internal error {number}; the server's log has the details.")
+    error_id = uuid.uuid4().hex[:12]
+    log.error("error %s", error_id, exc_info=error)
+    return ApiError(500, f"internal error {error_id}; the server's log has the details.")
 
 
-def _as_invalid_request(problem: Mapping[str, Any]) -> InvalidRequest:
+def _as_invalid_request(problem: Mapping[str, Any], scope: Scope) -> InvalidRequest:
     """Convert a validation error of pydantic, with the name of the field.
 
     The error's location begins with the part of the request (`body`, `path`, `query`). For a field with several types it also
     contains the type that pydantic tried, e.g. `body.vectors.0.list[float].3`. The name leaves both out.
     """
-    _, *places = map(str, problem["loc"])
-    unknown = problem["type"] == "extra_forbidden"
-    sent = {0, len(places) - 1 if unknown else 0}  # these names always come from the client
+    kind, (part, *names) = problem["type"], map(str, problem["loc"])
+    if part == "body" and not names and kind in ("missing", "model_attributes_type"):
+        # Browsers send JSON to another origin only after a preflight request, so pages of other sites cannot use the API.
+        return InvalidRequest("the body must be a JSON object: send it with the header Content-Type: application/json")
+    unknown = kind == "extra_forbidden"
+    sent = {0, len(names) - 1 if unknown else 0}  # these names always come from the client
     named = [
-        each
-        for number, each in enumerate(places)
-        if number in sent or (re.fullmatch(r"\w+", each) and each not in _TYPE_NAMES)
+        name
+        for index, name in enumerate(names)
+        if index in sent or (re.fullmatch(r"\w+", name) and name not in _TYPE_NAMES)
     ]
     param, message = ".".join(named), str(problem["msg"]).removeprefix("Value error, ")
     if unknown:
-        message = f"unknown field; accepted are {', '.join(problem['ctx']['accepted'])}."
-    code = _FIELD_CODES.get(problem["type"])
-    return InvalidRequest(f"{param}: {message}" if param else message, param=param or None, code=code)
+        message = accepted_fields(scope["route"].body_field.field_info.annotation)
+    return InvalidRequest(f"{param}: {message}" if param else message, param=param or None, code=_FIELD_CODES.get(kind))
+
+
+def accepted_fields(model: type[BaseModel]) -> str:
+    """Return the message about an unknown field of a model."""
+    return f"unknown field; accepted are {', '.join(model.model_fields)}."

@@ -65,7 +65,7 @@ async def _measure(service: Service, examples: list[schemas.Example]) -> None:
             if time.monotonic() > until or service.admission.draining:
                 break
             tokens = as_document(service, await asyncio.to_thread(tokenizer.encode, example.text))
-            on, off = [(await service.scores([tokens], ScoreKey(each, top=1)))[0] for each in (k, 0)]
+            on, off = [(await service.scores([tokens], ScoreKey(neighbors, top=1)))[0] for neighbors in (k, 0)]
             example.gain = float(1 - on.log_probabilities.sum() / off.log_probabilities.sum())
             example.prompt = await asyncio.to_thread(differing_prompt, tokenizer, tokens, on, off) or example.prompt
 
@@ -110,8 +110,8 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     is_long = np.diff(ranges)[:, 0] >= chunks
     documents = np.flatnonzero(is_long if is_long.any() else np.diff(ranges)[:, 0] > 0)
     documents = documents[np.argsort(_distances(datastore, split, ranges[documents], chunks), kind="stable")]
-    places = np.linspace(*_QUANTILES, num=count) * len(documents)
-    chosen = documents[np.unique(places.astype(int))] if len(documents) else documents
+    ranks = np.linspace(*_QUANTILES, num=count) * len(documents)
+    chosen = documents[np.unique(ranks.astype(int))] if len(documents) else documents
     return schemas.ExamplesResponse(
         held_out=split.name != "train",
         examples=[_beginning(retriever, split, document, chunks) for document in chosen.tolist()],

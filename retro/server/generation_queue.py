@@ -112,8 +112,8 @@ class GenerationQueue:
             InputError: at the first step; see `LanguageModel.generate`.
         """
         checked, retrieve = self._language_model.checked(prompts, settings, k)
-        loop, numbers = asyncio.get_running_loop(), deque(range(len(prompts) * n))
-        request = _Request(checked, settings, retrieve, n, sources, numbers, time.perf_counter(), loop)
+        loop, waiting = asyncio.get_running_loop(), deque(range(len(prompts) * n))
+        request = _Request(checked, settings, retrieve, n, sources, waiting, time.perf_counter(), loop)
         until = loop.time() + seconds
         self._accept(request)
         try:
@@ -167,22 +167,16 @@ class GenerationQueue:
             waiting = [request for request in requests if request.waiting]
             if not waiting:
                 break
-            places = {request: len(request.running) + len(joining.get(request, ())) for request in waiting}
-            chosen = min(waiting, key=lambda each: places[each] if places[each] >= share else 0)
+            texts = {request: len(request.running) + len(joining.get(request, ())) for request in waiting}
+            chosen = min(waiting, key=lambda request: texts[request] if texts[request] >= share else 0)
             joining.setdefault(chosen, []).append(chosen.waiting.popleft())
-        for request, numbers in joining.items():
-            for prompt, group in groupby(numbers, key=lambda number, n=request.n: number // n):  # type: ignore[misc]
-                copies = [(number, number % request.n) for number in group]
+        for request, rows in joining.items():
+            options, sources = (request.settings, request.retrieve), request.sources
+            for prompt, group in groupby(rows, key=lambda row, n=request.n: row // n):  # type: ignore[misc]
+                copies = [(row, row % request.n) for row in group]
                 try:
-                    request.running |= set(
-                        self._batch.add(
-                            request.prompts[prompt],
-                            request.settings,
-                            request.retrieve,
-                            copies=copies,
-                            sources=request.sources,
-                        )
-                    )
+                    added = self._batch.add(request.prompts[prompt], *options, copies=copies, sources=sources)
+                    request.running |= set(added)
                 except Exception as error:
                     self._fail(request, error)
                     break

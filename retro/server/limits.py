@@ -4,10 +4,13 @@
             ─► body too long? 413; too slow? 408 ─► counted as under way
             ─► the application, until it has answered, the client disconnects, the time is over (504) or the server stops (503)
 
+These checks need the state of the server or must precede the reading of a body, so no middleware of Starlette has them.
 `errors.py` converts the application's exceptions to answers.
 """
 
 import asyncio
+import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -17,7 +20,6 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retro.server.access import Access, header
 from retro.server.errors import ApiError, as_api_error, error_response, time_limit_error
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
@@ -33,6 +35,7 @@ _SECURITY_HEADERS = [
 ]
 _CLIENT_GONE = 499  # nginx logs this status for a client that disconnected before the answer
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")  # a name, an IPv4 address or an IPv6 address in brackets, and a port
 _UNREAD_BODIES = 64  # number of incomplete bodies of maximum length that may be in memory
 _CLOSE = {"Connection": "close"}
 
@@ -61,18 +64,18 @@ class Admission:
 
 
 class _Answer:
-    """Sends an answer with the common headers, and records its status and whether it has begun."""
+    """Sends an answer with the common headers, and records its status, whether it has begun, and a lost client."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self._headers = send, [*_SECURITY_HEADERS, (b"x-request-id", request_id)]
-        self.status, self.begun = _CLIENT_GONE, False
+    def __init__(self, scope: Scope, send: Send, request_id: bytes) -> None:
+        self._scope, self._send, self._headers = scope, send, [*_SECURITY_HEADERS, (b"x-request-id", request_id)]
+        self.status, self.begun, self.client_gone = _CLIENT_GONE, False, False
 
     async def send(self, message: Message) -> None:
-        """Send a message of ASGI."""
         if message["type"] == "http.response.start":
             self.status, self.begun = message["status"], True
-            named = {name.lower() for name, _ in message["headers"]}
-            message["headers"] = [*message["headers"], *(each for each in self._headers if each[0] not in named)]
+            present = {name.lower() for name, _ in message["headers"]}
+            own = [*self._headers, *self._scope.get("state", {}).get("headers", ())]
+            message["headers"] = [*message["headers"], *(header for header in own if header[0] not in present)]
         await self._send(message)
 
 
@@ -80,7 +83,7 @@ class Limits:
     """ASGI middleware that applies the limits; see the module.
 
     Args:
-        app: the next ASGI application.
+        app: the next ASGI application. It can set further headers of an answer in `scope["state"]["headers"]`.
         settings: the limits.
         admission: shared with the endpoint `/ready` and the metrics.
         metrics: counts the answers.
@@ -99,18 +102,32 @@ class Limits:
         public: frozenset[str],
     ) -> None:
         self._app, self._settings, self._admission, self._metrics = app, settings, admission, metrics
-        self._access, self._public = Access(token, settings.allowed_hosts), public
+        self._token, self._public = token.encode(), public
+        self._hosts = {"", "localhost", *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started, request_id = time.perf_counter(), _request_id(scope)
-        answer = _Answer(send, request_id)
+        answer, task = _Answer(scope, send, request_id), asyncio.current_task()
+        assert task is not None
+        self._admission.unanswered.add(task)
         try:
-            await self._limited(scope, receive, answer)
-        except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, answer.send)
+            try:
+                await self._admit(scope, receive, answer)
+            except asyncio.CancelledError:
+                if not answer.client_gone and not self._admission.draining:
+                    raise
+                task.uncancel()
+                if not answer.client_gone and not answer.begun:
+                    message = "the server was stopped before it could answer."
+                    raise ApiError(503, message, headers=_CLOSE) from None
+        except Exception as error:
+            if answer.begun:
+                raise
+            await error_response(as_api_error(error, scope), scope["path"])(scope, receive, answer.send)
         finally:
+            self._admission.unanswered.discard(task)
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.count_request(scope["method"], route, answer.status, seconds)
@@ -121,34 +138,22 @@ class Limits:
                     client, scope["method"], quote(scope["path"]), answer.status, 1e3 * seconds, request_id.decode(),
                 )  # fmt: skip
 
-    async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """Let the application answer.
+    async def _admit(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Check a request, read its body and let the application answer.
 
         Raises:
-            ApiError: the request exceeds a limit before the answer begins.
+            ApiError: the request exceeds a limit or is not allowed.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        self._admission.unanswered.add(task)
-        try:
-            await self._admitted(scope, receive, answer)
-        except asyncio.CancelledError:
-            if not self._admission.draining:
-                raise
-            task.uncancel()
-            if not answer.begun:
-                raise ApiError(503, "the server was stopped before it could answer.", headers=_CLOSE) from None
-        finally:
-            self._admission.unanswered.discard(task)
-
-    async def _admitted(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        self._check_head(scope)
+        head_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+        if head_bytes > self._settings.max_head_bytes:
+            raise head_too_long(self._settings.max_head_bytes)
         public = scope["path"] in self._public
         if not public:
-            self._access.check(scope)
+            self._check_access(scope)
         if public or scope["path"] == _ALWAYS_ANSWERED:
             if (body := await self._read(scope, receive, 0)) is not None:
-                await self._answered(scope, receive, answer, body)
+                await self._answer(scope, receive, answer, body)
             return
         self._check_load()
         body = await self._read(scope, receive, self._settings.max_body_bytes)
@@ -157,15 +162,34 @@ class Limits:
         self._check_load()  # other requests may have arrived meanwhile
         self._admission.under_way += 1
         try:
-            await self._answered(scope, receive, answer, body)
+            await self._answer(scope, receive, answer, body)
         finally:
             self._admission.under_way -= 1
 
-    def _check_head(self, scope: Scope) -> None:
-        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > self._settings.max_head_bytes:
-            raise head_too_long(self._settings.max_head_bytes)
+    def _check_access(self, scope: Scope) -> None:
+        """Check the bearer token, or, on a server without a token, the `Host` header.
+
+        The `Host` check prevents DNS rebinding: a web page of another site points a host name of that site to this machine.
+        The browser then treats the server as part of that site, so neither CORS nor the content type protects the answers.
+        But the browser sends the site's name as `Host`.
+        """
+        if self._token:
+            given = _header(scope, b"authorization")
+            scheme, _, token = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
+                problem = "the bearer token is wrong" if given else "a bearer token is required"
+                message = f"{problem}: send the header `Authorization: Bearer TOKEN` with the server's token."
+                raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"} | _CLOSE)
+        elif "*" not in self._hosts:
+            for host in (value.decode("latin-1") for name, value in scope["headers"] if name == b"host"):
+                matched = _HOST.fullmatch(host.strip().lower())
+                name = matched[1].removesuffix(".") if matched else host
+                if name not in self._hosts and not _is_address(name.strip("[]")):
+                    message = (
+                        f"Host = {name!r}: a server without a token accepts localhost, IP addresses and the names in "
+                        "--allowed-hosts. Start the server with that option or with a token."
+                    )
+                    raise ApiError(403, message, headers=_CLOSE)
 
     def _check_load(self) -> None:
         if self._admission.draining:
@@ -174,21 +198,50 @@ class Limits:
             message = f"{self._admission.under_way:,} requests are under way, which is the limit (max_requests)."
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
-    async def _answered(self, scope: Scope, receive: Receive, answer: _Answer, body: bytes) -> None:
-        """Let the application answer a request that has arrived.
+    async def _read(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
+        """Return the body; None if the client disconnects.
 
         Raises:
-            ApiError: the application raised an exception, or the time limit passed, before the answer began.
+            ApiError: the body has more bytes than the limit, or does not arrive in time.
         """
-        gone = False
+        too_long = f"the request is longer than {limit:,} bytes (max_body_bytes)."
+        too_long = too_long if limit else "this endpoint accepts no body."
+        if int(_header(scope, b"content-length") or 0) > limit:
+            raise ApiError(413, too_long, headers=_CLOSE)
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.read_seconds):
+                while True:
+                    received = await receive()
+                    if received["type"] == "http.disconnect":
+                        return None
+                    parts.append(received.get("body", b""))
+                    size += len(parts[-1])
+                    self._admission.unread_bytes += len(parts[-1])
+                    if size > limit:
+                        raise ApiError(413, too_long, headers=_CLOSE)
+                    if not received.get("more_body", False):
+                        return b"".join(parts)
+                    if self._admission.unread_bytes > _UNREAD_BODIES * self._settings.max_body_bytes:
+                        raise ApiError(429, "too many bodies are arriving.", headers={"Retry-After": "1"} | _CLOSE)
+        except TimeoutError as error:
+            raise read_too_slowly(self._settings.read_seconds) from error
+        finally:
+            self._admission.unread_bytes -= size
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, body: bytes) -> None:
+        """Let the application answer a request that has arrived; cancel it if the client disconnects.
+
+        Raises:
+            ApiError: the time limit passed before the answer began.
+        """
         task = asyncio.current_task()
         assert task is not None
 
         async def watch() -> None:
-            nonlocal gone
             while (await receive())["type"] != "http.disconnect":
                 pass
-            gone = True
+            answer.client_gone = True
             task.cancel()
 
         async def send(message: Message) -> None:
@@ -205,54 +258,14 @@ class Limits:
             if answer.begun or not deadline.expired():
                 raise
             raise time_limit_error(self._settings.request_seconds) from error
-        except asyncio.CancelledError:
-            if not gone:
-                raise
-            task.uncancel()
-        except ApiError:
-            raise
-        except Exception as error:
-            if answer.begun:
-                raise
-            raise as_api_error(error) from error
         finally:
             watcher.cancel()
-
-    async def _read(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
-        """Return the body; None if the client disconnects.
-
-        Raises:
-            ApiError: the body has more bytes than the limit, or does not arrive in time.
-        """
-        if int(header(scope, b"content-length") or 0) > limit:
-            raise _too_long(limit)
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self._settings.read_seconds):
-                while True:
-                    received = await receive()
-                    if received["type"] == "http.disconnect":
-                        return None
-                    parts.append(received.get("body", b""))
-                    size += len(parts[-1])
-                    self._admission.unread_bytes += len(parts[-1])
-                    if size > limit:
-                        raise _too_long(limit)
-                    if not received.get("more_body", False):
-                        return b"".join(parts)
-                    if self._admission.unread_bytes > _UNREAD_BODIES * self._settings.max_body_bytes:
-                        raise ApiError(429, "too many bodies are arriving.", headers={"Retry-After": "1"} | _CLOSE)
-        except TimeoutError as error:
-            raise read_too_slowly(self._settings.read_seconds) from error
-        finally:
-            self._admission.unread_bytes -= size
 
 
 def head_too_long(limit: int) -> ApiError:
     """Return the error of a request whose URL and headers exceed the limit."""
-    return ApiError(
-        431, f"the request's URL and headers are longer than {limit:,} bytes (max_head_bytes).", headers=_CLOSE
-    )
+    message = f"the request's URL and headers are longer than {limit:,} bytes (max_head_bytes)."
+    return ApiError(431, message, headers=_CLOSE)
 
 
 def read_too_slowly(seconds: float) -> ApiError:
@@ -260,16 +273,22 @@ def read_too_slowly(seconds: float) -> ApiError:
     return ApiError(408, f"the request did not arrive within {seconds:g} s (read_seconds).", headers=_CLOSE)
 
 
-def _too_long(limit: int) -> ApiError:
-    message = (
-        f"the request is longer than {limit:,} bytes (max_body_bytes)." if limit else "this endpoint accepts no body."
-    )
-    return ApiError(413, message, headers=_CLOSE)
+def _header(scope: Scope, name: bytes) -> bytes:
+    """Return the first value of a request header; empty if the header is missing."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _request_id(scope: Scope) -> bytes:
     """Return the client's request id if it is valid, else a new one."""
-    given = header(scope, b"x-request-id")
+    given = _header(scope, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 

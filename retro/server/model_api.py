@@ -18,31 +18,33 @@ from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server import schemas
 from retro.server.errors import as_api_error, error_json, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import ScoreKey, Service, ServiceDependency
+from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, sources_of_scores, with_sources
 from retro.server.spans import character_groups, token_ends
 
 T = TypeVar("T")
 
-router = APIRouter(tags=["model"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["model"])
 
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
 
 
-def event_content(model: type[BaseModel]) -> dict[str, Any]:
-    """Return OpenAPI's `content` of a stream of server-sent events with a model, or an error, as JSON."""
-    kinds = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in (model, schemas.ErrorResponse)]
+def stream_responses(answer: str, model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return OpenAPI's `responses` of an endpoint that can stream: server-sent events with a model, or an error, as JSON."""
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (model, schemas.ErrorResponse)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
-    return {"text/event-stream": {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
+    item = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    description = f"{answer} With `stream`: events `data: {{{model.__name__}}}`, and `data: [DONE]` at the end."
+    content = {"text/event-stream": {"itemSchema": item}}
+    return error_responses(*statuses) | {200: {"description": description, "content": content}}
 
 
-@router.post("/score", response_model=schemas.ScoreResponse, responses=error_responses(404, 413, 422))
-async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> Response:
+@router.post("/score", responses=error_responses(404, 413, 422))
+async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> schemas.ScoreResponse:
     """Score a text: log-probabilities of its tokens with retrieval ON and OFF. A difference above 0 means that retrieval helped."""
     service.model()
     if service.retrieves:
-        service.check_model_k(request.k)
+        service.check("max_model_k", request.k, "k")
     tokens = (await service.encoded([request.text], "text"))[0]
     sequence = as_document(service, tokens)
     keys = [ScoreKey(0)]
@@ -51,7 +53,7 @@ async def score(request: schemas.ScoreRequest, service: ServiceDependency) -> Re
         keys.append(ScoreKey(request.k, sources=request.return_sources))
     off, *rest = await asyncio.gather(*(service.scores([sequence], key) for key in keys))
     on = rest[0][0] if rest else None
-    return as_json(await asyncio.to_thread(_scored, service, request, tokens, on, off[0]))
+    return await asyncio.to_thread(_scored, service, request, tokens, on, off[0])
 
 
 def _scored(
@@ -91,40 +93,30 @@ def _scored(
 @router.post(
     "/generate",
     response_model=schemas.GenerateResponse,
-    responses={
-        **error_responses(404, 413, 422),
-        200: {
-            "description": "The continuation. With `stream`: events `data: {GenerateEvent}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.GenerateEvent),
-        },
-    },
+    responses=stream_responses("The continuation.", schemas.GenerateEvent, 404, 413, 422),
 )
-async def generate(request: schemas.GenerateRequest, service: ServiceDependency) -> Response:
+async def generate(request: schemas.GenerateRequest, service: ServiceDependency) -> Response | schemas.GenerateResponse:
     """Continue a prompt. With retrieval ON the model reads neighbors of every complete chunk."""
     service.model()
     prompt = as_document(service, (await service.encoded([request.prompt], "prompt"))[0])
     settings = GenerationSettings(
-        max_tokens=service.check_max_tokens(request.max_tokens),
+        max_tokens=service.check("max_tokens", request.max_tokens, "max_tokens"),
         temperature=effective_temperature(request.temperature),
         top_k=request.top_k,
         top_p=request.top_p,
         seed=request.seed,
         stop=tuple(request.stop),
     )
-    k = service.check_model_k(request.k) if request.retrieval and service.retrieves else 0
+    k = service.check("max_model_k", request.k, "k") if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
-    wanted = request.return_sources
-    steps = with_sources(
-        service.generate([prompt], settings, k, sources=wanted), service.retriever if wanted else None, [0]
-    )
-    steps = await with_first_step(steps)
+    tokens = service.generate([prompt], settings, k, sources=request.return_sources)
+    retriever = service.retriever if request.return_sources else None
+    steps = await with_first_step(with_sources(tokens, retriever, [0]))
     if request.stream:
         return event_stream(_events(steps))
-    tokens, sources = zip(*[each async for step in steps for each in step], strict=True)
-    text, finish = "".join(token.text for token in tokens), tokens[-1].finish_reason
-    return as_json(
-        schemas.GenerateResponse(text=text, tokens=len(tokens), finish_reason=finish, sources=joined(sources))
-    )
+    generated, sources = zip(*[sourced async for step in steps for sourced in step], strict=True)
+    text, finish = "".join(token.text for token in generated), generated[-1].finish_reason
+    return schemas.GenerateResponse(text=text, tokens=len(generated), finish_reason=finish, sources=joined(sources))
 
 
 async def _events(steps: AsyncIterator[list[Sourced]]) -> AsyncIterator[str]:

@@ -43,17 +43,14 @@ class Protocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None  # runs while headers arrive
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._head_is_complete()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if self.transport.is_closing():
             return
         self._unread_bytes += len(data)
@@ -62,23 +59,19 @@ class Protocol(HttpToolsProtocol):
             self._refuse(head_too_long(self._settings.max_head_bytes))
 
     def on_message_begin(self) -> None:
-        """See `httptools.HttpRequestParser`."""
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        """See `httptools.HttpRequestParser`."""
         self._unread_bytes = 0
         self._head_is_complete()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """See `httptools.HttpRequestParser`."""
         self._unread_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See `httptools.HttpRequestParser`."""
         self._unread_bytes = 0
         super().on_message_complete()
 

@@ -48,7 +48,8 @@ def bounded(name: str, default: Any = ..., description: str | None = None) -> An
     return Field(default, ge=least, le=largest, description=description)
 
 
-def _example(**fields: Any) -> ConfigDict:
+def example(**fields: Any) -> ConfigDict:
+    """Return the configuration of a request with an example."""
     return ConfigDict(json_schema_extra={"examples": [fields]})
 
 
@@ -63,7 +64,7 @@ SEARCHED_DATASTORE: Any = Field(
 class SearchRequest(Request):
     """Queries: exactly one of texts, token ids and vectors. All are searched in one batch."""
 
-    model_config = _example(texts=["how do I open a file"], k=2)
+    model_config = example(texts=["how do I open a file"], k=2)
 
     texts: list[SearchedText] | None = None
     tokens: list[list[TokenId]] | None = None
@@ -123,7 +124,7 @@ class SearchResponse(BaseModel):
 class NeighborsRequest(Request):
     """A text to cut into chunks; each chunk is a query, as in training."""
 
-    model_config = _example(text="with open(path) as file:\n    return file.read()\n", k=2)
+    model_config = example(text="with open(path) as file:\n    return file.read()\n", k=2)
 
     text: SearchedText
     k: Positive = 2
@@ -171,7 +172,7 @@ class NeighborsResponse(BaseModel):
 class NeighborTokensRequest(Request):
     """Whole chunks as token ids, for a model that runs outside this server."""
 
-    model_config = _example(chunks=[], k=2)
+    model_config = example(chunks=[], k=2)
 
     chunks: list[list[TokenId]] = Field(description="Each has `chunk_length` token ids; see `GET /datastore`.")
     k: Positive = 2
@@ -215,7 +216,7 @@ class StoredDocument(BaseModel):
 class EmbedRequest(Request):
     """Texts of any length."""
 
-    model_config = _example(texts=["how do I open a file"])
+    model_config = example(texts=["how do I open a file"])
 
     texts: list[SearchedText]
     encoding: Literal["float", "base64"] = "float"
@@ -315,7 +316,7 @@ RETURN_SOURCES = "Return the neighbors that the model read, and the runs that it
 class ScoreRequest(Request):
     """A text to score token by token, with retrieval ON (k neighbors) and OFF."""
 
-    model_config = _example(text="import os\nimport sys\n", k=2)
+    model_config = example(text="import os\nimport sys\n", k=2)
 
     text: str = Field(min_length=1)
     k: Positive = 2
@@ -347,7 +348,7 @@ class ScoreResponse(BaseModel):
 class GenerateRequest(Request):
     """A prompt to continue. With `stream`, the answer is a stream of server-sent events with one `GenerateEvent` each."""
 
-    model_config = _example(prompt="import os\n", max_tokens=16, temperature=0, stream=False)
+    model_config = example(prompt="import os\n", max_tokens=16, temperature=0, stream=False)
 
     prompt: str
     retrieval: bool = True
@@ -384,7 +385,7 @@ class GenerateEvent(BaseModel):
 class ErrorResponse(BaseModel):
     """An error with a message for people and a type for programs."""
 
-    model_config = _example(
+    model_config = example(
         error={"message": "k = 1000: at most 100.", "type": "invalid_request_error", "param": "k", "code": None}
     )
 

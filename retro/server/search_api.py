@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FolderPath
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,14 +17,25 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.retrieval.results import Hit, StoredChunk
+from indexing.retrieval.results import Hit, StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, read_report
+from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.model.presets import count_parameters
 from retro.server import schemas
-from retro.server.datastore_info import datastore_info
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.service import BareHit, QueryKind, SearchKey, SearchResult, Service, ServiceDependency
+from retro.server.service import (
+    BareHit,
+    JsonRoute,
+    QueryKind,
+    SearchKey,
+    SearchResult,
+    Service,
+    ServiceDependency,
+    datastore_name,
+)
 from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
@@ -41,10 +53,10 @@ _NO_TEXT = {
 @router.post("/search", response_model=schemas.SearchResponse, responses=error_responses(413, 422), tags=["search"])
 async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
     """Find the nearest chunks of texts, token ids or vectors."""
-    found = await search_for(service, request)
-    results = [[hit_fields(hit) for hit in each.hits] for each in found]
+    results = await search_for(service, request)
+    hits = [[hit_fields(hit) for hit in result.hits] for result in results]
     # Without a pydantic model for each hit, which would take longer than the search.
-    return Response(to_json({"results": results} | _missing(found)), media_type="application/json")
+    return Response(to_json({"results": hits} | _missing(results)), media_type="application/json")
 
 
 async def search_for(service: Service, request: schemas.SearchRequest) -> list[SearchResult]:
@@ -57,15 +69,14 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
-        service.check_characters(queries, "texts")
+        service.check("max_characters", sum(map(len, queries)), "texts", "characters")
     elif request.tokens is not None:
         kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
-        service.check_input([len(row) for row in queries], "tokens")
+        service.check("max_input_tokens", sum(map(len, queries)), "tokens", "tokens")
     else:
         assert request.vectors is not None
         kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
-    service.check_queries(len(queries), kind)
-    service.check_candidates(len(queries), service.check_k(request.k), request.retrieval)
+    service.check_search(len(queries), request.k, request.retrieval, kind)
     filters = json.dumps(request.filters, sort_keys=True)
     datastore = service.check_datastore(request.datastore)
     search = SearchKey(kind, request.k, filters, request.retrieval, request.text, datastore)
@@ -79,129 +90,109 @@ def decoded_vectors(received: Sequence[schemas.Vector], dimension: int) -> list[
         ApiError: a vector has another dimension, is not base64, or has a number that is not finite.
     """
     vectors = []
-    for number, vector in enumerate(received):
+    for index, vector in enumerate(received):
         if isinstance(vector, str):
             try:
                 row = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
             except (binascii.Error, ValueError) as error:
-                message = f"vectors[{number}]: not the base64 of little-endian float32 ({error})."
+                message = f"vectors[{index}]: not the base64 of little-endian float32 ({error})."
                 raise InvalidRequest(message, param="vectors") from error
         else:
             with np.errstate(over="ignore"):  # rejected below
                 row = np.array(vector, dtype=np.float32)
         if len(row) != dimension:
-            message = f"vectors[{number}] has {len(row)} numbers; the embedder's vectors have {dimension}."
+            message = f"vectors[{index}] has {len(row)} numbers; the embedder's vectors have {dimension}."
             raise InvalidRequest(message, param="vectors")
         if not np.isfinite(row).all():
-            raise InvalidRequest(f"vectors[{number}] has a number that is not finite in float32.", param="vectors")
+            raise InvalidRequest(f"vectors[{index}] has a number that is not finite in float32.", param="vectors")
         vectors.append(row)
     return vectors
 
 
-def _missing(found: Iterable[SearchResult]) -> dict[str, Any]:
-    names = sorted({name for each in found for name in each.missing})
+def _missing(results: Iterable[SearchResult]) -> dict[str, Any]:
+    names = sorted({name for result in results for name in result.missing})
     return {"partial": bool(names), "missing": names}
 
 
-def _of_document(found: Hit | StoredChunk) -> dict[str, Any]:
-    return {
-        "document_id": found.document_id,
-        "title": found.title,
-        "source": found.source,
-        "metadata": found.document,
-    }
+def _of_document(stored: Hit | StoredChunk | StoredDocument) -> dict[str, Any]:
+    names = {"document_id": stored.document_id, "title": stored.title, "source": stored.source}
+    return names | {"metadata": stored.document}
 
 
 def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
     """Return the fields of `schemas.Hit`."""
     if isinstance(hit, BareHit):
         return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    return {
-        "chunk_id": hit.chunk_id,
-        "score": hit.score,
-        "distance": hit.distance,
-        "text": hit.text,
-        "continuation": hit.continuation,
-        **_of_document(hit),
-    }
+    ranked = {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
+    return ranked | {"text": hit.text, "continuation": hit.continuation} | _of_document(hit)
 
 
-@router.post("/embed", response_model=schemas.EmbedResponse, responses=error_responses(413, 422), tags=["search"])
-async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> Response:
+@router.post("/embed", responses=error_responses(413, 422), tags=["search"])
+async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> schemas.EmbedResponse:
     """Embed texts with the datastore's embedder; returns unit vectors."""
-    service.check_queries(len(request.texts), "texts")
-    service.check_characters(request.texts, "texts")
+    service.check("max_queries", len(request.texts), "texts")
+    service.check("max_characters", sum(map(len, request.texts)), "texts", "characters")
     vectors = await service.embed("texts", request.texts)
-    return as_json(schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors]))
+    return schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors])
 
 
 def encoded(vector: np.ndarray, encoding: str | None) -> schemas.Vector:
     """Return a vector [d] as numbers or, for `base64`, as its little-endian float32 bytes in base64."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector.tolist()
-    return numbers
+    floats: list[float] = vector.tolist()
+    return floats
 
 
 # --- neighbors of a text ---------------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/neighbors", response_model=schemas.NeighborsResponse, responses=error_responses(413, 422), tags=["search"]
-)
-async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> Response:
+@router.post("/neighbors", responses=error_responses(413, 422), tags=["search"])
+async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependency) -> schemas.NeighborsResponse:
     """Cut a text into chunks as in training, and find each chunk's neighbors and the token runs that they share with it."""
     retriever = service.retriever
     tokens = (await service.encoded([request.text], "text"))[0]
     tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
-    service.check_queries(len(rows), "chunks of text")
-    service.check_candidates(len(rows), service.check_k(request.k), request.retrieval)
+    service.check_search(len(rows), request.k, request.retrieval, "chunks of text")
     service.check_neighbors([len(rows) * m], request.k, "text")
     filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
-    found = await service.search(search, rows)
+    results = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
     texts = NeighborTexts(retriever)
-    chunks = [await run_in_threadpool(_chunk, retriever, texts, *each) for each in zip(rows, found, strict=True)]
-    return as_json(schemas.NeighborsResponse(chunks=chunks, **_missing(found)))
+    chunks = [await run_in_threadpool(_chunk, retriever, texts, *pair) for pair in zip(rows, results, strict=True)]
+    return schemas.NeighborsResponse(chunks=chunks, **_missing(results))
 
 
-@router.post(
-    "/neighbors/tokens",
-    response_model=schemas.NeighborTokensResponse,
-    responses=error_responses(413, 422),
-    tags=["search"],
-)
-async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: ServiceDependency) -> Response:
+@router.post("/neighbors/tokens", responses=error_responses(413, 422), tags=["search"])
+async def neighbor_tokens(
+    request: schemas.NeighborTokensRequest, service: ServiceDependency
+) -> schemas.NeighborTokensResponse:
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.retrieval`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
-    service.check_queries(len(request.chunks), "chunks")
-    service.check_input([len(row) for row in request.chunks], "chunks")
-    for number, row in enumerate(request.chunks):
+    service.check_search(len(request.chunks), request.k, retriever.neighbor_retrieval, "chunks")
+    service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
+    for index, row in enumerate(request.chunks):
         if len(row) != m:
             raise InvalidRequest(
-                f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
+                f"chunks[{index}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
-        service.check_ids(row, f"chunks[{number}]", "chunks")
-    retrieval = retriever.neighbor_retrieval
-    service.check_candidates(len(request.chunks), service.check_k(request.k), retrieval)
-    search = SearchKey("tokens", request.k, "{}", retrieval, text=False, neighbors=True)
-    found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
-    ids = np.full((len(found), request.k), -1, dtype=np.int64)
-    for number, each in enumerate(found):
-        ids[number, : len(each.hits)] = [hit.chunk_id for hit in each.hits]
+        service.check_ids(row, f"chunks[{index}]", "chunks")
+    search = SearchKey("tokens", request.k, "{}", retriever.neighbor_retrieval, text=False, neighbors=True)
+    results = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
+    ids = np.full((len(results), request.k), -1, dtype=np.int64)
+    for row, result in zip(ids, results, strict=True):
+        row[: len(result.hits)] = [hit.chunk_id for hit in result.hits]
     tokens, lengths = await run_in_threadpool(retriever.retrieval.with_continuation, ids.ravel())
-    return as_json(
-        schemas.NeighborTokensResponse(
-            tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
-            lengths=lengths.reshape(ids.shape).tolist(),
-            **_missing(found),
-        )
+    return schemas.NeighborTokensResponse(
+        tokens=tokens.reshape(*ids.shape, 2 * m).tolist(),
+        lengths=lengths.reshape(ids.shape).tolist(),
+        **_missing(results),
     )
 
 
@@ -221,14 +212,14 @@ class NeighborTexts:
         return self._ends[chunk_id]
 
 
-def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found: SearchResult) -> schemas.Chunk:
+def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, result: SearchResult) -> schemas.Chunk:
     """Return a chunk [≤ m] of the text with its neighbors."""
     text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
-    ids = np.array([hit.chunk_id for hit in found.hits], dtype=np.int64)
+    ids = np.array([hit.chunk_id for hit in result.hits], dtype=np.int64)
     stored, lengths = retriever.retrieval.with_continuation(ids)  # [k, 2m], [k]
     shares = overlap(np.tile(tokens, (len(ids), 1)), np.full(len(ids), len(tokens)), stored, lengths)
     neighbors = []
-    for hit, row, length, share in zip(found.hits, stored, lengths, shares, strict=True):
+    for hit, row, length, share in zip(result.hits, stored, lengths, shares, strict=True):
         spans = [
             schemas.Span(
                 chunk=characters(ends, i, i + n),
@@ -244,19 +235,17 @@ def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, found
 # --- by id -----------------------------------------------------------------------------------------------------------
 
 
-@router.get(
-    "/chunks/{chunk_id}", response_model=schemas.StoredChunk, responses=error_responses(404, 422), tags=["by id"]
-)
-def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> Response:
+@router.get("/chunks/{chunk_id}", responses=error_responses(404, 422), tags=["by id"])
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> schemas.StoredChunk:
     """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
-    return as_json(_stored_chunk(service.retriever.chunk(chunk_id)))
+    return _stored_chunk(service.retriever.chunk(chunk_id))
 
 
 First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
 Count = Annotated[int, Query(ge=0, le=1024, description="Largest number of chunks to return.")]
 
 
-@router.get("/documents", response_model=schemas.StoredDocument, responses=error_responses(404, 422), tags=["by id"])
+@router.get("/documents", responses=error_responses(404, 422), tags=["by id"])
 def document_by_query(
     id: Annotated[
         str, Query(description="Document id, also one that a path cannot contain, e.g. `..` or line breaks.")
@@ -264,30 +253,22 @@ def document_by_query(
     service: ServiceDependency,
     first: First = 0,
     count: Count = 8,
-) -> Response:
+) -> schemas.StoredDocument:
     """Return a document by its id, with a range of its chunks."""
     return document(id, service, first, count)
 
 
-@router.get(
-    "/documents/{document_id:path}",
-    response_model=schemas.StoredDocument,
-    responses=error_responses(404, 422),
-    tags=["by id"],
-)
-def document(document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8) -> Response:
+@router.get("/documents/{document_id:path}", responses=error_responses(404, 422), tags=["by id"])
+def document(
+    document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8
+) -> schemas.StoredDocument:
     """Return a document by its id in the path, with a range of its chunks."""
-    found = service.retriever.document(document_id, first, count)
-    return as_json(
-        schemas.StoredDocument(
-            document_id=found.document_id,
-            title=found.title,
-            source=found.source,
-            metadata=found.document,
-            num_chunks=found.num_chunks,
-            first=found.first,
-            chunks=[_stored_chunk(each) for each in found.chunks],
-        )
+    stored = service.retriever.document(document_id, first, count)
+    return schemas.StoredDocument(
+        num_chunks=stored.num_chunks,
+        first=stored.first,
+        chunks=[_stored_chunk(chunk) for chunk in stored.chunks],
+        **_of_document(stored),
     )
 
 
@@ -302,7 +283,57 @@ def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
     )
 
 
+# --- what is served --------------------------------------------------------------------------------------------------
+
+
 @router.get("/datastore", response_model=schemas.DatastoreResponse, responses=error_responses(), tags=["server"])
 def datastore(service: ServiceDependency) -> Mapping[str, Any]:
     """Return totals of the datastores, the model, and the limits of a request."""
     return datastore_info(service)
+
+
+def datastore_info(service: Service) -> dict[str, Any]:
+    """Return the fields of `schemas.DatastoreResponse`."""
+    retriever = service.retriever
+    embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
+    return {
+        "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
+        "chunk_length": retriever.datastore.chunk_length,
+        "vocab_size": retriever.tokenizer.vocab_size,
+        "tokenizer": tokenizer_fingerprint(retriever.datastore.folder),
+        "embedder": embedder,
+        "dimension": retriever.embedder.dimension,
+        "filters": retriever.filter_columns,
+        "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
+        "model": _model(service),
+        "limits": service.settings.limits,
+    }
+
+
+def _datastore(folder: FolderPath) -> dict[str, Any]:
+    datastore = Datastore.open(folder)
+    totals = datastore.manifest["splits"]["train"]
+    info: dict[str, Any] = {"name": datastore_name(folder)}
+    info["fingerprint"] = datastore.fingerprint
+    info |= {key: sum(totals[key]) for key in ("documents", "chunks", "tokens", "bytes")}
+    report = read_report(folder)
+    if report is not None:
+        measured = report["index"]
+        info["index"] = f"{measured['key']}, nprobe {measured['nprobe']}"
+        info["recall"] = {key: value for key, value in measured.items() if key.startswith("recall")}
+    return info
+
+
+def _model(service: Service) -> dict[str, Any] | None:
+    language_model = service.language_model
+    if language_model is None:
+        return None
+    checkpoint = language_model.checkpoint
+    return {
+        "name": service.name,
+        "fingerprint": checkpoint.fingerprint,
+        "step": checkpoint.step,
+        "parameters": count_parameters(language_model.model, embeddings=True),
+        "context": language_model.context,
+        "retrieval": service.retrieves,
+    }

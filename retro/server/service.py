@@ -7,13 +7,16 @@ endpoints ─► Service.search, embed ─► one thread each ─► Retriever
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.responses import Response
 
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
@@ -80,9 +83,13 @@ class SearchResult(NamedTuple):
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class Service:
     """A retriever and optionally a language model, ready for many clients.
+
+    Args:
+        retriever: an open retriever.
+        language_model: an open model; None = only search and embedding.
+        settings: the limits.
 
     Attributes:
         name: name of the model, or of the datastore without a model.
@@ -96,60 +103,35 @@ class Service:
         measuring: held by the one of these tasks that runs.
     """
 
-    retriever: Retriever
-    language_model: LanguageModel | None
-    settings: ServeSettings
-    name: str
-    admission: Admission
-    metrics: Metrics
-    search: Batcher[SearchKey, Query, SearchResult]
-    embed: Batcher[str, Query, np.ndarray]
-    score: Batcher[ScoreKey, Window, None] | None
-    generations: GenerationQueue | None
-    chat_template: ChatTemplate | None
-    started: int
-    examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = field(default_factory=dict)
-    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    score: Batcher[ScoreKey, Window, None] | None = None
+    generations: GenerationQueue | None = None
+    chat_template: ChatTemplate | None = None
 
-    @classmethod
-    def of(cls, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> "Service":
-        """Create the batchers, queues and metrics for an open retriever and model."""
-        admission, metrics = Admission(), Metrics()
-        search = Batcher(
-            "search", _search_with(retriever), settings.max_batch, metrics.count_batch("search"), _cost_of_search
+    def __init__(self, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> None:
+        self.retriever, self.language_model, self.settings = retriever, language_model, settings
+        self.name, self.started = settings.name or _name_of(retriever, language_model), int(time.time())
+        self.admission, self.metrics = Admission(), Metrics()
+        count, size = self.metrics.count_batch, settings.max_batch
+        self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
+            "search", _search_with(retriever), size, count("search"), _cost_of_search
         )
-        embed = Batcher("embed", _embed_with(retriever), settings.max_batch, metrics.count_batch("embed"))
-        score = generations = None
+        self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
+        waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
         if language_model is not None:
-            score = Batcher(
+            self.score = Batcher(
                 "score",
                 _score_with(language_model),
                 settings.max_score_tokens,
-                metrics.count_batch("score"),
+                count("score"),
                 lambda key, window: len(window) * (1 + 2 * key.k),
             )
-            generations = GenerationQueue(language_model, settings.max_num_seqs, metrics)
-        queues: dict[str, Sized | None] = {"search": search, "embed": embed, "score": score, "generate": generations}
-        metrics.watch(
-            {work: each.__len__ for work, each in queues.items() if each is not None},
-            {} if generations is None else {"generate": lambda: generations.num_running},
-            lambda: admission.under_way,
-        )
-        name = settings.name or _name_of(retriever, language_model)
-        return cls(
-            retriever,
-            language_model,
-            settings,
-            name,
-            admission,
-            metrics,
-            search,
-            embed,
-            score,
-            generations,
-            None if language_model is None else _chat_template(language_model, settings.chat_template),
-            int(time.time()),
-        )
+            generations = self.generations = GenerationQueue(language_model, settings.max_num_seqs, self.metrics)
+            self.chat_template = _chat_template(language_model, settings.chat_template)
+            waiting |= {"score": self.score.__len__, "generate": generations.__len__}
+            running = {"generate": lambda: generations.num_running}
+        self.metrics.watch(waiting, running, lambda: self.admission.under_way)
+        self.examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = {}
+        self.measuring = asyncio.Lock()
 
     def warm_up(self) -> None:
         """Run one search and one scoring, so that the first request does not wait for initialization."""
@@ -166,7 +148,7 @@ class Service:
         Returns:
             the number of these requests.
         """
-        number = self.admission.under_way
+        under_way = self.admission.under_way
         if self.generations is not None:
             self.generations.cut_off()
         self.admission.cut_off()
@@ -174,7 +156,7 @@ class Service:
             if not self.admission.under_way:
                 break
             await asyncio.sleep(0.05)
-        return number
+        return under_way
 
     # --- the model --------------------------------------------------------------------------------------------------
 
@@ -196,8 +178,8 @@ class Service:
         """See `LanguageModel.score_with_likeliest`. Requests take turns window by window."""
         begun = self.model().to_score(sequences, key.top)
         assert self.score is not None
-        await self.score(key, [window for each in begun for window in each.windows])
-        return [each.scores for each in begun]
+        await self.score(key, [window for sequence in begun for window in sequence.windows])
+        return [sequence.scores for sequence in begun]
 
     def generate(
         self,
@@ -216,13 +198,13 @@ class Service:
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
-    def check_k(self, k: int) -> int:
-        """Return k of a search; raise ApiError if it is too large."""
-        return self._checked(k, "max_k", "k")
-
-    def check_model_k(self, k: int) -> int:
-        """Return k of the model; raise ApiError if it is too large."""
-        return self._checked(k, "max_model_k", "k")
+    def check(self, setting: str, amount: int, param: str, unit: str = "") -> int:
+        """Return an amount in a request; raise ApiError if it is above the limit of a setting."""
+        limit = getattr(self.settings, setting)
+        if amount > limit:
+            sent = f"{param}: {amount:,} {unit};" if unit else f"{param} = {amount:,}:"
+            raise InvalidRequest(f"{sent} at most {limit:,} ({setting}).", param=param)
+        return amount
 
     def check_datastore(self, name: str) -> str:
         """Return the name of the only datastore to search (empty = all); raise ApiError if it is not served."""
@@ -234,26 +216,15 @@ class Service:
     def check_neighbors(self, lengths: Sequence[int], k: int, param: str) -> None:
         """Raise ApiError if the neighbors of texts of these lengths have more tokens than allowed for one request."""
         m = self.retriever.datastore.chunk_length
-        number, limit = sum(length // m for length in lengths) * k * 2 * m, self.settings.max_neighbor_tokens
-        if number > limit:
-            message = (
-                f"{param}: with k = {k} the neighbors have {number:,} tokens; at most {limit:,} (max_neighbor_tokens)."
-            )
-            raise InvalidRequest(f"{message} Ask for fewer neighbors or less text.", param=param)
+        tokens = sum(length // m for length in lengths) * k * 2 * m
+        self.check("max_neighbor_tokens", tokens, param, f"neighbor tokens with k = {k}")
 
-    def check_candidates(self, queries: int, k: int, retrieval: Retrieval) -> None:
-        """Raise ApiError if a search would rank more candidates than allowed for one request."""
-        searches = 2 if retrieval == "hybrid" else 1
-        number, limit = searches * queries * max(k, CANDIDATES), self.settings.max_candidates
-        if number > limit:
-            message = f"{queries:,} queries with k = {k} and {retrieval} retrieval have {number:,} candidates; at most {limit:,} (max_candidates)."
-            raise InvalidRequest(f"{message} Send fewer queries in a request.")
-
-    def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError if the texts have more characters than allowed for one request."""
-        number, limit = sum(map(len, texts)), self.settings.max_characters
-        if number > limit:
-            raise InvalidRequest(f"{param}: {number:,} characters; at most {limit:,} (max_characters).", param=param)
+    def check_search(self, queries: int, k: int, retrieval: Retrieval, param: str) -> None:
+        """Raise ApiError if a search has too many queries or neighbors, or would rank too many candidates."""
+        self.check("max_queries", queries, param)
+        self.check("max_k", k, "k")
+        candidates = (2 if retrieval == "hybrid" else 1) * queries * max(k, CANDIDATES)
+        self.check("max_candidates", candidates, param, f"candidates with k = {k} and {retrieval} retrieval")
 
     def check_generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
         """Raise ApiError if a prompt [t] exceeds the context, or prompts and generated text would read too many neighbor tokens."""
@@ -272,20 +243,6 @@ class Service:
             )
             raise InvalidRequest(message, param=param, code="context_length_exceeded")
 
-    def check_queries(self, number: int, param: str) -> None:
-        """Raise ApiError if a request has too many texts, token lists or vectors."""
-        self._checked(number, "max_queries", param)
-
-    def check_max_tokens(self, number: int, param: str = "max_tokens") -> int:
-        """Return the number of tokens to generate; raise ApiError if it is too large."""
-        return self._checked(number, "max_tokens", param)
-
-    def _checked(self, number: int, setting: str, param: str) -> int:
-        limit = getattr(self.settings, setting)
-        if number > limit:
-            raise InvalidRequest(f"{param} = {number:,}: at most {limit:,} ({setting}).", param=param)
-        return number
-
     def check_ids(self, ids: Sequence[int] | np.ndarray, name: str, param: str = "") -> None:
         """Raise ApiError if a token id is not in the tokenizer."""
         size = self.retriever.tokenizer.vocab_size
@@ -300,18 +257,27 @@ class Service:
         Raises:
             ApiError: the texts have more characters or tokens than allowed for one request.
         """
-        self.check_characters(texts, param)
+        self.check("max_characters", sum(map(len, texts)), param, "characters")
         rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
-        self.check_input([len(row) for row in rows], param)
+        self.check("max_input_tokens", sum(map(len, rows)), param, "tokens")
         return [row.astype(np.int64) for row in rows]
 
-    def check_input(self, lengths: Sequence[int], param: str) -> None:
-        """Raise ApiError if token lists of these lengths have more tokens than allowed for one request."""
-        limit = self.settings.max_input_tokens
-        if sum(lengths) > limit:
-            raise InvalidRequest(
-                f"{param}: {sum(lengths):,} tokens; at most {limit:,} (max_input_tokens).", param=param
-            )
+
+class JsonRoute(APIRoute):
+    """A route that reads bodies with pydantic's parser. Unlike Python's, it rejects halves of surrogate pairs, which have no UTF-8."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return answer
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return from_json(await self.body())
 
 
 async def service_of(request: Request) -> Service:
@@ -338,20 +304,20 @@ def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], lis
     alone = dict(_each_alone(retriever))
 
     def work(search: SearchKey, queries: list[Query]) -> list[SearchResult]:
-        received: Any = np.stack(queries) if search.kind == "vectors" else queries
+        together: Any = np.stack(queries) if search.kind == "vectors" else queries
         filters = json.loads(search.filters)
         first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
         if search.text:
-            results = searched.search(received, search.k, filters=filters, retrieval=search.retrieval)
+            results = searched.search(together, search.k, filters=filters, retrieval=search.retrieval)
             return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
         if search.neighbors:
-            ranked = searched.rank_neighbors(np.stack(received), search.k)
+            ranked = searched.rank_neighbors(np.stack(together), search.k)
         else:
-            ranked = searched.rank(received, search.k, filters=filters, retrieval=search.retrieval)
+            ranked = searched.rank(together, search.k, filters=filters, retrieval=search.retrieval)
         ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
         rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [
-            SearchResult([BareHit(*each) for each in zip(*row, strict=True) if each[0] >= 0], ranked.missing)
+            SearchResult([BareHit(*hit) for hit in zip(*row, strict=True) if hit[0] >= 0], ranked.missing)
             for row in rows
         ]
 
@@ -365,12 +331,9 @@ def _moved(hits: list[Hit], first_id: int) -> list[Hit]:
 
 def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
     """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this datastore."""
-    for number, split in enumerate(retriever.retrieval.splits):
-        indexes = retriever.indexes[number : number + 1]
-        yield (
-            datastore_name(split.folder),
-            (number << CHUNK_ID_BITS, replace(retriever, indexes=indexes, retrieval=RetrievalSet((split,)))),
-        )
+    for place, split in enumerate(retriever.retrieval.splits):
+        own = replace(retriever, indexes=retriever.indexes[place : place + 1], retrieval=RetrievalSet((split,)))
+        yield datastore_name(split.folder), (place << CHUNK_ID_BITS, own)
 
 
 def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:

@@ -40,7 +40,7 @@ class SourceFinder:
     def add(self, text: str, read: Iterable[ReadChunk], copied: CopiedFrom | None) -> schemas.Sources:
         """Return what the next token adds; `text` is its text."""
         start, self.length = self.length, self.length + len(text)
-        chunks = [self._chunk(each) for each in read]
+        chunks = [self._chunk(chunk) for chunk in read]
         copies = []
         if copied is not None and copied.share >= _LEAST_SHARE:
             copies = [self._copy((start, self.length), copied)]
@@ -102,11 +102,11 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
         texts: text of each scored token.
         scores: of the text, with `read` and `copied`.
     """
-    finder, read, found = SourceFinder(retriever, NeighborTexts(retriever)), scores.read, list[schemas.Sources]()
+    finder, read, parts = SourceFinder(retriever, NeighborTexts(retriever)), scores.read, list[schemas.Sources]()
     for text, copied in zip(texts, scores.copied, strict=True):
-        found.append(finder.add(text, read, copied))
+        parts.append(finder.add(text, read, copied))
         read = []
-    return joined(found) or schemas.Sources(chunks=[], copies=[])
+    return joined(parts) or schemas.Sources(chunks=[], copies=[])
 
 
 def joined(parts: Iterable[schemas.Sources | None]) -> schemas.Sources | None:

@@ -37,7 +37,7 @@ def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list
                 known = len(prefix)
             block.append(known)
         # The next block begins at a character: after the last token that completed one.
-        clean = [number for number, prefix in enumerate(prefixes) if whole.startswith(prefix)]
+        clean = [index for index, prefix in enumerate(prefixes) if whole.startswith(prefix)]
         taken = clean[-1] + 1 if clean else len(prefixes)
         ends += [len(text) + end - len(before) for end in block[:taken]]
         text += whole[len(before) : block[taken - 1]]
@@ -76,10 +76,9 @@ def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[t
     begins = np.logical_and.reduce([equal[i : i + rows, i : i + columns] for i in range(least)])
     if begins.size:
         begins[1:, 1:] &= ~equal[: rows - 1, : columns - 1]
-    found = sorted((-_run_length(equal, i, j), i, j) for i, j in np.argwhere(begins).tolist())
+    runs = [(i, j, _run_length(equal, i, j)) for i, j in np.argwhere(begins).tolist()]
     taken: list[tuple[int, int, int]] = []
-    for negative, i, j in found:
-        length = -negative
+    for i, j, length in sorted(runs, key=lambda run: (-run[2], run)):
         if all((i + length <= c or i >= c + n) and (j + length <= d or j >= d + n) for c, d, n in taken):
             taken.append((i, j, length))
     return taken

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from indexing.index.product_search import ProductIndex
 from retro.device import Placement, TensorBatch, choose_placement
-from retro.inference.scoring import score
 from retro.model import kernels
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
@@ -25,6 +24,7 @@ from retro.tuning.settings import ALL, TuningSettings
 from tests.indexing.index.vector_files import stored
 from tests.retro.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.retro.inference.test_decoder import retriever, rows
+from tests.retro.inference.test_scoring import score
 from tests.retro.small_model import SCHEMES, M, T, Together, answers_only, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 

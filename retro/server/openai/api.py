@@ -4,10 +4,8 @@ A prompt is always the beginning of a document: the server puts the beginning-of
 sent it, and never echoes it. So the first token of a text has a log-probability too.
 """
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -16,17 +14,23 @@ from starlette.responses import Response
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import as_document, event_content, event_stream, with_first_step
+from retro.server.model_api import as_document, event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import CompletionBuilder, join_choices, special_names, usage_of
-from retro.server.openai.models import check_embedder, neighbors_of
-from retro.server.openai.sampling import continuations, generation_settings
+from retro.server.openai.requests import (
+    check_embedder,
+    continuations,
+    generation_settings,
+    identity_of,
+    lenient,
+    neighbors_of,
+)
 from retro.server.search_api import encoded
-from retro.server.service import ScoreKey, Service, ServiceDependency
+from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
 from retro.server.sources import with_sources
 
-router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+tokenizer_router = APIRouter(route_class=JsonRoute, tags=["tokenizer"])
 
 # --- completions -----------------------------------------------------------------------------------------------------
 
@@ -34,19 +38,15 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     response_model=schemas.CompletionResponse,
-    responses={
-        **error_responses(400, 404, 413),
-        200: {
-            "description": "Continuations. With `stream`: events `data: {CompletionResponse}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.CompletionResponse),
-        },
-    },
+    responses=stream_responses("Continuations.", schemas.CompletionResponse, 400, 404, 413),
 )
-async def completions(request: schemas.CompletionRequest, service: ServiceDependency) -> Response:
+async def completions(
+    request: Annotated[schemas.CompletionRequest, lenient(schemas.CompletionRequest)], service: ServiceDependency
+) -> Response | schemas.CompletionResponse:
     """Continue prompts. With `echo` and `logprobs`, the answer also has the log-probabilities of the prompts."""
     k = neighbors_of(service, request)
     _check_supported(request)
-    max_tokens = service.check_max_tokens(16 if request.max_tokens is None else request.max_tokens)
+    max_tokens = service.check("max_tokens", 16 if request.max_tokens is None else request.max_tokens, "max_tokens")
     settings = (
         generation_settings(service, request, max_tokens=max_tokens, logprobs=request.logprobs or 0)
         if max_tokens
@@ -57,16 +57,11 @@ async def completions(request: schemas.CompletionRequest, service: ServiceDepend
     _check_lengths(service, prompts, settings, k, n)
     builder = CompletionBuilder(service.retriever.tokenizer, request.logprobs)
     steps = await with_first_step(_steps(service, request, prompts, settings, k, n, builder))
-    answer = schemas.CompletionResponse.model_construct(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=request.model,
-        system_fingerprint=service.model().checkpoint.fingerprint,
-    )
+    answer = schemas.CompletionResponse.model_construct(**identity_of(service, request.model, "cmpl"))
     if request.stream:
         return event_stream(_events(request, answer, steps, prompts, builder))
     choices = join_choices([part async for step in steps for part in step], request.logprobs)
-    return as_json(answer.model_copy(update={"choices": choices, "usage": usage_of(prompts, builder.generated)}))
+    return answer.model_copy(update={"choices": choices, "usage": usage_of(prompts, builder.generated)})
 
 
 def _check_lengths(
@@ -102,7 +97,7 @@ async def _steps(
     tokens = service.generate(rows, settings, k, n=n, sources=request.return_sources)
     starts = [builder.length(index) for index in range(len(rows) * n)]
     async for step in with_sources(tokens, service.retriever if request.return_sources else None, starts):
-        yield [builder.add(*each) for each in step]
+        yield [builder.add(token, sources) for token, sources in step]
 
 
 async def _events(
@@ -144,21 +139,23 @@ async def _token_rows(service: Service, prompt: schemas.Prompt, param: str) -> l
     several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
     if not several:
         raise InvalidRequest(f"{param} is an empty list.", param=param)
-    service.check_queries(len(several), param)
+    service.check("max_queries", len(several), param)
     if isinstance(several[0], str):
         return await service.encoded(several, param)
-    service.check_input([len(row) for row in several], param)
+    service.check("max_input_tokens", sum(map(len, several)), param, "tokens")
     rows = [np.array(row, dtype=np.int64) for row in several]
-    for number, row in enumerate(rows):
-        service.check_ids(row, f"{param}[{number}]", param)
+    for index, row in enumerate(rows):
+        service.check_ids(row, f"{param}[{index}]", param)
     return rows
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/embeddings", response_model=schemas.EmbeddingResponse, responses=error_responses(400, 404, 413))
-async def embeddings(request: schemas.EmbeddingRequest, service: ServiceDependency) -> Response:
+@router.post("/v1/embeddings", responses=error_responses(400, 404, 413))
+async def embeddings(
+    request: Annotated[schemas.EmbeddingRequest, lenient(schemas.EmbeddingRequest)], service: ServiceDependency
+) -> schemas.EmbeddingResponse:
     """Embed texts or token ids; returns unit vectors."""
     check_embedder(service, request.model)
     dimension = service.retriever.embedder.dimension
@@ -170,13 +167,13 @@ async def embeddings(request: schemas.EmbeddingRequest, service: ServiceDependen
         schemas.Embedding.model_construct(index=index, embedding=encoded(vector, request.encoding_format))
         for index, vector in enumerate(vectors)
     ]
-    return as_json(schemas.EmbeddingResponse.model_construct(data=data, model=request.model, usage=usage_of(rows)))
+    return schemas.EmbeddingResponse.model_construct(data=data, model=request.model, usage=usage_of(rows))
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-@router.get("/tokenizer_info", response_model=schemas.TokenizerInfo, responses=error_responses(), tags=["tokenizer"])
+@tokenizer_router.get("/tokenizer_info", responses=error_responses())
 def tokenizer_info(service: ServiceDependency) -> schemas.TokenizerInfo:
     """Return the names of the special tokens and the size of the vocabulary."""
     tokenizer = service.retriever.tokenizer
@@ -189,10 +186,10 @@ def tokenizer_info(service: ServiceDependency) -> schemas.TokenizerInfo:
     )
 
 
-@router.post(
-    "/tokenize", response_model=schemas.TokenizeResponse, responses=error_responses(413, 422), tags=["tokenizer"]
-)
-async def tokenize(request: schemas.TokenizeRequest, service: ServiceDependency) -> schemas.TokenizeResponse:
+@tokenizer_router.post("/tokenize", responses=error_responses(413, 422))
+async def tokenize(
+    request: Annotated[schemas.TokenizeRequest, lenient(schemas.TokenizeRequest)], service: ServiceDependency
+) -> schemas.TokenizeResponse:
     """Convert a text to token ids. The name of a special token is converted to its id."""
     tokenizer = service.retriever.tokenizer
     special = {name: token for token, name in special_names(tokenizer).items()}
@@ -206,10 +203,10 @@ async def tokenize(request: schemas.TokenizeRequest, service: ServiceDependency)
     return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=context)
 
 
-@router.post(
-    "/detokenize", response_model=schemas.DetokenizeResponse, responses=error_responses(413, 422), tags=["tokenizer"]
-)
-async def detokenize(request: schemas.DetokenizeRequest, service: ServiceDependency) -> schemas.DetokenizeResponse:
+@tokenizer_router.post("/detokenize", responses=error_responses(413, 422))
+async def detokenize(
+    request: Annotated[schemas.DetokenizeRequest, lenient(schemas.DetokenizeRequest)], service: ServiceDependency
+) -> schemas.DetokenizeResponse:
     """Convert token ids to text."""
     rows = await _token_rows(service, [request.tokens], "tokens")
     return schemas.DetokenizeResponse(prompt=service.retriever.tokenizer.decode(rows[0]))

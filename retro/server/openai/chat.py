@@ -7,10 +7,8 @@ The template is that of `--chat-template`, or of the checkpoint: a model that `r
 """
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
@@ -21,31 +19,25 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
-from retro.server.errors import InvalidRequest, error_responses
-from retro.server.json_route import JsonRoute, as_json
-from retro.server.model_api import event_content, event_stream, with_first_step
-from retro.server.openai import chat_schemas as schemas
+from retro.server.errors import InvalidRequest
+from retro.server.model_api import event_stream, stream_responses, with_first_step
+from retro.server.openai import schemas
 from retro.server.openai.completions import token_name, usage_of
-from retro.server.openai.models import neighbors_of
-from retro.server.openai.sampling import continuations, generation_settings
-from retro.server.service import Service, ServiceDependency
+from retro.server.openai.requests import continuations, generation_settings, identity_of, lenient, neighbors_of
+from retro.server.service import JsonRoute, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, with_sources
 
-router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
 @router.post(
     "/v1/chat/completions",
     response_model=schemas.ChatResponse,
-    responses={
-        **error_responses(400, 404, 413),
-        200: {
-            "description": "Answers. With `stream`: events `data: {ChatChunk}`, and `data: [DONE]` at the end.",
-            "content": event_content(schemas.ChatChunk),
-        },
-    },
+    responses=stream_responses("Answers.", schemas.ChatChunk, 400, 404, 413),
 )
-async def chat_completions(request: schemas.ChatRequest, service: ServiceDependency) -> Response:
+async def chat_completions(
+    request: Annotated[schemas.ChatRequest, lenient(schemas.ChatRequest)], service: ServiceDependency
+) -> Response | schemas.ChatResponse:
     """Answer a conversation. With retrieval ON the model reads neighbors of every complete chunk."""
     k = neighbors_of(service, request)
     template = _template(service)
@@ -63,23 +55,18 @@ async def chat_completions(request: schemas.ChatRequest, service: ServiceDepende
     service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
     tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
     steps = await with_first_step(with_sources(tokens, service.retriever if request.return_sources else None, [0] * n))
-    identity: dict[str, Any] = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": request.model,
-        "system_fingerprint": service.model().checkpoint.fingerprint,
-    }
+    identity = identity_of(service, request.model, "chatcmpl")
     tokenizer = service.retriever.tokenizer
     if request.stream:
         chunk = schemas.ChatChunk.model_construct(**identity)
         return event_stream(_events(request, chunk, steps, prompt, tokenizer))
     answers: list[list[Sourced]] = [[] for _ in range(n)]
     async for step in steps:
-        for each in step:
-            answers[each[0].row].append(each)
+        for token, sources in step:
+            answers[token.row].append((token, sources))
     choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
     usage = usage_of([prompt], sum(map(len, answers)))
-    return as_json(schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage))
+    return schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage)
 
 
 def _template(service: Service) -> ChatTemplate:
@@ -108,25 +95,24 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
         ApiError: the messages are too long, have other content than text, or are rejected by the template.
     """
     messages = [
-        Message("system" if each.role == "developer" else each.role, _text(number, each.content))
-        for number, each in enumerate(received)
+        Message("system" if message.role == "developer" else message.role, _text(index, message.content))
+        for index, message in enumerate(received)
     ]
-    service.check_characters([each.content for each in messages], "messages")
+    service.check("max_characters", sum(len(message.content) for message in messages), "messages", "characters")
     try:
         prompt = await asyncio.to_thread(template.prompt, messages)
     except InputError as error:
         raise InvalidRequest(str(error), param="messages") from error
-    service.check_input([len(prompt)], "messages")
+    service.check("max_input_tokens", len(prompt), "messages", "tokens")
     return prompt
 
 
-def _text(number: int, content: str | list[schemas.ContentPart]) -> str:
-    """Return the text of a message."""
+def _text(index: int, content: str | list[schemas.ContentPart]) -> str:
     if isinstance(content, str):
         return content
     for part in content:
         if part.type != "text" or part.text is None:
-            message = f"messages[{number}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
+            message = f"messages[{index}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
             raise InvalidRequest(message, param="messages")
     return "".join(part.text or "" for part in content)
 
@@ -135,7 +121,7 @@ def _max_tokens(service: Service, request: schemas.ChatRequest, prompt: int) -> 
     """Return the largest number of tokens of an answer to a prompt of this length."""
     for name in ("max_completion_tokens", "max_tokens"):
         if (given := getattr(request, name)) is not None:
-            return service.check_max_tokens(given, name)
+            return service.check("max_tokens", given, name)
     return min(service.settings.max_tokens, max(1, service.model().context - prompt))
 
 
@@ -196,9 +182,9 @@ def _logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> schemas
     return schemas.ChatLogprobs(
         content=[
             schemas.TokenLogprob(
-                **entry(each.token, each.log_probability).model_dump(),
-                top_logprobs=[entry(*likely) for likely in each.top],
+                **entry(token.token, token.log_probability).model_dump(),
+                top_logprobs=[entry(*likely) for likely in token.top],
             )
-            for each in tokens
+            for token in tokens
         ]
     )

@@ -7,6 +7,7 @@ generated tokens ──┴► parts: (number of the prompt, text, log-probabilit
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -46,10 +47,8 @@ class CompletionBuilder:
         if scores is not None:
             unscored = len(prompt) - len(scores.log_probabilities)
             values = [None] * unscored + scores.log_probabilities.tolist()
-            likeliest, theirs = scores.likeliest.tolist(), scores.likeliest_log_probabilities.tolist()
-            tops = [None] * unscored + [
-                list(zip(ids, each, strict=True)) for ids, each in zip(likeliest, theirs, strict=True)
-            ]
+            rows = zip(scores.likeliest.tolist(), scores.likeliest_log_probabilities.tolist(), strict=True)
+            tops = [None] * unscored + [list(zip(*row, strict=True)) for row in rows]
         return self._part(index, texts, prompt.tolist(), values, tops, None)
 
     def length(self, index: int) -> int:
@@ -91,7 +90,7 @@ class CompletionBuilder:
         """Return log-probabilities of the likeliest tokens and of the token itself, by text."""
         if value is None:
             return None
-        return {token_name(self.tokenizer, each): theirs for each, theirs in (*(top or ()), (token, value))}
+        return {token_name(self.tokenizer, likely): log_p for likely, log_p in (*(top or ()), (token, value))}
 
 
 def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[CompletionChoice]:
@@ -103,13 +102,12 @@ def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> lis
     for index, own in sorted(by_index.items()):
         whole = None
         if logprobs is not None:
-            with_logprobs = [part.logprobs for part in own if part.logprobs is not None]
-            whole = Logprobs(
-                tokens=[each for part in with_logprobs for each in part.tokens],
-                token_logprobs=[each for part in with_logprobs for each in part.token_logprobs],
-                top_logprobs=[each for part in with_logprobs for each in part.top_logprobs or ()] if logprobs else None,
-                text_offset=[each for part in with_logprobs for each in part.text_offset],
-            )
+            logprobs_of_parts = [part.logprobs for part in own if part.logprobs is not None]
+            lists: dict[str, Any] = {
+                name: [entry for part in logprobs_of_parts for entry in getattr(part, name) or ()]
+                for name in Logprobs.model_fields
+            }
+            whole = Logprobs(**lists if logprobs else lists | {"top_logprobs": None})
         choices.append(
             CompletionChoice(
                 index=index,

@@ -1,8 +1,7 @@
-"""Requests and answers of OpenAI's completions, embeddings and models under /v1, and of the tokenizer endpoints.
+"""Requests and answers of OpenAI's completions, chat, embeddings and models under /v1, and of the tokenizer endpoints.
 
 Fields of OpenAI's API that change answers and are not supported are included with the accepted value: other values are errors.
 Fields that are not listed are ignored, and the answer's header `Warning` names them (`ServeSettings.strict_fields`).
-`chat_schemas.py` has those of chat.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from retro.server.schemas import (
     TokenId,
     absent_if_none,
     bounded,
+    example,
 )
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
@@ -29,13 +29,8 @@ Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 Bias = Annotated[float, bounded("logit_bias")]
 
 
-def example(**fields: Any) -> ConfigDict:
-    """Return the configuration of a request with an example."""
-    return ConfigDict(json_schema_extra={"examples": [fields]})
-
-
 class LenientRequest(Request):
-    """Base of requests under /v1: unknown fields are accepted; see `json_route.py`."""
+    """Base of requests under /v1: unknown fields are accepted; see `requests.lenient`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -110,8 +105,6 @@ class CompletionChoice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
-
     prompt_tokens: int
     completion_tokens: int = 0
     total_tokens: int
@@ -127,6 +120,125 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+class ContentPart(LenientRequest):
+    """A part of a message. Only the type `text` is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(LenientRequest):
+    """A message; `developer` is another name for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+
+
+class ChatRequest(SamplingRequest):
+    """OpenAI's request and fields of vLLM. The model must have a chat template."""
+
+    model_config = example(
+        model="retro",
+        messages=[{"role": "user", "content": "What is an index?"}],
+        max_completion_tokens=16,
+        temperature=0,
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Positive | None = Field(None, description="Null = up to the end of the context.")
+    max_tokens: Positive | None = Field(None, description="The older name of `max_completion_tokens`.")
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = Field(
+        None, description="Likeliest tokens at each position; needs `logprobs`."
+    )
+    tools: list[Any] | None = Field(None, max_length=0, description="Only null or [].")
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: list[Any] | None = Field(None, max_length=0, description="Only null or [].")
+    response_format: dict[str, Any] | None = Field(None, description='Only null or {"type": "text"}.')
+    modalities: list[Literal["text"]] | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token and its log-probability. `bytes` is its text in UTF-8, null for special tokens and parts of characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token and the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry for each token."""
+
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+    sources: Sources | None = absent_if_none()
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+
+
+class Delta(BaseModel):
+    """New text of an answer; the first event of an answer has the role."""
+
+    role: Literal["assistant"] | None = None
+    content: str = ""
+
+
+class ChunkChoice(BaseModel):
+    """New text of one of n answers; the last one has a `finish_reason`."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    sources: Sources | None = absent_if_none()
+
+
+class ChatChunk(BaseModel):
+    """An event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+# ------------------------------------------------------------------------------------------- embeddings and models
 
 
 class EmbeddingRequest(LenientRequest):
@@ -169,8 +281,6 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models."""
-
     object: Literal["list"] = "list"
     data: list[Model]
 
@@ -186,8 +296,6 @@ class TokenizeRequest(LenientRequest):
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a text."""
-
     tokens: list[int]
     count: int
     max_model_len: int | None = Field(description="Context length in tokens; null without a model.")
@@ -203,8 +311,6 @@ class DetokenizeRequest(LenientRequest):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text of token ids."""
-
     prompt: str
 
 

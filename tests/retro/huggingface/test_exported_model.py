@@ -253,8 +253,9 @@ def test_lm_evals_own_class_scores_the_folder_as_the_checkpoint(
     from retro.inference.lm_eval_adapter import RetroLM
 
     retrieval = {"datastore": str(tiny_datastore.folder), "k": 2} if mode == "on" else {}
-    theirs = HFLM(pretrained=str(folder), device="cpu", max_length=64, **retrieval)
+    theirs = HFLM(pretrained=str(folder), device="cpu", **retrieval)
     ours = RetroLM(str(checkpoint), retrieval=mode, device="cpu")
+    assert theirs.max_length == ours.language_model.context
     requests = [Instance("loglikelihood", {}, (prompt, " and a store"), row) for row, prompt in enumerate(PROMPTS)]
     for (score, greedy), expected in zip(theirs.loglikelihood(requests), ours.loglikelihood(requests), strict=True):
         assert (score, greedy) == (pytest.approx(expected[0], abs=1e-3), expected[1])

@@ -87,13 +87,6 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest_token(model: Retro) -
     )
 
 
-def test_every_full_chunk_is_searched_once(model: Retro) -> None:
-    retrieve = RecordingRetrieve(7)
-    tokens = [1, 5, 6, *continue_prompt(model, retrieve=retrieve)]
-    full = (len(tokens) - 1) // M  # the last token is not read
-    assert retrieve.asked == [tokens[u * M : (u + 1) * M] for u in range(full)]
-
-
 def test_neighbors_affect_tokens_only_after_their_chunk_is_full(model: Retro) -> None:
     first, second = (
         continue_prompt(model, retrieve=RecordingRetrieve(token), max_tokens=1, prompt=(1, 2, 3)) for token in (7, 20)
@@ -104,12 +97,6 @@ def test_neighbors_affect_tokens_only_after_their_chunk_is_full(model: Retro) ->
     }
     assert draws[7][0] == draws[20][0]
     assert draws[7] != draws[20]
-
-
-def test_a_full_context_drops_whole_chunks_and_continues(model: Retro) -> None:
-    retrieve = RecordingRetrieve(7)
-    assert len(continue_prompt(model, retrieve=retrieve, context=2 * M, max_tokens=25)) == 25
-    assert len(retrieve.asked) == (3 + 24) // M
 
 
 def test_the_end_of_document_token_ends_the_text(model: Retro) -> None:
@@ -141,15 +128,6 @@ def test_invalid_settings_are_rejected(model: Retro) -> None:
 
 
 PROMPTS = [(1,), (1, 5, 6, 7, 8, 2, 3), (1, 2, 3), (1, 9, 9, 9), (1, 5, 6)]
-
-
-def test_a_prompt_continues_alone_as_in_a_batch(model: Retro) -> None:
-    for options in ({"seed": 4}, {"temperature": 0}, {"seed": 5, "context": 2 * M, "max_tokens": 20}):
-        together = generate_pieces(model, PROMPTS, retrieve=RecordingRetrieve(7), **options)
-        for prompt, row in zip(PROMPTS, together, strict=True):
-            assert [piece.token for piece in row] == continue_prompt(
-                model, prompt, retrieve=RecordingRetrieve(7), **options
-            )
 
 
 def test_rows_stop_independently_with_a_reason(model: Retro) -> None:
@@ -221,10 +199,6 @@ def test_every_row_has_a_token_to_sample_whatever_its_logits(temperature: float,
         tokens = [token for token, _, _ in draw(logits, logits, settings, [random] * len(rows))]
         assert set(tokens) <= {0, 1, 2}
         assert tokens[3:] == [1, 1, 1, 2]
-
-
-def test_no_prompts_give_no_pieces(model: Retro) -> None:
-    assert generate_pieces(model, []) == []
 
 
 def test_several_continuations_equal_those_with_consecutive_seeds_and_search_the_prompt_once(model: Retro) -> None:

@@ -191,17 +191,6 @@ def test_the_models_own_continuation_is_greedy(adapters: dict[str, RetroLM]) -> 
     assert not other
 
 
-def test_retrieval_affects_only_tokens_after_complete_chunks(
-    adapters: dict[str, RetroLM],
-) -> None:
-    asked = make_requests("loglikelihood", ("# Document", " 3"), ("# Document 3\n\nthe index of a chunk" * 3, " is"))
-    (short, long), (short_off, long_off) = (
-        adapters[each].loglikelihood(asked, disable_tqdm=True) for each in ("on", "off")
-    )
-    assert short[0] == pytest.approx(short_off[0], abs=FLOAT32)
-    assert abs(long[0] - long_off[0]) > 100 * FLOAT32
-
-
 @pytest.mark.parametrize("retrieval", ["on", "off"])
 def test_every_token_of_a_long_text_is_scored_once(adapters: dict[str, RetroLM], retrieval: str) -> None:
     model = adapters[retrieval]

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.device import choose_placement
+from retro.device import Placement, choose_placement
 from retro.inference import scoring
 from retro.inference.rows import RetrieveNeighbors
-from retro.inference.scoring import Scores, score, score_windows, to_score
+from retro.inference.scoring import Scores, score_windows, to_score
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, cached_model, every_scheme
@@ -26,6 +26,12 @@ def plain_log_probabilities(model: Retro, tokens: np.ndarray, retrieve: Retrieve
         neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
         found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
     return model(torch.from_numpy(tokens[None]), **found)[0, :-1].log_softmax(-1).numpy()
+
+
+def score(model: Retro, sequences: list[np.ndarray], placement: Placement, context: int, **options) -> list[Scores]:
+    begun = to_score(model, sequences, context=context, top=options.get("top", 0))
+    score_windows(model, [window for sequence in begun for window in sequence.windows], placement, **options)
+    return [sequence.scores for sequence in begun]
 
 
 def score_with(model: Retro, sequences: list[np.ndarray], k: int = 2, **options) -> list[Scores]:

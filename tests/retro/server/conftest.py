@@ -116,6 +116,13 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         assert said == []
 
 
+def events_of(response: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, whose last line must be `[DONE]`."""
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """Serve the app from a thread and yield its URL."""

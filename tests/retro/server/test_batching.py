@@ -40,28 +40,22 @@ async def gathered(batcher: Batcher, work: Work, requests: list[tuple[str, list[
     return await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_waiting_requests_with_equal_keys_share_one_call() -> None:
+@pytest.mark.parametrize(
+    ("max_batch", "cost", "requests", "calls"),
+    [
+        (100, 0, [("a", [1, 2]), ("b", [3]), ("a", [4])], [("a", [1, 2, 4]), ("b", [3])]),
+        (2, 0, [("a", [n]) for n in range(5)], [("a", [0, 1]), ("a", [2, 3]), ("a", [4])]),
+        (10, 1, [("a", [4]), ("a", [5]), ("a", [30]), ("a", [1, 2]), ("a", [3])], [("a", [4, 5]), ("a", [30]), ("a", [1, 2, 3])]),
+    ],
+    ids=["equal keys share a call", "a batch has a maximum size", "an expensive request runs alone"],
+)  # fmt: skip
+def test_waiting_requests_are_batched_by_key_and_cost(max_batch: int, cost: int, requests: list, calls: list) -> None:
     work, sizes = Work(), list[int]()
-    batcher = Batcher("test", work, 100, sizes.append)
-    answers = asyncio.run(gathered(batcher, work, [("a", [1, 2]), ("b", [3]), ("a", [4])]))
-    assert answers == [[2, 4], [6], [8]]
-    assert work.calls == [("first", [0]), ("a", [1, 2, 4]), ("b", [3])]
-    assert sizes == [1, 3, 1]
-
-
-def test_batches_do_not_exceed_the_maximum_size() -> None:
-    work = Work()
-    batcher = Batcher("test", work, 2)
-    assert asyncio.run(gathered(batcher, work, [("a", [n]) for n in range(5)])) == [[2 * n] for n in range(5)]
-    assert [items for _, items in work.calls] == [[0], [0, 1], [2, 3], [4]]
-
-
-def test_cost_limits_a_batch_and_an_expensive_request_runs_alone() -> None:
-    work = Work()
-    batcher = Batcher("test", work, 10, cost=lambda key, item: item)
-    requests = [("a", [4]), ("a", [5]), ("a", [30]), ("a", [1, 2]), ("a", [3])]
-    assert asyncio.run(gathered(batcher, work, requests)) == [[8], [10], [60], [2, 4], [6]]
-    assert [items for _, items in work.calls] == [[0], [4, 5], [30], [1, 2, 3]]
+    batcher = Batcher("test", work, max_batch, sizes.append, lambda key, item: item if cost else 1)
+    answers = asyncio.run(gathered(batcher, work, requests))
+    assert answers == [[2 * item for item in items] for _, items in requests]
+    assert work.calls == [("first", [0]), *calls]
+    assert sizes == [1, *(len(items) for _, items in calls)]
 
 
 @pytest.mark.parametrize("keys", [["a"] * 6, ["a", "b"] * 3])
@@ -103,35 +97,26 @@ def test_a_cancelled_request_is_not_processed_to_its_end() -> None:
     assert work.calls == [("a", [0, 1]), ("b", [1])]
 
 
-def test_a_request_that_fails_at_a_later_item_fails_alone() -> None:
+@pytest.mark.parametrize("max_batch", [2, 100])
+def test_a_request_that_fails_fails_alone_also_at_a_later_item(max_batch: int) -> None:
     work = Work()
     requests = [("a", [1, 2, 3, 13, 4]), ("a", [5, 6, 7, 8, 9])]
-    failed, answered = asyncio.run(gathered(Batcher("test", work, 2), work, requests))
+    failed, answered = asyncio.run(gathered(Batcher("test", work, max_batch), work, requests))
     assert isinstance(failed, InputError)
     assert answered == [10, 12, 14, 16, 18]
 
 
-def test_an_idle_worker_starts_immediately() -> None:
+def test_an_idle_worker_starts_immediately_and_an_empty_request_needs_none() -> None:
     work = Work()
     work.let_go.set()
     batcher = Batcher("test", work, 100)
 
     async def one_by_one() -> list[list[int]]:
-        return [await batcher("a", [n]) for n in range(3)]
+        return [await batcher("a", items) for items in ([0], [], [1], [2])]
 
-    assert asyncio.run(one_by_one()) == [[0], [2], [4]]
-    assert len(work.calls) == 3
-    # Another event loop can use the same worker.
-    assert asyncio.run(one_by_one()) == [[0], [2], [4]]
-
-
-def test_a_bad_request_does_not_fail_its_batch() -> None:
-    work = Work()
-    good, bad, also_good = asyncio.run(
-        gathered(Batcher("test", work, 100), work, [("a", [1]), ("a", [13]), ("a", [2])])
-    )
-    assert (good, also_good) == ([2], [4])
-    assert isinstance(bad, InputError)
+    for calls in (3, 6):  # another event loop can use the same worker
+        assert asyncio.run(one_by_one()) == [[0], [], [2], [4]]
+        assert len(work.calls) == calls
 
 
 def test_cancelled_requests_are_skipped() -> None:
@@ -152,12 +137,6 @@ def test_cancelled_requests_are_skipped() -> None:
 
     asyncio.run(cancelled())
     assert work.calls == [("first", [0]), ("a", [2])]
-
-
-def test_an_empty_request_needs_no_worker() -> None:
-    work = Work()
-    assert asyncio.run(Batcher("test", work, 100)("a", [])) == []
-    assert work.calls == []
 
 
 def test_an_idle_thread_ends_and_restarts_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

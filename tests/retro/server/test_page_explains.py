@@ -29,15 +29,6 @@ def answer_with(page: Page, path: str, change: Callable[[dict[str, Any]], None])
 # --- the form --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_what_it_shows_and_tabs_say_what_they_answer(open_page, url: str) -> None:
-    page = open_page(url)
-    expect(page.locator(".about")).to_contain_text("looks up passages while it reads")
-    assert page.get_by_role("tab").all_text_contents() == ["Where it helps", "Write", "What it finds", "Datastore"]
-    expect(page.locator(".served")).to_contain_text("model tiny")
-    page.get_by_text("Words used here").click()
-    expect(page.locator(".words")).to_contain_text("fixed number of tokens, here 16.")
-
-
 @pytest.mark.parametrize("view", list(BUTTONS))
 def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever: Retriever, view: str) -> None:
     page = open_page(url + form_of(view))
@@ -98,7 +89,9 @@ def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
 # --- what it finds ---------------------------------------------------------------------------------------------------
 
 
-def test_marks_name_the_neighbor_and_have_at_least_five_tokens(open_page, url: str) -> None:
+def test_marks_name_the_neighbor_and_have_at_least_five_tokens_and_the_id_is_below_the_title(
+    open_page, url: str
+) -> None:
     page = open_page(url + form_of("neighbors"))
     with page.expect_response("**/neighbors") as answered:
         ask(page, "neighbors")
@@ -113,16 +106,10 @@ def test_marks_name_the_neighbor_and_have_at_least_five_tokens(open_page, url: s
         assert {key for mark in shown for key in mark.get_attribute("data-keys").split()} == set(runs)
         numbers = {int(each) for mark in shown for each in (mark.get_attribute("data-ranks") or "").split()}
         assert numbers == {rank + 1 for rank, _ in runs.values()}
-
-
-def test_the_id_is_below_the_title(open_page, url: str) -> None:
-    page = open_page(url + form_of("neighbors"))
-    with page.expect_response("**/neighbors") as answered:
-        ask(page, "neighbors")
-    first = answered.value.json()["chunks"][0]["neighbors"][0]
+    first, shown_first = chunks[0]["neighbors"][0], page.locator(".neighbor").first
     assert first["title"] != first["document_id"]
-    expect(page.locator(".neighbor").first.locator("h4")).to_contain_text(first["title"])
-    expect(page.locator(".neighbor").first.locator(".source").first).to_have_text(first["document_id"])
+    expect(shown_first.locator("h4")).to_contain_text(first["title"])
+    expect(shown_first.locator(".source").first).to_have_text(first["document_id"])
 
 
 def test_near_copies_are_folded_below_the_first_of_them(open_page, url: str) -> None:
@@ -337,24 +324,25 @@ def test_an_error_is_in_view_above_the_text_that_broke_off(open_page, url: str) 
     expect(page.locator(".pane .state").first).to_have_text("broke off after 1 tokens")
 
 
-def test_a_text_that_waits_says_so(open_page, url: str) -> None:
-    page = open_page(url + form_of("generation"))
-    # The request of one text is never answered.
-    page.route("**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None)
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_text_that_waits_says_so_and_a_model_that_does_not_read_neighbors_writes_one(
+    open_page, url: str, answered: bool
+) -> None:
+    page = open_page("about:blank")
+    if answered:
+        answer_with(page, "**/datastore", lambda body: body["model"].update(retrieval=False))
+    else:  # the request of one text is never answered
+        page.route(
+            "**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None
+        )
+    page.goto(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("5")
     submit(page, "generation", TEXT)
     states = page.locator(".pane .state")
-    expect(states.nth(0)).to_contain_text("token limit reached · 5 tokens in")
-    expect(states.nth(1)).to_have_text("Waiting for the server…")
-    page.get_by_role("button", name="Stop").click()
-    expect(states.nth(1)).to_have_text("stopped before the first token")
-
-
-def test_a_model_that_does_not_read_neighbors_writes_one_text(open_page, url: str) -> None:
-    page = open_page("about:blank")
-    answer_with(page, "**/datastore", lambda body: body["model"].update(retrieval=False))
-    page.goto(f"{url}/#/generation")
-    page.get_by_label("Tokens to write").fill("5")
-    ask(page, "generation")
-    expect(page.locator("#generation .results")).to_contain_text("This model does not read neighbors.")
-    assert page.locator(".pane h3").all_text_contents() == ["Without neighbors"]
+    expect(states.first).to_contain_text("5 tokens in")
+    if answered:
+        assert page.locator(".pane h3").all_text_contents() == ["Without neighbors"]
+    else:
+        expect(states.nth(1)).to_contain_text("Waiting")
+        page.get_by_role("button", name="Stop").click()
+        expect(states.nth(1)).to_contain_text("stopped")

@@ -183,20 +183,16 @@ def test_the_first_differing_word_is_found(open_page, url: str, on: str, off: st
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_question_is_searched_by_words_and_vectors(open_page, url: str) -> None:
-    page = open_page(url + form_of("neighbors"))
-    with page.expect_request("**/neighbors") as sent:
-        submit(page, "neighbors", QUESTION)
-    assert sent.value.post_data_json["retrieval"] == "hybrid"
-
-
-def test_without_a_sparse_index_a_question_is_searched_by_vectors(open_page, url: str) -> None:
+@pytest.mark.parametrize(("kinds", "retrieval"), [(["dense", "sparse", "hybrid"], "hybrid"), (["dense"], "dense")])
+def test_a_question_is_searched_by_words_and_vectors_if_the_index_has_words(
+    open_page, url: str, kinds: list[str], retrieval: str
+) -> None:
     page = open_page("about:blank")
-    answer_with(page, "**/datastore", lambda body: body.update(retrieval=["dense"]))
+    answer_with(page, "**/datastore", lambda body: body.update(retrieval=kinds))
     page.goto(url + form_of("neighbors"))
     with page.expect_request("**/neighbors") as sent:
         submit(page, "neighbors", QUESTION)
-    assert sent.value.post_data_json["retrieval"] == "dense"
+    assert sent.value.post_data_json["retrieval"] == retrieval
 
 
 def test_hits_of_one_document_are_grouped_and_have_bars(open_page, url: str) -> None:

@@ -57,17 +57,13 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert sum(stop - start for start, stop in character_groups(ends)) == len(tokens)
 
 
-def test_ends_of_partial_characters_match_decode(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("a龘b")
+def test_partial_characters_match_decode_and_mark_the_whole_character(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a龘b")  # 龘 has three bytes, one token each
     for start in range(len(tokens)):
         for stop in range(start + 1, len(tokens) + 1):
             text, ends = token_ends(tokenizer.decode_batch, tokens[start:stop])
             assert text == tokenizer.decode(tokens[start:stop])
             assert ends[-1] == len(text)
-
-
-def test_part_of_a_character_marks_the_whole_character(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("a龘b")  # 龘 has three bytes, one token each
     _, ends = token_ends(tokenizer.decode_batch, tokens)
     first = int(np.flatnonzero(np.array(ends) == 1)[0]) + 1
     for start, stop in [(first, first + 1), (first + 1, first + 2), (first + 2, first + 3), (first, first + 3)]:

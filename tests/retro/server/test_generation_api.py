@@ -1,0 +1,636 @@
+"""Scores, continuations and chat answers over HTTP, also by OpenAI's own client, equal those of the language model."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from indexing.retrieval.retriever import Retriever
+from retro.finetuning.chat_template import ChatTemplate
+from retro.finetuning.conversations import Message
+from retro.inference import scoring
+from retro.inference.decoder import Decoder
+from retro.inference.generation import Batch, GeneratedToken
+from retro.inference.language_model import LanguageModel
+from retro.inference.scoring import Window
+from retro.inference.settings import GenerationSettings
+from retro.server import schemas, search_api
+from retro.server.service import ScoreKey
+from retro.server.sources import joined
+from tests.conftest import PATIENCE
+from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Make, events_of
+
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+ENDPOINTS = [GENERATE, COMPLETIONS, CHAT]
+MESSAGES = [
+    {"role": "system", "content": "index and chunk"},
+    {"role": "user", "content": "the memory"},
+    {"role": "assistant", "content": "the vector"},
+    {"role": "user", "content": "检索 the store"},
+]
+BODIES: dict[str, dict[str, Any]] = {
+    GENERATE: {"prompt": TEXT, "top_k": 0, "top_p": 1},
+    COMPLETIONS: {"model": "tiny", "prompt": TEXT},
+    CHAT: {"model": "tiny", "messages": MESSAGES},
+}
+"""For each endpoint, a request that samples from the whole distribution."""
+
+
+def with_bos(language_model: LanguageModel, text: str) -> np.ndarray:
+    return np.concatenate([[language_model.tokenizer.bos_id], language_model.tokenizer.encode(text)]).astype(np.int64)
+
+
+def generated(language_model: LanguageModel, path: str, k: int = 2, **settings) -> list[GeneratedToken]:
+    """The tokens that the model generates for the request in `BODIES`."""
+    prompt = with_bos(language_model, TEXT)
+    if path == CHAT:
+        prompt = ChatTemplate(language_model.tokenizer, CHAT_TEMPLATE).prompt([Message(**each) for each in MESSAGES])
+    sampling = GenerationSettings(**{"max_tokens": 12, "temperature": 0, "top_k": 0, "top_p": 1, **settings})
+    return [step[0] for step in language_model.generate([prompt], sampling, k)]
+
+
+def post(client: TestClient, path: str, **changes) -> Any:
+    response = client.post(path, json={"max_tokens": 12, "temperature": 0} | BODIES[path] | changes)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def choices_of(path: str, answer: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Text and finish reason of each continuation in an answer."""
+    if path == GENERATE:
+        return [(answer["text"], answer["finish_reason"])]
+    texts = [each["message"]["content"] if path == CHAT else each["text"] for each in answer["choices"]]
+    return [(text, each["finish_reason"]) for text, each in zip(texts, answer["choices"], strict=True)]
+
+
+def refusal(response: Any) -> tuple[int, str | None, str | None]:
+    error = response.json()["error"]
+    return response.status_code, error["param"], error["code"]
+
+
+@pytest.fixture(scope="module")
+def api(url: str):
+    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as opened:
+        yield opened
+
+
+# --- continuations ---------------------------------------------------------------------------------------------------
+
+
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"k": 4}, {"k": 4}),
+    ({"temperature": 1e-300}, {}),
+    ({"temperature": 1, "seed": 7, "max_tokens": 40}, {"temperature": 1, "seed": 7, "max_tokens": 40}),
+    ({"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ["e", "a"]}, {"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ("e", "a")}),
+    ({"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}, {"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}),
+]  # fmt: skip
+"""Fields of every endpoint, and the settings of the model."""
+FIELDS_OF_V1: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"logit_bias": {"60": 1.9}, "frequency_penalty": 2, "presence_penalty": 1}, {"logit_bias": ((60, 1.9),), "frequency_penalty": 2, "presence_penalty": 1}),
+    ({"logit_bias": {"60": 100}, "stop_token_ids": [60]}, {"logit_bias": ((60, 100),), "stop_token_ids": (60,)}),
+    ({"logit_bias": {"2": 100}, "ignore_eos": True}, {"logit_bias": ((2, 100),), "ignore_eos": True}),
+    ({"repetition_penalty": 1.5, "temperature": 1, "seed": 3, "min_p": 0.1}, {"repetition_penalty": 1.5, "temperature": 1, "seed": 3, "min_p": 0.1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "settings"),
+    [(path, *case) for path in ENDPOINTS for case in FIELDS + (FIELDS_OF_V1 if path != GENERATE else [])],
+)
+def test_a_continuation_is_that_of_the_model_with_the_fields_as_settings(
+    client: TestClient, language_model: LanguageModel, path: str, fields: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    tokens = generated(language_model, path, **settings)
+    answer = post(client, path, **fields).json()
+    assert choices_of(path, answer) == [("".join(token.text for token in tokens), tokens[-1].finish_reason)]
+    assert len(tokens) == (answer["tokens"] if path == GENERATE else answer["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_retrieval_off_is_k_0_and_texts_without_a_seed_differ(
+    client: TestClient, language_model: LanguageModel, path: str
+) -> None:
+    off = {"retrieval": False} if path == GENERATE else {"model": "tiny:off"}
+    text = "".join(token.text for token in generated(language_model, path, 0))
+    assert choices_of(path, post(client, path, **off).json())[0][0] == text
+    if path != CHAT:  # whose neighbors change only log-probabilities here
+        assert text != "".join(token.text for token in generated(language_model, path, 2))
+    if path != GENERATE:
+        sampled = [choices_of(path, post(client, path, temperature=1).json()) for _ in range(3)]
+        assert sampled[0] != sampled[1] or sampled[1] != sampled[2]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_the_events_of_a_stream_join_to_the_answer(client: TestClient, path: str) -> None:
+    """Sampled, with sources; under /v1 three continuations with log-probabilities and the usage."""
+    changes: dict[str, Any] = {"temperature": 1, "seed": 5, "return_sources": True}
+    if path != GENERATE:
+        changes |= (
+            {"n": 3, "logprobs": True, "top_logprobs": 2} if path == CHAT else {"n": 3, "echo": True, "logprobs": 1}
+        )
+    whole = post(client, path, **changes).json()
+    options = {} if path == GENERATE else {"stream_options": {"include_usage": True}}
+    response = post(client, path, **changes, stream=True, **options)
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    events = events_of(response)
+    if path != GENERATE:
+        assert len({event["id"] for event in events}) == 1
+        last = events.pop()
+        assert (last["usage"], last["choices"]) == (whole["usage"], [])
+        assert len({text for text, _ in choices_of(path, whole)}) > 1
+    for index, (text, finish) in enumerate(choices_of(path, whole)):
+        parts = [event if path == GENERATE else event["choices"][0] for event in events]
+        parts = [part for part in parts if part.get("index", 0) == index]
+        assert "".join(part["delta"]["content"] if path == CHAT else part["text"] for part in parts) == text
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [finish]
+        sources = joined([schemas.Sources(**part["sources"]) for part in parts if part.get("sources")])
+        expected = whole if path == GENERATE else whole["choices"][index]
+        assert sources is not None
+        assert sources.model_dump(mode="json") == expected["sources"]
+        if path == CHAT:
+            assert [part["delta"]["role"] for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+            streamed = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+            assert streamed == expected["logprobs"]["content"]
+        elif path == COMPLETIONS:
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert [each for part in parts for each in part["logprobs"][name]] == expected["logprobs"][name]
+    assert not any("sources" in str(event) for event in events_of(post(client, path, stream=True)))
+
+
+def test_n_continuations_have_consecutive_seeds(client: TestClient) -> None:
+    body = {"prompt": [TEXT, "index"], "max_tokens": 8, "temperature": 1, "seed": 3}
+    together = post(client, COMPLETIONS, **body, n=2).json()
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+    first, second = (
+        choices_of(COMPLETIONS, post(client, COMPLETIONS, **body | {"seed": seed}).json()) for seed in (3, 4)
+    )
+    assert choices_of(COMPLETIONS, together) == [first[0], second[0], first[1], second[1]]
+    echoed = choices_of(COMPLETIONS, post(client, COMPLETIONS, **body, n=2, echo=True).json())
+    prompts = [TEXT, TEXT, "index", "index"]
+    assert [text for text, _ in echoed] == [
+        prompt + text for prompt, (text, _) in zip(prompts, choices_of(COMPLETIONS, together), strict=True)
+    ]
+
+
+def test_the_formats_of_prompts_and_messages_are_equivalent(client: TestClient, language_model: LanguageModel) -> None:
+    ids = [language_model.tokenizer.encode(text).tolist() for text in (TEXT, "index")]
+    texts = [
+        choices_of(COMPLETIONS, post(client, COMPLETIONS, prompt=prompt).json())
+        for prompt in (TEXT, [TEXT], ids[0], [ids[0]], [TEXT, "index"], ids)
+    ]
+    assert texts == [texts[0]] * 4 + [texts[4]] * 2
+    assert texts[4][:1] == texts[0]
+    (system, *others), whole = MESSAGES, choices_of(CHAT, post(client, CHAT).json())
+    parts = [{"type": "text", "text": "index "}, {"type": "text", "text": "and chunk"}]
+    for first in (system | {"content": parts}, system | {"role": "developer"}):
+        assert choices_of(CHAT, post(client, CHAT, messages=[first, *others]).json()) == whole
+
+
+def test_a_prompt_must_fit_the_context_but_generation_may_exceed_it(
+    client: TestClient, language_model: LanguageModel
+) -> None:
+    tokenizer, context = language_model.tokenizer, language_model.context
+    ids = tokenizer.encode(TEXT * 9).tolist()
+    fits = post(client, COMPLETIONS, prompt=ids[: context - 1], max_tokens=4).json()
+    assert fits["usage"] == {"prompt_tokens": 63, "completion_tokens": 4, "total_tokens": 67}
+    for path, more, param in (
+        (COMPLETIONS, {"prompt": [[5], ids[:context]]}, "prompt"),
+        (GENERATE, {"prompt": tokenizer.decode(ids[: context + 8])}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 1000}]}, "messages"),
+    ):
+        answer = client.post(path, json=BODIES[path] | more)
+        assert refusal(answer) == (422 if path == GENERATE else 400, param, "context_length_exceeded")
+        assert (
+            f"maximum context length is {context} tokens" in answer.json()["error"]["message"]
+        )  # clients search for it
+    assert post(client, COMPLETIONS, prompt=ids, echo=True, logprobs=0, max_tokens=0)  # scored in windows
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+    assert client.post(CHAT, json=chat).json()["usage"]["total_tokens"] == context  # the default fills the context
+
+
+def test_chat_log_probabilities_are_those_of_the_model(client: TestClient, language_model: LanguageModel) -> None:
+    content = post(client, CHAT, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
+    for entry, token in zip(content, generated(language_model, CHAT, logprobs=3), strict=True):
+        assert entry["logprob"] == pytest.approx(token.log_probability)
+        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx([value for _, value in token.top])
+        assert entry["token"] == entry["top_logprobs"][0]["token"]  # greedy
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == language_model.tokenizer.decode(
+            [token.token]
+        )
+    assert post(client, CHAT).json()["choices"][0]["logprobs"] is None
+
+
+def test_the_chat_template_is_the_checkpoints_or_the_given_one_or_missing(
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    with TestClient(app_with(chat_template="")) as client:
+        assert refusal(client.post(CHAT, json=BODIES[CHAT])) == (400, None, "no_chat_template")
+    text = "".join(token.text for token in generated(language_model, CHAT))
+    sections = {
+        "finetune": {"format": "instructions", "template": CHAT_TEMPLATE, "language": "auto"},
+        "imported": {"chat_template": CHAT_TEMPLATE},
+    }
+    for name, section in sections.items():
+        with monkeypatch.context() as patched:
+            patched.setitem(language_model.checkpoint.settings, name, section)
+            app = app_with(chat_template="")
+        with TestClient(app) as client:
+            assert choices_of(CHAT, post(client, CHAT).json())[0][0] == text, name
+    path = tmp_path / "strict.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{{ m.role + m.content }}{% endfor %}"
+    )
+    with TestClient(app_with(chat_template=str(path))) as client:
+        refused = client.post(CHAT, json=BODIES[CHAT])
+        assert refusal(refused)[:2] == (400, "messages")
+        assert "no system message" in refused.json()["error"]["message"]
+        assert post(client, CHAT, messages=MESSAGES[1:])
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [TEXT * 3, "a", "龘🙂 and 龘 again"])
+def test_token_scores_join_to_the_text_and_sum_to_its_bits(
+    client: TestClient, language_model: LanguageModel, text: str
+) -> None:
+    answer = client.post("/score", json={"text": text, "k": 2}).json()
+    assert "".join(token["text"] for token in answer["tokens"]) == text
+    assert all(token["text"] and "\ufffd" not in token["text"] for token in answer["tokens"])
+    for key, k in (("on", 2), ("off", 0)):
+        expected = language_model.score([with_bos(language_model, text)], k)[0]
+        assert sum(token[key] for token in answer["tokens"]) == pytest.approx(expected.sum())
+        bits = -expected.sum() / np.log(2) / len(text.encode())
+        assert answer[f"bits_per_byte_{key}"] == pytest.approx(bits)
+    for token in answer["tokens"]:
+        assert token["difference"] == pytest.approx(token["on"] - token["off"])
+
+
+def test_scored_prompts_equal_the_models(client: TestClient, language_model: LanguageModel) -> None:
+    """lm_eval sends token ids with echo and drops the one generated token; greedy: the token is the likeliest."""
+    ids = language_model.tokenizer.encode(TEXT).tolist()
+    rows = [ids, ids[:5]]
+    for name, k in (("tiny", 2), ("tiny:off", 0)):
+        answer = post(client, COMPLETIONS, model=name, prompt=rows, echo=True, logprobs=1, max_tokens=1).json()
+        scores = language_model.score_with_likeliest(
+            [np.array([language_model.tokenizer.bos_id, *row]) for row in rows], k
+        )
+        for row, choice, expected in zip(rows, answer["choices"], scores, strict=True):
+            logprobs = choice["logprobs"]
+            assert len(logprobs["tokens"]) == len(row) + 1
+            # Computed in batches of other shapes, which round differently.
+            np.testing.assert_allclose(logprobs["token_logprobs"][:-1], expected.log_probabilities, rtol=2e-3)
+            values = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            greedy = [own == max(top.values()) for own, top in values]
+            assert greedy == [*(expected.likeliest[:, 0] == row).tolist(), True]
+        assert answer["usage"]["prompt_tokens"] == len(ids) + 5
+    with_it, without = (
+        post(client, COMPLETIONS, prompt=prompt, echo=True, logprobs=2, max_tokens=0).json()["choices"][0]["logprobs"]
+        for prompt in ([language_model.tokenizer.bos_id, *ids], ids)
+    )
+    assert with_it["token_logprobs"] == [None, *without["token_logprobs"]]
+    assert with_it["tokens"] == ["", *without["tokens"]]
+
+
+@pytest.mark.parametrize("text", [TEXT, "龘🙂 ok 龘"])
+def test_tokens_and_their_offsets_reproduce_the_text(client: TestClient, text: str) -> None:
+    (choice,) = post(client, COMPLETIONS, prompt=text, echo=True, logprobs=2, seed=3, temperature=1).json()["choices"]
+    logprobs, whole = choice["logprobs"], choice["text"]
+    assert whole.startswith(text)
+    assert "".join(logprobs["tokens"]) == whole
+    borders = pairwise([*logprobs["text_offset"], len(whole)])
+    assert [whole[start:stop] for start, stop in borders] == logprobs["tokens"]
+    for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert value in top.values()
+        assert 2 <= len(top) <= 3
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copying(language_model: LanguageModel) -> Any:
+    """Let the model copy from neighbors with most of its probability."""
+    import torch
+
+    assert language_model.model.copy_head is not None
+    table: Any = language_model.model.copy_head.neighbors
+    before = {name: tensor.clone() for name, tensor in table.state_dict().items()}
+    with torch.no_grad():
+        table.agreed.fill_(1.0)
+        table.disagreed.fill_(1.0)
+    yield
+    table.load_state_dict(before)
+
+
+@pytest.mark.usefixtures("copying")
+@pytest.mark.parametrize("path", [*ENDPOINTS, "echo", "/score"])
+def test_sources_are_the_neighbors_that_were_read_and_the_runs_that_were_copied(
+    client: TestClient, retriever: Retriever, path: str
+) -> None:
+    wanted: dict[str, Any] = {"k": 3, "return_sources": True}
+    if path == "/score":
+        text = TEXT * 3
+        plain, answer = (client.post(path, json={"text": text} | body).json() for body in ({"k": 3}, wanted))
+        sources, read = answer.pop("sources"), len(retriever.tokenizer.encode(text))
+    else:
+        echo, name = (path == "echo"), COMPLETIONS if path == "echo" else path
+        body = {"max_tokens": 24} | ({"echo": True} if echo else {})
+        plain, answer = (post(client, name, **body | each).json() for each in ({"k": 3}, wanted))
+        text, _ = choices_of(name, answer)[0]
+        sources = (answer if name == GENERATE else answer["choices"][0]).pop("sources")
+        used = answer.get("usage", {"total_tokens": len(retriever.tokenizer.encode(TEXT)) + answer.get("tokens", 0)})
+        read = used["total_tokens"] - (name == CHAT)  # the prompt of a chat has the beginning-of-document token
+        answer, plain = ({**each, "id": "", "created": 0} for each in (answer, plain))
+        assert all(copy["text"][0] >= echo * len(TEXT) for copy in sources["copies"])
+    assert answer == plain
+    assert [chunk["chunk"] for chunk in sources["chunks"]] == list(range(read // 16))
+    for chunk in sources["chunks"]:
+        distances = [hit["distance"] for hit in chunk["neighbors"]]
+        assert len(distances) == 3
+        assert distances == sorted(distances)
+        for hit in chunk["neighbors"]:
+            stored = retriever.chunk(hit["chunk_id"])
+            for field in ("text", "continuation", "document_id", "title"):
+                assert hit[field] == getattr(stored, field)
+            assert hit["score"] == pytest.approx(1 - hit["distance"] / 2)
+    end = 0
+    for copy in sources["copies"]:
+        neighbor = sources["chunks"][copy["chunk"]]["neighbors"][copy["neighbor"]]
+        (start, stop), (first, last) = copy["text"], copy["neighbor_text"]
+        assert end <= start <= stop <= len(text)
+        if "\ufffd" not in text[start:stop]:
+            assert text[start:stop] == (neighbor["text"] + neighbor["continuation"])[first:last]
+        assert 0.5 <= copy["share"] <= 1
+        end = stop
+    assert sum(copy["tokens"] for copy in sources["copies"]) >= (1 if path == CHAT else 5)
+
+
+def test_sources_are_empty_without_retrieval_and_refused_without_generation(client: TestClient) -> None:
+    empty = {"chunks": [], "copies": []}
+    assert post(client, GENERATE, retrieval=False, return_sources=True).json()["sources"] == empty
+    off = post(client, COMPLETIONS, model="tiny:off", return_sources=True).json()
+    assert off["choices"][0]["sources"] == empty
+    refused = client.post(
+        COMPLETIONS, json=BODIES[COMPLETIONS] | {"max_tokens": 0, "echo": True, "return_sources": True}
+    )
+    assert refusal(refused)[:2] == (400, "return_sources")
+
+
+def test_only_adjacent_copies_of_one_neighbor_are_joined() -> None:
+    def copy(text: tuple[int, int], neighbor_text: tuple[int, int], neighbor: int = 0, share: float = 0.5) -> Any:
+        one = schemas.Copy(text=text, chunk=1, neighbor=neighbor, neighbor_text=neighbor_text, tokens=1, share=share)
+        return schemas.Sources(chunks=[], copies=[one])
+
+    parts = [
+        copy((0, 2), (5, 7)), copy((2, 3), (7, 8), share=0.9),
+        copy((3, 5), (8, 10), neighbor=1), copy((6, 7), (10, 11), neighbor=1), copy((7, 8), (13, 14), neighbor=1),
+    ]  # fmt: skip
+    runs: Any = joined([None, *parts])
+    assert [run.text for run in runs.copies] == [(0, 3), (3, 5), (6, 7), (7, 8)]
+    assert runs.copies[0].neighbor_text == (5, 8)
+    assert (runs.copies[0].tokens, runs.copies[0].share) == (2, pytest.approx(0.7))
+    assert joined([None, None]) is None
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "param"),
+    [
+        (GENERATE, {"max_tokens": 1025}, "max_tokens"),
+        (GENERATE, {"k": 17}, "k"),
+        (GENERATE, {"prompt": "龘" * 10_000}, "prompt"),
+        (GENERATE, {"stop": [""]}, "stop.0"),
+        ("/score", {"text": "a", "k": 17}, "k"),
+        ("/score", {"text": "龘" * 10_000}, "text"),
+        (COMPLETIONS, {"n": 300}, "n"),
+        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"suffix": "end"}, "suffix"),
+        (COMPLETIONS, {"logit_bias": {"100000": 1}}, "logit_bias"),
+        (COMPLETIONS, {"logit_bias": {"five": 1}}, "logit_bias"),
+        (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (COMPLETIONS, {"max_tokens": 100_000}, "max_tokens"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [[10**6]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 20_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages.0.role"),
+        (CHAT, {"messages": [IMAGE]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "龘" * 10_000}]}, "messages"),
+        (CHAT, {"max_completion_tokens": 5000}, "max_completion_tokens"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"n": 300}, "n"),
+    ],
+)
+def test_invalid_values_are_rejected_with_their_field(client: TestClient, path: str, changes: dict, param: str) -> None:
+    """`test_openapi.py` sends values that the description excludes."""
+    response = client.post(path, json=BODIES.get(path, {}) | changes)
+    assert refusal(response)[:2] == (400 if path.startswith("/v1") else 422, param)
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_total_neighbors_of_a_request_are_limited(app_with: Make) -> None:
+    """Each chunk of 16 tokens reads k neighbors of 32 tokens."""
+    with TestClient(app_with(max_neighbor_tokens=4 * 32)) as client:
+        two_chunks = client.app.state.service.retriever.tokenizer.decode(np.arange(40, 72))
+        bodies = {
+            "/score": {"text": two_chunks},
+            "/neighbors": {"text": TEXT[:20]},
+            GENERATE: {"prompt": "a", "max_tokens": 31},
+            COMPLETIONS: {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 16},
+        }
+        for path, body in bodies.items():
+            assert client.post(path, json=body | {"k": 2}).status_code == 200, path
+            refused = client.post(path, json=body | {"k": 5})
+            assert refused.status_code in (400, 422), path
+            assert "max_neighbor_tokens" in refused.json()["error"]["message"]
+        assert client.post(GENERATE, json=bodies[GENERATE] | {"k": 5, "retrieval": False}).status_code == 200
+
+
+def test_without_a_model_its_endpoints_return_404_and_search_works(app_with: Make) -> None:
+    with TestClient(app_with(model=False)) as client:
+        for path, body in {**BODIES, "/score": {"text": "a"}}.items():
+            response = client.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert client.post("/search", json={"texts": ["a"]}).status_code == 200
+        assert client.get("/datastore").json()["model"] is None
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["tiny:embedder"]
+
+
+# --- fairness, isolation and the end of work -------------------------------------------------------------------------
+
+
+class Gate:
+    """Wraps a function: counts the calls and blocks the first until `let_go` is set."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+        self.let_go = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        assert self.let_go.wait(PATIENCE)
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("path", "long", "short", "calls_of_the_next"),
+    [
+        ("/score", {"text": TEXT * 9}, {"text": "a"}, 2),  # a window, read with retrieval OFF and ON
+        ("/neighbors", {"text": TEXT * 9}, {"text": "a"}, 1),  # a chunk
+        (COMPLETIONS, {"model": "tiny", "max_tokens": 1, "prompt": [5] * 60}, {"model": "tiny", "max_tokens": 1, "prompt": [5]}, 1),
+    ],
+)  # fmt: skip
+def test_work_stops_after_a_timeout(
+    app_with: Make, monkeypatch: pytest.MonkeyPatch, path: str, long: dict, short: dict, calls_of_the_next: int
+) -> None:
+    owner: Any
+    owner, name = {"/score": (scoring, "_batch"), "/neighbors": (search_api, "_chunk")}.get(path, (Decoder, "_run"))
+    gate = Gate(getattr(owner, name))
+    with TestClient(app_with(request_seconds=2, max_score_tokens=1)) as client:  # one window at a time
+        monkeypatch.setattr(owner, name, lambda *args: gate(*args))
+        assert client.post(path, json=long).status_code == 504
+        assert gate.calls == 1
+        gate.let_go.set()
+        # The next request is processed after any work left from the first.
+        assert client.post(path, json=short).status_code == 200
+    assert gate.calls == 1 + calls_of_the_next
+
+
+def test_an_error_of_a_stream_is_an_event(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, step = [], Batch.step
+
+    def broken(batch: Batch) -> Any:
+        """The first token arrives."""
+        if tokens:
+            raise RuntimeError("no memory")
+        tokens.extend(new := step(batch))
+        return new
+
+    monkeypatch.setattr(Batch, "step", broken)
+    with TestClient(app_with()) as client:
+        *_, error = events_of(post(client, CHAT, stream=True))
+    assert error["error"]["type"] == "server_error"
+
+
+def test_token_latency_and_process_memory_are_measured(client: TestClient) -> None:
+    def count(name: str) -> float:
+        return float(re.findall(rf"^{name} ([\d.e+]+)$", client.get("/metrics").text, re.MULTILINE)[0])
+
+    names = ("retro_first_token_seconds_count", "retro_next_token_seconds_count")
+    before = [count(name) for name in names]
+    post(client, COMPLETIONS, prompt=["a", "b"], max_tokens=5, ignore_eos=True)
+    assert [count(name) for name in names] == [before[0] + 1, before[1] + 4]
+    assert count("process_resident_memory_bytes") > 1e6
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_short_score_waits_for_a_few_windows_of_long_ones(
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """Six long texts arrive first. The short one arrives while their first windows are scored."""
+    context, let_go, begun, scored = language_model.context, threading.Event(), threading.Event(), list[int]()
+    score_windows = LanguageModel.score_windows
+
+    def held(model: LanguageModel, windows: list[Window], *args: Any) -> None:
+        begun.set()
+        assert let_go.wait(PATIENCE)
+        scored.extend(len(window.sequence.tokens) for window in windows)
+        score_windows(model, windows, *args)
+
+    monkeypatch.setattr(LanguageModel, "score_windows", held)
+    service = app_with(max_score_tokens=4 * context * (1 + 2 * k)).state.service  # four windows at a time
+    long, short = np.arange(8 * context) % 50 + 3, np.arange(9) + 3
+
+    async def scores() -> list[Any]:
+        requests = [asyncio.ensure_future(service.scores([long], ScoreKey(k))) for _ in range(6)]
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        requests.append(asyncio.ensure_future(service.scores([short], ScoreKey(k))))
+        await asyncio.sleep(0)
+        let_go.set()
+        return await asyncio.gather(*requests)
+
+    *of_long, of_short = asyncio.run(scores())
+    assert len(scored) > 80
+    assert scored.index(len(short)) <= 12
+    for tokens, (scores_of_request,) in zip([long] * 6 + [short], [*of_long, of_short], strict=True):
+        (expected,) = language_model.score([tokens], k)
+        assert scores_of_request.log_probabilities == pytest.approx(expected, abs=0.1)  # in bfloat16
+
+
+# --- OpenAI's client -------------------------------------------------------------------------------------------------
+
+
+def test_openais_client_generates_streams_and_lists_models(
+    api: openai.OpenAI, client: TestClient, language_model: LanguageModel
+) -> None:
+    lengths = {model.id: model.max_model_len for model in api.models.list()}  # type: ignore[attr-defined]
+    assert lengths == {"tiny": language_model.context, "tiny:off": language_model.context, "tiny:embedder": None}
+    assert all(api.models.retrieve(name).id == name for name in lengths)
+    assert client.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == language_model.context
+    body: Any = {"max_tokens": 12, "temperature": 0}
+    text = choices_of(COMPLETIONS, post(client, COMPLETIONS).json())[0][0]
+    assert api.completions.create(**BODIES[COMPLETIONS], **body).choices[0].text == text
+    assert (
+        "".join(e.choices[0].text for e in api.completions.create(**BODIES[COMPLETIONS], **body, stream=True)) == text
+    )
+    answer = choices_of(CHAT, post(client, CHAT).json())[0][0]
+    assert api.chat.completions.create(**BODIES[CHAT], **body).choices[0].message.content == answer
+    parts = api.chat.completions.create(**BODIES[CHAT], **body, stream=True)
+    assert "".join(event.choices[0].delta.content for event in parts) == answer
+
+
+def test_unknown_models_are_not_found(api: openai.OpenAI) -> None:
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: api.models.retrieve("other"),
+        lambda: api.embeddings.create(model="tiny", input="a"),
+        lambda: api.completions.create(model="tiny:embedder", prompt="a"),
+    )
+    for call in calls:
+        with pytest.raises(openai.NotFoundError, match="tiny:") as refused:
+            call()
+        assert (refused.value.type, refused.value.code, refused.value.param) == (
+            "invalid_request_error", "model_not_found", "model",
+        )  # fmt: skip
+
+
+def test_neutral_and_unknown_fields_are_accepted_with_a_warning_or_refused_by_a_strict_server(
+    client: TestClient, app_with: Make
+) -> None:
+    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
+    odd = {"store": True, 'x"\r\ny': 1, "stream_options": {"query": True}}
+    plain, ignoring = post(client, COMPLETIONS, **neutral), post(client, COMPLETIONS, **odd)
+    assert "Warning" not in plain.headers
+    names = ignoring.headers["Warning"].rpartition(": ")[2].removesuffix('"').split(", ")
+    assert sorted(names) == ["store", "stream_options.query", "x???y"]
+    assert ignoring.json()["choices"] == plain.json()["choices"]
+    assert "store" in post(client, COMPLETIONS, store=True, stream=True).headers["Warning"]
+    many = post(client, COMPLETIONS, **{f"field{number}": 1 for number in range(1000)})
+    assert many.headers["Warning"].endswith(', 984 more"')
+    accepted = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}
+    named = post(client, CHAT, **accepted, messages=[message | {"name": "Ada"} for message in MESSAGES])
+    assert named.headers["Warning"].endswith('messages.0.name, messages.1.name, messages.2.name, messages.3.name"')
+    with TestClient(app_with(strict_fields=True)) as strict:
+        assert post(strict, COMPLETIONS, **neutral)
+        for extra, param, fields in (
+            ({"store": True}, "store", "prompt, max_tokens, echo"),
+            ({"stream_options": {"query": True}}, "stream_options.query", "include_usage"),
+        ):
+            refused = strict.post(COMPLETIONS, json=BODIES[COMPLETIONS] | extra)
+            assert refusal(refused) == (400, param, "unknown_parameter")
+            assert fields in refused.json()["error"]["message"]
