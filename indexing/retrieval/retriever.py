@@ -42,6 +42,7 @@ from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import deleted_ranges
@@ -207,6 +208,7 @@ class Retriever:
                 settings,
                 order=self._order,
                 terms=Terms(self._term_search, self.tokenizer) if settings.retrieval != "dense" else None,
+                by_ngrams=self._ngrams,
                 live=True,
             )
         ids, distances = ids[:, :k], distances[:, :k]
@@ -242,6 +244,11 @@ class Retriever:
             if isinstance(self.indexes[number], ShardedIndex) and size <= MEMORY:
                 opened[number] = open_index(split, range(len(split.chunk_rows)), method, "cpu", keep=True)
         return tuple(opened)
+
+    @cached_property
+    def _ngrams(self) -> NgramIndex | None:
+        """The n-grams, if they found the stored neighbors."""
+        return NgramIndex.open(self.retrieval) if self._stored and self._stored[1] == "ngrams" else None
 
     @cached_property
     def _order(self) -> SharedTokens | None:

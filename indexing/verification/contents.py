@@ -13,6 +13,8 @@ import numpy as np
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.sparse.index import FOLDER as SPARSE_FOLDER
 from indexing.sparse.index import SparseIndex
+from indexing.sparse.ngram_index import FOLDER as NGRAMS_FOLDER
+from indexing.sparse.ngram_index import MOST_CHUNKS
 from indexing.store.artifact import parse_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, deleted_chunks, shard_name
 from indexing.store.deletions import FILE, read_deletions
@@ -36,6 +38,7 @@ def check_of(name: str) -> Check | None:
         "embeddings": check_embeddings,
         "index": check_index,
         "sparse": check_sparse,
+        "ngrams": check_ngrams,
         "neighbors": check_neighbors,
         "materialized": check_materialized,
     }
@@ -155,6 +158,29 @@ def check_sparse(datastore: Datastore, shard: int) -> Iterator[str]:
         places = np.unique(np.linspace(0, passages - 1, num=min(passages, _CHECKED_PASSAGES), dtype=np.int64))
         if not all(index.holds(int(place)) for place in places):
             yield f"{folder} does not hold the chunks from {first} to {first + rows - 1} in order"
+
+
+def check_ngrams(datastore: Datastore, shard: int) -> Iterator[str]:
+    """Check that hashes rise, that each has a list of at most 256 chunks, and that the generation has these chunks."""
+    folder = datastore.folder / NGRAMS_FOLDER / shard_name(shard)
+    paths = [folder / f"{name}.npy" for name in ("hashes", "offsets", "chunks")]
+    hashes, offsets, chunks = map(open_array, paths)
+    counts = parse_manifest(folder)["counts"]
+    wrong = [
+        *_wrong_form(paths[0], hashes, (counts["ngrams"],), np.uint32),
+        *_wrong_form(paths[1], offsets, (counts["ngrams"] + 1,), np.uint32),
+        *_wrong_form(paths[2], chunks, (counts["entries"],), np.uint32),
+    ]
+    yield from wrong
+    if wrong:
+        return
+    if any((hashes[block][1:] <= hashes[block][:-1]).any() for block in _blocks(len(hashes))):
+        yield f"{paths[0]} is not in order"
+    sizes = [np.diff(offsets[block.start : block.stop + 1].astype(np.int64)) for block in _blocks(len(hashes))]
+    if offsets[0] != 0 or offsets[-1] != len(chunks) or any(((s < 0) | (s > MOST_CHUNKS)).any() for s in sizes):
+        yield f"{paths[1]} does not divide the entries into lists of at most {MOST_CHUNKS}"
+    if any((chunks[block] >= datastore.train.num_chunks).any() for block in _blocks(len(chunks))):
+        yield f"{paths[2]} names chunks that do not exist"
 
 
 def check_neighbors(datastore: Datastore, shard: int) -> Iterator[str]:

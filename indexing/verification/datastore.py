@@ -35,13 +35,14 @@ from indexing.verification.recipes import (
 )
 
 # Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "sparse", "neighbors", "materialized", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index/*", "index/tuned", "sparse", "ngrams", "neighbors", "materialized", "index/merged")  # fmt: skip
 _OF_STAGE = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
     "train-index": ("index/trained",),
     "add": ("index/*", "index/tuned"),
     "sparse": ("sparse/*",),
+    "ngrams": ("ngrams/*",),
     "neighbors": ("neighbors/*",),
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
@@ -282,6 +283,7 @@ def _check_top(
         "chunk": "chunks",
         "embed": "embeddings",
         "sparse": "sparse",
+        "ngrams": "ngrams",
         "neighbors": "neighbors",
         "materialize": "materialized",
     }

@@ -50,10 +50,12 @@ def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None
     return fingerprint([manifests[shard]["fingerprint"] for shard in shards])
 
 
-def _searched(manifests: Manifests, number: int, by_terms: bool) -> str | None:
-    """The fingerprint of everything that neighbors found in a generation depend on."""
+def _searched(manifests: Manifests, number: int, settings: Mapping[str, Any]) -> str | None:
+    """The fingerprint of everything that neighbors with these settings depend on in a generation."""
     generation = generations_of(manifests)[number]
-    stages = ("chunks", "embeddings", "index", *(["sparse"] if by_terms else []))
+    by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
+    by_ngrams = settings.get("neighbors.search") == "ngrams"
+    stages = ("chunks", "embeddings", "index", *["sparse"] * by_terms, *["ngrams"] * by_ngrams)
     prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in stages}
     if number == 0:
         prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
@@ -79,8 +81,10 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
         return {shard_name(number): print_of(f"index/{shard_name(number)}") for number in first}
     if stage == "neighbors":
         settings = manifests[name]["recipe"]["settings"]
-        by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
-        return {f"generation {number}": _searched(manifests, number, by_terms) for number in range(len(generations))}
+        return {f"generation {number}": _searched(manifests, number, settings) for number in range(len(generations))}
+    if stage == "ngrams":
+        home = next((each for each in generations if shard.isdigit() and int(shard) in each), None)
+        return {"chunks": None if home is None else joint_fingerprint(manifests, "chunks", home)}
     if stage == "chunks":
         home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
         corpus = f"appended/{shard_name(home)}" if home else "corpus"
@@ -135,7 +139,7 @@ def strange(folder: Path, name: str, known: Manifests, listed: int) -> Iterator[
     held = settings.get("shard", shard)
     if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
         yield f"holds shard {held}"
-    in_stage = stage in ("chunks", "embeddings", "index", "sparse", "neighbors", "materialized")
+    in_stage = stage in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors", "materialized")
     # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
     if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
         yield "does not belong to this corpus"

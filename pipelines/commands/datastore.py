@@ -27,8 +27,9 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "sparse", "neighbors", "materialize", "merge"] = "all"
-    """Run one stage only; `all` runs them in order (`materialize` only if neighbors.materialized is set)."""
+    stage: Literal["all", "chunk", "embed", "train-index", "add", "sparse", "ngrams", "neighbors", "materialize", "merge"] = "all"
+    """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
+    neighbors.materialized is set)."""
     rebuild: bool = False
     """First remove the files of this stage and of all later stages. Deleted documents stay deleted (`retro delete`): new chunks are made
     without them."""

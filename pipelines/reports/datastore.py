@@ -68,7 +68,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     settings = read_manifest(folder / "neighbors" / shard_name(0))["recipe"]["settings"]
     retrieval = settings.get("neighbors.retrieval", "dense")
     # Otherwise the best neighbors are not the nearest.
-    by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens"
+    by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens" and settings["neighbors.search"] != "ngrams"
     index = stored_json(folder / "index" / "trained" / "index.json")
     index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
@@ -76,7 +76,7 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "index": index,
         "search": ", ".join(sorted({_way(retrieval, count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "neighbors")},
+        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors")},
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
             for k in sorted({1, 2, 10, stored.shape[1]})
@@ -98,6 +98,8 @@ def _way(retrieval: str, search: str, index: dict[str, Any]) -> str:
     if retrieval == "sparse":
         return "terms (BM25)"
     by_terms = "terms (BM25) and " if retrieval == "hybrid" else ""
+    if search == "ngrams":
+        return "rare n-grams"
     if search == "exact":
         return f"{by_terms}exhaustive search"
     return f"{by_terms}{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"

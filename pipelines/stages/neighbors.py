@@ -13,6 +13,7 @@ from indexing.neighbors.search import Method
 from indexing.neighbors.search_cost import Hardware, cheapest, describe
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.sparse.term_search import TermSearch
 from indexing.store import remote
 from indexing.store.artifact import (
@@ -41,7 +42,8 @@ log = logging.getLogger("retro")
 def _searched(config: Config) -> dict[str, str]:
     """The inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage."""
     by_terms = {"sparse": "sparse"} if config.neighbors.retrieval != "dense" else {}
-    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_terms
+    by_ngrams = {"ngrams": "ngrams"} if config.neighbors.search == "ngrams" else {}
+    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_terms | by_ngrams
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
         out = folder / "neighbors" / shard_name(shard)
         known = _set_aside(out, recipes)
-        if config.neighbors.rerank == "tokens" or config.neighbors.retrieval != "dense":
-            known = 0  # the order needs all candidates, and BM25 all chunks; only the chosen neighbors are stored
+        wide = config.neighbors.retrieval != "dense" or config.neighbors.search == "ngrams"
+        if config.neighbors.rerank == "tokens" or wide:
+            known = 0  # the order needs all candidates, BM25 and n-grams all chunks; only the chosen neighbors are stored
         if not is_finished(out, recipes[-1]):
             method = method or _method(config, Datastore.open(folder).train)
             searched = (*own[known:], *(() if known else others)) if config.neighbors.retrieval != "sparse" else ()
@@ -205,6 +208,7 @@ def neighbor_task(
     terms = None
     if settings.retrieval != "dense":
         terms = neighbors.Terms(TermSearch.open(retrieval), Tokenizer.open(folder / "tokenizer"))
+    by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
     with create(out, recipe) as (work, counts):
         counts["search"] = method
         for split in map(datastore.split, SPLITS):
@@ -217,6 +221,7 @@ def neighbor_task(
                 settings,
                 order=order,
                 terms=terms,
+                by_ngrams=by_ngrams,
                 before=before / split.name if before else None,
                 advance=advance,
             )
