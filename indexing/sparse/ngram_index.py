@@ -19,7 +19,7 @@ from indexing.store.artifact import parse_manifest, reading
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, save_array
-from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import open_array
 
 FOLDER = "ngrams"  # of a datastore
@@ -201,13 +201,13 @@ class NgramLists:
     """The n-grams of a generation, memory-mapped.
 
     Attributes:
-        first_id: id in the retrieval set of its first chunk.
+        first: position of its first chunk among all chunks of the retrieval set.
         num_chunks: its training chunks.
         folders: the shards.
         arrays: hashes, offsets and chunks of each shard, see `write_ngrams`.
     """
 
-    first_id: int
+    first: int
     num_chunks: int
     folders: tuple[Path, ...]
     arrays: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
@@ -219,18 +219,20 @@ class NgramLists:
         Raises:
             InputError: a datastore has no n-grams, or a file is damaged.
         """
-        opened = []
-        for number, split in enumerate(retrieval.splits):
+        opened: list[NgramLists] = []
+        for split in retrieval.splits:
             Datastore.open(split.folder).require("ngrams")
-            first = 0
-            while first < len(split.chunk_rows):
-                shards = range(first, first + num_shards_of(split.folder / FOLDER / shard_name(first)))
-                opened.append(cls._open(split, number, shards))
-                first = shards.stop
+            shard = 0
+            while shard < len(split.chunk_rows):
+                recipe = parse_manifest(split.folder / FOLDER / shard_name(shard))["recipe"]
+                generation = Generation(split, range(shard, shard + recipe["settings"]["shards"]))
+                opened.append(cls._open(generation, sum(lists.num_chunks for lists in opened)))
+                shard = generation.shards.stop
         return tuple(opened)
 
     @classmethod
-    def _open(cls, split: Split, number: int, shards: range) -> "NgramLists":
+    def _open(cls, generation: Generation, first: int) -> "NgramLists":
+        split, shards = generation.train, generation.shards
         folders = tuple(split.folder / FOLDER / shard_name(shard) for shard in shards)
         arrays = []
         for folder in folders:
@@ -239,9 +241,7 @@ class NgramLists:
                 if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
                     raise ValueError("its arrays do not fit together")
             arrays.append((hashes, offsets, chunks))
-        generation = Generation(split, shards)
-        first_id = int(neighbor_ids(number, np.array([generation.first_chunk]))[0])
-        return cls(first_id, generation.num_chunks, folders, tuple(arrays))
+        return cls(first, generation.num_chunks, folders, tuple(arrays))
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n] int64.
@@ -265,8 +265,8 @@ class NgramLists:
         return places, frequencies
 
     def read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chunks of some n-grams, hashes [n] uint64 in order: one list after another [entries] int64, ids of the retrieval set,
-        and the length of each list [n] int64."""
+        """The chunks of some n-grams, hashes [n] uint64 in order: one list after another [entries] int64, positions in the
+        retrieval set, and the length of each list [n] int64."""
         places, sizes = self.find(hashes)
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders = np.searchsorted(_places(hashes, len(self.arrays)), limits)
@@ -278,13 +278,8 @@ class NgramLists:
                 found = self.arrays[shard][2][entries].astype(np.int64)
                 if found.max(initial=-1) >= self.num_chunks:
                     raise ValueError(f"it names chunks from {self.num_chunks:,} on")
-            chunks.append(found + self.first_id)
+            chunks.append(found + self.first)
         return np.concatenate(chunks), sizes
-
-
-def num_shards_of(folder: Path) -> int:
-    """Number of shards of the generation that a shard of n-grams begins."""
-    return int(parse_manifest(folder)["recipe"]["settings"]["shards"])
 
 
 def within(sizes: np.ndarray) -> np.ndarray:

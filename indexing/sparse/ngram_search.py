@@ -23,6 +23,8 @@ _BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_QUERIES = 64  # for which starting threads takes longer than the product
+_UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
+_WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
 _WIDE = 2**27  # chunks from which on the product is not given a column for each
 
 
@@ -63,7 +65,8 @@ class NgramIndex:
             own: whether the queries are chunks of the index, so that an n-gram of one chunk is only the query's own.
 
         Returns:
-            ids [n, wanted] int64 of the retrieval set, best first (-1 = none), and sums [n, wanted] float32 (0).
+            ids [n, wanted] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
+            [n, wanted] float32 (0).
         """
         ids = np.full((len(tokens), wanted), -1, dtype=np.int64)
         sums = np.zeros((len(tokens), wanted), dtype=np.float32)
@@ -117,37 +120,43 @@ class NgramIndex:
         from sparse_dot_topn import sp_matmul_topn
 
         hashes, columns = queries.used()
-        rarity = np.log((self.retrieval.num_chunks + 1) / queries.frequencies[queries.columns]).astype(np.float32)
+        idf = np.log((self.retrieval.num_chunks + 1) / queries.frequencies[queries.columns])
+        rarity = np.rint(idf * _UNIT).astype(np.int64)
         asked = csr_matrix((rarity, columns, queries.offsets), shape=(len(queries), len(hashes)))
-        offsets, places, names = self._read(hashes)
-        listed = csr_matrix((np.ones(len(places), np.float32), places, offsets), shape=(len(hashes), len(names)))
+        offsets, places, chunks = self._read(hashes)
+        # Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
+        weights = _WHOLE - chunks
+        listed = csr_matrix((weights[places], places, offsets), shape=(len(hashes), len(chunks)))
         threads = 1 if len(queries) <= _FEW_QUERIES else torch.get_num_threads()
         best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
         ids = np.full((len(queries), depth), -1, dtype=np.int64)
         sums = np.zeros((len(queries), depth), dtype=np.float32)
         sizes = np.diff(best.indptr)
         rows, ranks = np.repeat(np.arange(len(queries)), sizes), within(sizes)
-        ids[rows, ranks], sums[rows, ranks] = names[best.indices[: len(rows)]], best.data[: len(rows)]
+        columns = best.indices[: len(rows)]
+        ids[rows, ranks] = self.retrieval.ids_at(chunks[columns])
+        sums[rows, ranks] = np.rint(best.data[: len(rows)] / weights[columns]) / _UNIT
         return ids, sums
 
     def _read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the lists of n-grams, hashes [n] uint64 in order.
 
         Returns:
-            offsets [n + 1] int64; columns of one n-gram after another [entries]; the ids [columns] int64 of the retrieval set.
+            offsets [n + 1] int64; columns of one n-gram after another [entries]; the chunk of each column [columns] int64, positions in
+            the retrieval set.
         """
         found = [lists.read(hashes) for lists in self.lists]
         offsets = np.concatenate([[0], np.cumsum(sum(sizes for _, sizes in found))])
-        ids, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
+        places, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
         for chunks, sizes in found:
-            ids[np.repeat(filled, sizes) + within(sizes)] = chunks
+            places[np.repeat(filled, sizes) + within(sizes)] = chunks
             filled += sizes
         total = self.retrieval.num_chunks
-        if len(ids) > total // 16 and total < _WIDE and len(self.retrieval.splits) == 1:
-            return offsets, ids, np.arange(total)
+        if total // 16 < len(places) and total < _WIDE:
+            return offsets, places, np.arange(total)
         # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
-        names, columns = np.unique(ids, return_inverse=True)
-        return offsets, columns, names
+        chunks, columns = np.unique(places, return_inverse=True)
+        return offsets, columns, chunks
 
 
 @dataclass(frozen=True)

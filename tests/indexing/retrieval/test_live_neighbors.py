@@ -57,7 +57,8 @@ def other(tmp_path_factory: pytest.TempPathFactory, small: Config) -> Path:
         tokenizer=replace(small.tokenizer, kind="sentencepiece", path=model),
         embedder=replace(small.embedder, path=str(small.datastore)),
     )
-    return build_local(config).folder
+    build_local(config)
+    return build_local(config, only="ngrams").folder
 
 
 def full_chunks(datastore: Datastore) -> tuple[np.ndarray, np.ndarray]:
@@ -86,11 +87,18 @@ def assert_live_equals_stored(datastore: Datastore) -> None:
     assert_equal_neighbors(retriever.retrieval, retriever.rank_neighbors(tokens, stored.shape[1]).ids, stored)
 
 
-@pytest.mark.parametrize("search", ["exact", "lists", "index"])
+def search_again(config: Config) -> Datastore:
+    """The datastore with the neighbors of other settings."""
+    if config.neighbors.search == "ngrams":
+        build_local(config, only="ngrams")
+    return build_local(config, only="neighbors", rebuild=True)
+
+
+@pytest.mark.parametrize("search", ["exact", "lists", "index", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_follows_the_stored_rules(listed: Config, search, rerank, max_overlap: float) -> None:
     settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap)
-    assert_live_equals_stored(build_local(replace(listed, neighbors=settings), only="neighbors", rebuild=True))
+    assert_live_equals_stored(search_again(replace(listed, neighbors=settings)))
 
 
 @pytest.mark.parametrize("retrieval", get_args(Retrieval)[1:])
@@ -102,14 +110,14 @@ def test_live_search_by_terms_follows_the_stored_rules(
     assert_live_equals_stored(build_local(replace(small, neighbors=settings), only="neighbors", rebuild=True))
 
 
+@pytest.mark.parametrize("search", ["exact", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_finds_the_stored_chunks_of_other_datastores(
-    tmp_path: Path, small: Config, other: Path, rerank, max_overlap: float
+    tmp_path: Path, small: Config, other: Path, search, rerank, max_overlap: float
 ) -> None:
     shutil.copytree(small.datastore, tmp_path / "datastore")
-    settings = replace(SETTINGS, rerank=rerank, max_overlap=max_overlap, extra_datastores=(other,))
-    config = replace(small, datastore=tmp_path / "datastore", neighbors=settings)
-    datastore = build_local(config, only="neighbors", rebuild=True)
+    settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap, extra_datastores=(other,))
+    datastore = search_again(replace(small, datastore=tmp_path / "datastore", neighbors=settings))
     assert_live_equals_stored(datastore)
     assert (full_chunks(datastore)[1] >> CHUNK_ID_BITS == 1).any()
 
@@ -123,14 +131,15 @@ def test_more_neighbors_than_stored_begin_with_the_stored_ones(listed: Config) -
     assert (found >= 0).all()
 
 
-@pytest.mark.parametrize("retrieval", get_args(Retrieval))
+@pytest.mark.parametrize(
+    ("retrieval", "search"), [*((retrieval, "exact") for retrieval in get_args(Retrieval)), ("dense", "ngrams")]
+)
 def test_live_search_replaces_deleted_chunks_by_the_next_ones(
-    tmp_path: Path, small: Config, retrieval: Retrieval
+    tmp_path: Path, small: Config, retrieval: Retrieval, search
 ) -> None:
     shutil.copytree(small.datastore, tmp_path / "datastore")
-    neighbors = replace(SETTINGS, retrieval=retrieval, max_overlap=0.5)
-    config = replace(small, datastore=tmp_path / "datastore", neighbors=neighbors)
-    datastore = build_local(config, only="neighbors", rebuild=True)
+    neighbors = replace(SETTINGS, retrieval=retrieval, search=search, max_overlap=0.5)
+    datastore = search_again(replace(small, datastore=tmp_path / "datastore", neighbors=neighbors))
     tokens, stored = full_chunks(datastore)
     train = datastore.train
     numbers = np.unique(train.documents_of(stored[:, 0])[0])[::2]

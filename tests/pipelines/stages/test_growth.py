@@ -21,7 +21,7 @@ from pipelines.reports.datastore import measure
 from pipelines.stages import corpus as corpus_stage
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
-INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "lists": "IVF8,PQ8x4"}
+INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "lists": "IVF8,PQ8x4", "ngrams": "Flat"}
 
 
 def corpora(folder: Path) -> list[Path]:
@@ -55,7 +55,7 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
     assert datastore.train.num_documents > 150
     assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
-    told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "lists": r"lists, nprobe \d+"}
+    told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "lists": r"lists, nprobe \d+", "ngrams": "rare n-grams"}
     assert re.fullmatch(told[method], measure(Retriever.open(datastore.folder))["search"])
     build_local(config, only="add", rebuild=True)
     build_local(config)
