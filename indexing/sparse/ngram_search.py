@@ -111,7 +111,9 @@ class NgramIndex:
         rows, columns = (keys >> np.uint64(40)).astype(np.int64), (keys & np.uint64(2**31 - 1)).astype(np.int64)
         sizes = np.bincount(rows, minlength=len(tokens))
         rarest = within(sizes) < _RAREST
-        return _Queries(distinct, frequencies, np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))]), columns[rarest])
+        return _Queries(
+            distinct, frequencies, np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))]), columns[rarest]
+        )
 
     def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
         """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""

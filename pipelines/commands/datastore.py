@@ -27,7 +27,9 @@ log = logging.getLogger("retro")
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
-    stage: Literal["all", "chunk", "embed", "train-index", "add", "sparse", "ngrams", "neighbors", "materialize", "merge"] = "all"
+    stage: Literal[
+        "all", "chunk", "embed", "train-index", "add", "sparse", "ngrams", "neighbors", "materialize", "merge"
+    ] = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
     neighbors.materialized is set)."""
     rebuild: bool = False

@@ -68,7 +68,9 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     settings = read_manifest(folder / "neighbors" / shard_name(0))["recipe"]["settings"]
     retrieval = settings.get("neighbors.retrieval", "dense")
     # Otherwise the best neighbors are not the nearest.
-    by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens" and settings["neighbors.search"] != "ngrams"
+    by_distance = (
+        retrieval == "dense" and settings["neighbors.rerank"] != "tokens" and settings["neighbors.search"] != "ngrams"
+    )
     index = stored_json(folder / "index" / "trained" / "index.json")
     index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
@@ -76,7 +78,9 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "index": index,
         "search": ", ".join(sorted({_way(retrieval, count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors")},
+        "bytes": {
+            name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors")
+        },
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
             for k in sorted({1, 2, 10, stored.shape[1]})

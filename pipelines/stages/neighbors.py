@@ -75,7 +75,9 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         known = _set_aside(out, recipes)
         wide = config.neighbors.retrieval != "dense" or config.neighbors.search == "ngrams"
         if config.neighbors.rerank == "tokens" or wide:
-            known = 0  # the order needs all candidates, BM25 and n-grams all chunks; only the chosen neighbors are stored
+            known = (
+                0  # the order needs all candidates, BM25 and n-grams all chunks; only the chosen neighbors are stored
+            )
         if not is_finished(out, recipes[-1]):
             method = method or _method(config, Datastore.open(folder).train)
             searched = (*own[known:], *(() if known else others)) if config.neighbors.retrieval != "sparse" else ()

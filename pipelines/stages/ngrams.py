@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from indexing.sparse.ngram_index import FOLDER, RUNS, Generation, write_ngrams, write_run
 from indexing.progress import Advance
+from indexing.sparse.ngram_index import FOLDER, RUNS, Generation, write_ngrams, write_run
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, remove
 from indexing.store.datastore import Datastore, shard_name
 from pipelines.config import Config
@@ -29,9 +29,7 @@ def run_ngrams(config: Config, executor: Executor) -> str:
 
 
 def _merged(folder: Path, shard: int, numbers: range, inputs: dict[str, str]) -> tuple[Path, Recipe]:
-    return folder / FOLDER / shard_name(shard), Recipe(
-        "ngrams", 1, {"shard": shard, "shards": len(numbers)}, inputs
-    )
+    return folder / FOLDER / shard_name(shard), Recipe("ngrams", 1, {"shard": shard, "shards": len(numbers)}, inputs)
 
 
 def _make(
@@ -59,17 +57,13 @@ def _make(
     remove(runs.parent)
 
 
-def run_task(
-    out: Path, recipe: Recipe, generation: Generation, shard: int, made: range, *, advance: Advance
-) -> None:
+def run_task(out: Path, recipe: Recipe, generation: Generation, shard: int, made: range, *, advance: Advance) -> None:
     """Sort the n-grams of one shard of chunks."""
     with create(out, recipe) as (work, _):
         write_run(work, generation, shard, made, advance)
 
 
-def merge_task(
-    out: Path, recipe: Recipe, generation: Generation, runs: Path, made: range, *, advance: Advance
-) -> None:
+def merge_task(out: Path, recipe: Recipe, generation: Generation, runs: Path, made: range, *, advance: Advance) -> None:
     """Merge the runs of a generation into one shard of n-grams."""
     with create(out, recipe) as (work, counts):
         counts |= write_ngrams(work, generation, runs, made, recipe.settings["shard"])

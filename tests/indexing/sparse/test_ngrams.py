@@ -47,7 +47,9 @@ def write_all(split: Split, shards: range) -> None:
     write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, "splits": {}})
 
 
-def index_of(folder: Path, shards: list[tuple[np.ndarray, np.ndarray]], generations: tuple[int, ...] = ()) -> NgramIndex:
+def index_of(
+    folder: Path, shards: list[tuple[np.ndarray, np.ndarray]], generations: tuple[int, ...] = ()
+) -> NgramIndex:
     """The n-grams of some shards, which are those of generations of these sizes."""
     split, first = split_of(folder, shards), 0
     for size in generations or (len(shards),):
@@ -209,6 +211,8 @@ def test_damaged_lists_are_named(tmp_path) -> None:
     array = np.load(path)
     array[:] = 2**32 - 1
     np.save(path, array)
-    index = NgramIndex(*((retrieval := RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),))), NgramLists.of(retrieval)))
+    index = NgramIndex(
+        *((retrieval := RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),))), NgramLists.of(retrieval))
+    )
     with pytest.raises(InputError, match=r"chunks\.npy has changed"):
         index.search(*random_chunks(10, 200), 4, 2, all_kept, own=True)

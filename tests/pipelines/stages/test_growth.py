@@ -55,7 +55,12 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
     assert datastore.train.num_documents > 150
     assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
-    told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "lists": r"lists, nprobe \d+", "ngrams": "rare n-grams"}
+    told = {
+        "exact": "exhaustive search",
+        "index": r"index, nprobe \d+",
+        "lists": r"lists, nprobe \d+",
+        "ngrams": "rare n-grams",
+    }
     assert re.fullmatch(told[method], measure(Retriever.open(datastore.folder))["search"])
     build_local(config, only="add", rebuild=True)
     build_local(config)
