@@ -22,6 +22,7 @@ _ROW_BITS = 16
 _BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
+_FEW_ROWS = 1024  # queries at a time that request all chunks
 _FEW_QUERIES = 64  # for which starting threads takes longer than the product
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
 _WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
@@ -87,7 +88,8 @@ class NgramIndex:
             for rows in queries.parts(max(1, _RESULTS // (2 * wanted))):
                 part = queries.take(rows)
                 starved = fill(start + rows, part, wanted + wanted // 2)
-                for some in np.split(starved, range(1024, len(starved), 1024)):
+                for first in range(0, len(starved), _FEW_ROWS):
+                    some = starved[first : first + _FEW_ROWS]
                     fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
         return ids, sums
 
