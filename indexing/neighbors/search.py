@@ -2,13 +2,11 @@
 
     embeddings of a shard → candidates → drop the own document → drop near copies (optional) → exact distances → store the nearest
                                                        │                                   or shared tokens (optional) → store the best
-    terms of its chunks ────── (optional) ─────────────┤
     rare n-grams of its tokens (optional) ─────────────┘
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
 the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
-search of everything. The order by tokens, BM25 and n-grams depend on all candidates or chunks, so with them everything is searched
-again.
+search of everything. The order by tokens and n-grams depend on all candidates or chunks, so with them everything is searched again.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
 left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.
@@ -29,16 +27,14 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.progress import Advance, status
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.candidates import Kept, Retrieval
+from indexing.sparse.candidates import Kept
 from indexing.sparse.ngram_search import NgramIndex
-from indexing.sparse.term_search import TermSearch
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.store.sharded_array import open_array
-from indexing.tokenization.tokenizer import Tokenizer
 
 Method = Literal["index", "exact", "lists", "ngrams"]
 
@@ -57,9 +53,6 @@ class NeighborSettings:
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
-    retrieval: Retrieval = "dense"
-    """How candidates are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`). BM25, or its sum with the
-    cosine, orders the candidates of `sparse` and `hybrid` unless `rerank` is `tokens`."""
     rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
@@ -85,7 +78,7 @@ class NeighborSettings:
     @property
     def kept(self) -> int:
         """Nearest candidates of each index: those that are stored, or that are ordered in another way."""
-        return self.candidates if self.rerank == "tokens" or self.retrieval == "hybrid" else self.stored
+        return self.candidates if self.rerank == "tokens" else self.stored
 
     def __post_init__(self) -> None:
         if not 1 <= self.stored <= _MOST_NEIGHBORS:
@@ -98,16 +91,6 @@ class NeighborSettings:
             raise InputError(
                 f"neighbors.candidates = {self.candidates}: must be between neighbors.stored = {self.stored} and "
                 f"{_MOST_CANDIDATES:,} (4 times k is good)."
-            )
-        if self.retrieval != "dense" and self.rerank == "none":
-            raise InputError(
-                f"neighbors.rerank = 'none' keeps the order of the index's codes, which neighbors.retrieval = {self.retrieval!r} "
-                "does not have. Use neighbors.rerank = 'embeddings' or 'tokens'."
-            )
-        if self.retrieval != "dense" and self.search == "ngrams":
-            raise InputError(
-                f"neighbors.search = 'ngrams' finds candidates by n-grams, neighbors.retrieval = {self.retrieval!r} by terms. Use "
-                "neighbors.retrieval = 'dense', or another neighbors.search."
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
@@ -163,8 +146,14 @@ def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | N
         return None
     manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
     stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
+    if "retrieval" in stored:
+        raise InputError(
+            f"the neighbors of {datastore.folder} were found with neighbors.retrieval = {stored['retrieval']!r}, by terms. This program "
+            "finds neighbors by embeddings or n-grams only: remove that setting and run "
+            "`retro index CONFIG --stage neighbors --rebuild`."
+        )
     known = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
-    return NeighborSettings(**{"retrieval": "dense"} | known), manifest["counts"]["search"]
+    return NeighborSettings(**known), manifest["counts"]["search"]
 
 
 @dataclass(frozen=True)
@@ -180,19 +169,6 @@ class OpenIndex:
     index: Index
     train: Split
     number: int = 0
-
-
-@dataclass(frozen=True)
-class Terms:
-    """For retrieval by terms.
-
-    Attributes:
-        search: the sparse indexes of all datastores.
-        tokenizer: tokenizer of the chunks.
-    """
-
-    search: TermSearch
-    tokenizer: Tokenizer
 
 
 def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -246,7 +222,6 @@ def find_neighbors(
     *,
     own: tuple[np.ndarray, np.ndarray] | None = None,
     order: SharedTokens | None = None,
-    terms: Terms | None = None,
     by_ngrams: NgramIndex | None = None,
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
@@ -256,13 +231,12 @@ def find_neighbors(
     Args:
         vectors: [n, d] float32, embeddings rounded to float16 as the stored ones.
         tokens: tokens [n, m] and lengths [n] of the chunks.
-        searched: the indexes; none for `retrieval` = "sparse".
+        searched: the indexes.
         settings: the rules.
         own: first and stop [n] of the ids of each chunk's own document, in datastore 0; None for chunks outside of it.
         order: for `rerank` = "tokens".
-        terms: for `retrieval` = "sparse" or "hybrid".
         by_ngrams: for `search` = "ngrams". `searched` are then searched only for chunks with too few candidates.
-        known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order, terms or
+        known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or
             n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
 
@@ -282,8 +256,6 @@ def find_neighbors(
         deeper += more
     if known is not None:
         found.append(known)
-    if terms is not None:
-        found = [_by_terms(vectors, tokens, own, found, settings, terms, live)]
     ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
     if order is not None:
         ids, distances = order.best(tokens[0], ids, distances, settings.stored)
@@ -401,7 +373,6 @@ def neighbor_shard(
     settings: NeighborSettings,
     *,
     order: SharedTokens | None = None,
-    terms: Terms | None = None,
     by_ngrams: NgramIndex | None = None,
     before: Path | None = None,
     advance: Advance,
@@ -415,9 +386,8 @@ def neighbor_shard(
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
         order: for `rerank` = "tokens".
-        terms: for `retrieval` = "sparse" or "hybrid".
         by_ngrams: for `search` = "ngrams".
-        before: folder with the same two files from a search of other indexes, to merge with this search; None with order, terms or
+        before: folder with the same two files from a search of other indexes, to merge with this search; None with order or
             n-grams.
         advance: called with the number of finished chunks.
 
@@ -443,7 +413,6 @@ def neighbor_shard(
                 settings,
                 own=split.documents_of(np.arange(start, stop, dtype=np.int64))[1:] if split.name == "train" else None,
                 order=order,
-                terms=terms,
                 by_ngrams=by_ngrams,
                 known=(known[0][rows_of], known[1][rows_of]) if known else None,
             )
@@ -464,26 +433,6 @@ def _block_rows(searched: Sequence[OpenIndex]) -> int:
     by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
     fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
-
-
-def _by_terms(
-    vectors: np.ndarray,
-    tokens: tuple[np.ndarray, np.ndarray],
-    own: tuple[np.ndarray, np.ndarray] | None,
-    found: list[tuple[np.ndarray, np.ndarray]],
-    settings: NeighborSettings,
-    terms: Terms,
-    live: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates by terms, joined with those of a hybrid's indexes: ids and distances [n, candidates]."""
-    texts = terms.tokenizer.decode_batch([row[:length] for row, length in zip(*tokens, strict=True)])
-    kept = _condition(tokens, own, terms.search.retrieval, settings, live)
-    if not found:
-        ids, _, distances = terms.search.search(texts, vectors, settings.candidates, kept)
-    else:
-        dense = merge_nearest(found, settings.candidates)
-        ids, _, distances = terms.search.hybrid(texts, vectors, dense, settings.candidates, kept)
-    return ids, distances
 
 
 def _by_ngrams(

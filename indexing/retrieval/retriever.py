@@ -31,7 +31,6 @@ from indexing.neighbors.search import (
     Method,
     NeighborSettings,
     OpenIndex,
-    Terms,
     find_neighbors,
     open_index,
     stored_settings,
@@ -207,17 +206,11 @@ class Retriever:
                 searched,
                 settings,
                 order=self._order,
-                terms=Terms(self._term_search, self.tokenizer) if settings.retrieval != "dense" else None,
                 by_ngrams=self._ngrams,
                 live=True,
             )
         ids, distances = ids[:, :k], distances[:, :k]
         return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
-
-    @property
-    def neighbor_retrieval(self) -> Retrieval:
-        """How `neighbors` finds chunks: `neighbors.retrieval` of the stored neighbors."""
-        return self._neighbor_settings.retrieval
 
     @cached_property
     def _stored(self) -> tuple[NeighborSettings, Method] | None:
@@ -229,12 +222,10 @@ class Retriever:
 
     @cached_property
     def _neighbor_indexes(self) -> tuple[Index | SearchableIndex, ...]:
-        """The indexes that `rank_neighbors` searches; none for retrieval by terms only.
+        """The indexes that `rank_neighbors` searches.
 
         They are those that found the stored neighbors, unless embeddings exceed `MEMORY` or the index is in other processes.
         """
-        if self.neighbor_retrieval == "sparse":
-            return ()
         method = self._stored[1] if self._stored else "index"
         if method not in ("exact", "lists"):
             return self.indexes

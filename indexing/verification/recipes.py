@@ -53,9 +53,8 @@ def joint_fingerprint(manifests: Manifests, stage: str, generation: range | None
 def _searched(manifests: Manifests, number: int, settings: Mapping[str, Any]) -> str | None:
     """The fingerprint of everything that neighbors with these settings depend on in a generation."""
     generation = generations_of(manifests)[number]
-    by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
     by_ngrams = settings.get("neighbors.search") == "ngrams"
-    stages = ("chunks", "embeddings", "index", *["sparse"] * by_terms, *["ngrams"] * by_ngrams)
+    stages = ("chunks", "embeddings", "index", *["ngrams"] * by_ngrams)
     prints = {stage: joint_fingerprint(manifests, stage, generation) for stage in stages}
     if number == 0:
         prints["index"] = manifests["index/tuned"]["fingerprint"] if "index/tuned" in manifests else None
@@ -83,8 +82,8 @@ def _expected_inputs(name: str, manifests: Manifests) -> dict[str, str | None]:
         settings = manifests[name]["recipe"]["settings"]
         return {f"generation {number}": _searched(manifests, number, settings) for number in range(len(generations))}
     if stage == "ngrams":
-        home = next((each for each in generations if shard.isdigit() and int(shard) in each), None)
-        return {"chunks": None if home is None else joint_fingerprint(manifests, "chunks", home)}
+        generation = next((each for each in generations if shard.isdigit() and int(shard) in each), None)
+        return {"chunks": None if generation is None else joint_fingerprint(manifests, "chunks", generation)}
     if stage == "chunks":
         home = next((number for number, each in enumerate(generations) if shard.isdigit() and int(shard) in each), None)
         corpus = f"appended/{shard_name(home)}" if home else "corpus"

@@ -107,11 +107,6 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
     stored = stored_settings(datastore)
     settings = stored[0] if stored else NeighborSettings(rerank="embeddings")
-    if settings.retrieval != "dense":
-        raise InputError(
-            f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with "
-            f"neighbors.retrieval = {settings.retrieval!r}. Fractions are searched by embeddings, so only 'dense' is accepted."
-        )
     if stored and stored[1] == "ngrams":
         raise InputError(
             f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with neighbors.search = 'ngrams'. "

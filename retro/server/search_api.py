@@ -177,7 +177,7 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
 async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: ServiceDependency) -> Response:
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
-    They are found and ordered as the stored neighbors that models are trained with (`neighbors.retrieval`, `neighbors.rerank`).
+    They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
     service.check_queries(len(request.chunks), "chunks")
@@ -188,9 +188,8 @@ async def neighbor_tokens(request: schemas.NeighborTokensRequest, service: Servi
                 f"chunks[{number}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
         service.check_ids(row, f"chunks[{number}]", "chunks")
-    retrieval = retriever.neighbor_retrieval
-    service.check_candidates(len(request.chunks), service.check_k(request.k), retrieval)
-    search = SearchKey("tokens", request.k, "{}", retrieval, text=False, neighbors=True)
+    service.check_candidates(len(request.chunks), service.check_k(request.k), "dense")
+    search = SearchKey("tokens", request.k, "{}", "dense", text=False, neighbors=True)
     found = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(found), request.k), -1, dtype=np.int64)
     for number, each in enumerate(found):

@@ -4,7 +4,6 @@ import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
-from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from pipelines.config import Config
@@ -101,15 +99,6 @@ def test_live_search_follows_the_stored_rules(listed: Config, search, rerank, ma
     assert_live_equals_stored(search_again(replace(listed, neighbors=settings)))
 
 
-@pytest.mark.parametrize("retrieval", get_args(Retrieval)[1:])
-@pytest.mark.parametrize(("rerank", "max_overlap"), [("embeddings", 0.3), ("tokens", 1.0)])
-def test_live_search_by_terms_follows_the_stored_rules(
-    small: Config, retrieval: Retrieval, rerank, max_overlap: float
-) -> None:
-    settings = replace(SETTINGS, retrieval=retrieval, rerank=rerank, max_overlap=max_overlap)
-    assert_live_equals_stored(build_local(replace(small, neighbors=settings), only="neighbors", rebuild=True))
-
-
 @pytest.mark.parametrize("search", ["exact", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_finds_the_stored_chunks_of_other_datastores(
@@ -131,14 +120,10 @@ def test_more_neighbors_than_stored_begin_with_the_stored_ones(listed: Config) -
     assert (found >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("retrieval", "search"), [*((retrieval, "exact") for retrieval in get_args(Retrieval)), ("dense", "ngrams")]
-)
-def test_live_search_replaces_deleted_chunks_by_the_next_ones(
-    tmp_path: Path, small: Config, retrieval: Retrieval, search
-) -> None:
+@pytest.mark.parametrize("search", ["exact", "ngrams"])
+def test_live_search_replaces_deleted_chunks_by_the_next_ones(tmp_path: Path, small: Config, search) -> None:
     shutil.copytree(small.datastore, tmp_path / "datastore")
-    neighbors = replace(SETTINGS, retrieval=retrieval, search=search, max_overlap=0.5)
+    neighbors = replace(SETTINGS, search=search, max_overlap=0.5)
     datastore = search_again(replace(small, datastore=tmp_path / "datastore", neighbors=neighbors))
     tokens, stored = full_chunks(datastore)
     train = datastore.train

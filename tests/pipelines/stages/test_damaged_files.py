@@ -34,14 +34,14 @@ def _finish(config: Config) -> Path:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of a datastore with near copies removed, neighbors by terms, materialized neighbors and a merged index."""
+    """Settings of a datastore with near copies removed, neighbors by n-grams, materialized neighbors and a merged index."""
     folder = tmp_path_factory.mktemp("complete")
     corpus = write_corpus(folder / "corpus.jsonl", 24)
     corpus.write_text(corpus.read_text() + corpus.read_text().replace('"doc-', '"copy-'))
     evaluation = write_corpus(folder / "evaluation.jsonl", 4, seed=3)
     config = tiny_config(folder, corpus, dedup=DedupSettings(within=True, paths=(str(evaluation),)))
     reading = CorpusSettings(paths=(str(corpus),), shard_bytes=40_000, split=(800, 200, 0))
-    neighbors = replace(config.neighbors, materialized=2, retrieval="hybrid")
+    neighbors = replace(config.neighbors, materialized=2, search="ngrams")
     index = replace(config.index, factory="IVF4,Flat")
     config = replace(config, corpus=reading, neighbors=neighbors, index=index)
     build_local(config)

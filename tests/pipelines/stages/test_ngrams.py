@@ -133,8 +133,3 @@ def test_chunks_shorter_than_the_longest_ngram_have_neighbors(tmp_path: Path, ch
     datastore = build_local(replace(config, chunks=replace(config.chunks, chunk_length=chunk_length)))
     train = datastore.train
     assert (train.neighbor_ids.read(0, train.num_chunks) >= 0).mean() > 0.9
-
-
-def test_terms_and_ngrams_exclude_each_other() -> None:
-    with pytest.raises(InputError, match=r"neighbors\.search = 'ngrams'.*neighbors\.retrieval = 'hybrid'"):
-        replace(SETTINGS, retrieval="hybrid")
