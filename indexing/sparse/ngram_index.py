@@ -37,6 +37,7 @@ _ROW_BITS = 16
 _BLOCK_ROWS = 1 << _ROW_BITS  # chunks sorted at a time
 _PART_NGRAMS = 2**24  # n-grams merged at a time
 _MOST_SHARDS = 1 << (64 - _HASH_BITS)
+_MOST_TOGETHER = 1 << (63 - _PLACE_BITS - _ROW_BITS)  # shards whose keys fit into 64 bits
 _RUN_BYTES = 2**34  # of runs on disk at a time
 
 
@@ -108,13 +109,13 @@ class Generation:
     def passes(self) -> Iterator[range]:
         """Yield shards of n-grams that are made together, so that their runs have 16 GB."""
         run_bytes = 8 * self.num_chunks * 2 * self.train.chunk_length
-        size = max(1, len(self.shards) * _RUN_BYTES // max(1, run_bytes))
+        size = min(_MOST_TOGETHER, max(1, len(self.shards) * _RUN_BYTES // max(1, run_bytes)))
         for first in range(0, len(self.shards), size):
             yield self.shards[first : first + size]
 
 
-def write_run(work: Path, generation: Generation, shard: int, made: range, advance: Advance) -> None:
-    """Write the n-grams of the chunks of one shard that belong to the shards `made` of n-grams.
+def write_run(work: Path, generation: Generation, shard: int, group: range, advance: Advance) -> None:
+    """Write the n-grams of the chunks of one shard that belong to the `group` of shards of n-grams.
 
     - `keys.npy` [n-grams] uint64: place of the hash from the first of these shards on, then 16 bits for the chunk. Sorted within each
       block of 65,536 chunks.
@@ -123,16 +124,16 @@ def write_run(work: Path, generation: Generation, shard: int, made: range, advan
     Memory: 16 bytes for each of 2m n-grams of 65,536 chunks, a few times.
     """
     first, stop = (int(row) for row in generation.train.tokens.starts[shard : shard + 2])
-    num_parts, borders, written = len(made) * generation.parts, [], 0
+    num_parts, borders, written = len(group) * generation.parts, [], 0
     limits = (np.arange(num_parts + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)) // np.uint64(generation.parts)
     with NpyWriter(work / "keys.npy", np.uint64) as file:
         for start in range(first, stop, _BLOCK_ROWS):
             end = min(start + _BLOCK_ROWS, stop)
             rows, hashes = ngrams(generation.train.tokens.read(start, end), generation.train.lengths.read(start, end))
             places = _places(hashes, len(generation.shards))
-            number = (places >> np.uint64(_PLACE_BITS)).astype(np.int64) + generation.shards.start
-            here = (number >= made.start) & (number < made.stop)
-            offset = np.uint64((made.start - generation.shards.start) << _PLACE_BITS)
+            shards = (places >> np.uint64(_PLACE_BITS)).astype(np.int64) + generation.shards.start
+            here = (shards >= group.start) & (shards < group.stop)
+            offset = np.uint64((group.start - generation.shards.start) << _PLACE_BITS)
             keys = ((places[here] - offset) << np.uint64(_ROW_BITS)) | rows[here]
             keys.sort()
             keys = keys[changes(keys)]
@@ -143,8 +144,8 @@ def write_run(work: Path, generation: Generation, shard: int, made: range, advan
     save_array(work / "borders.npy", np.array(borders, dtype=np.int64).reshape(-1, num_parts + 1))
 
 
-def write_ngrams(work: Path, generation: Generation, runs: Path, made: range, shard: int) -> dict[str, int]:
-    """Merge the runs of a generation into one shard of n-grams, one of those `made`.
+def write_ngrams(work: Path, generation: Generation, runs: Path, group: range, shard: int) -> dict[str, int]:
+    """Merge the runs of a generation into one shard of n-grams, one of the `group`.
 
     - `hashes.npy` [n-grams] uint32, in order: the place of the n-gram in the shard.
     - `offsets.npy` [n-grams + 1] uint32: its first entry. An n-gram of more than 256 chunks has no entries.
@@ -163,7 +164,7 @@ def write_ngrams(work: Path, generation: Generation, runs: Path, made: range, sh
     ):
         offset_file.append(np.zeros(1, dtype=np.uint32))
         for part in range(generation.parts):
-            keys = _merged(generation, runs, (shard - made.start) * generation.parts + part)
+            keys = _merged(generation, runs, (shard - group.start) * generation.parts + part)
             hashes = keys >> np.uint64(_PLACE_BITS)
             starts = np.flatnonzero(changes(hashes))
             counts = np.diff(np.append(starts, len(keys)))
@@ -275,10 +276,10 @@ class NgramLists:
             some = slice(borders[shard], borders[shard + 1])
             entries = places[some].repeat(sizes[some]) + within(sizes[some])
             with reading(self.folders[shard]):
-                found = self.arrays[shard][2][entries].astype(np.int64)
-                if found.max(initial=-1) >= self.num_chunks:
+                listed = self.arrays[shard][2][entries].astype(np.int64)
+                if listed.max(initial=-1) >= self.num_chunks:
                     raise ValueError(f"it names chunks from {self.num_chunks:,} on")
-            chunks.append(found + self.first)
+            chunks.append(listed + self.first)
         return np.concatenate(chunks), sizes
 
 

@@ -74,11 +74,11 @@ class NgramIndex:
 
         def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
             """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
-            found, best = self._best(queries, depth)
-            is_full = found[:, -1] >= 0
-            found = kept(rows, found)
-            order = np.argsort(found < 0, axis=1, kind="stable")[:, :wanted]
-            ids[rows] = np.take_along_axis(found, order, 1)
+            hits, best = self._best(queries, depth)
+            is_full = hits[:, -1] >= 0
+            hits = kept(rows, hits)
+            order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+            ids[rows] = np.take_along_axis(hits, order, 1)
             sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
             return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
 
@@ -149,10 +149,10 @@ class NgramIndex:
             offsets [n + 1] int64; columns of one n-gram after another [entries]; the chunk of each column [columns] int64, positions in
             the retrieval set.
         """
-        found = [lists.read(hashes) for lists in self.lists]
-        offsets = np.concatenate([[0], np.cumsum(sum(sizes for _, sizes in found))])
+        read = [lists.read(hashes) for lists in self.lists]
+        offsets = np.concatenate([[0], np.cumsum(sum(sizes for _, sizes in read))])
         places, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
-        for chunks, sizes in found:
+        for chunks, sizes in read:
             places[np.repeat(filled, sizes) + within(sizes)] = chunks
             filled += sizes
         total = self.retrieval.num_chunks

@@ -21,10 +21,10 @@ def run_ngrams(config: Config, executor: Executor) -> str:
         inputs = {"chunks": generation_fingerprint(folder, "chunks", numbers)}
         merged = [_merged(folder, shard, numbers, inputs) for shard in numbers]
         missing = {out: recipe for out, recipe in merged if not is_finished(out, recipe)}
-        for made in generation.passes():
-            wanted = [shard for shard in made if folder / FOLDER / shard_name(shard) in missing]
+        for group in generation.passes():
+            wanted = [shard for shard in group if folder / FOLDER / shard_name(shard) in missing]
             if wanted:
-                _make(folder, generation, made, wanted, missing, inputs, executor)
+                _make(folder, generation, group, wanted, missing, inputs, executor)
     return fingerprint([fingerprint_of(path) for path in shards(folder, FOLDER)])
 
 
@@ -35,36 +35,38 @@ def _merged(folder: Path, shard: int, numbers: range, inputs: dict[str, str]) ->
 def _make(
     folder: Path,
     generation: Generation,
-    made: range,
+    group: range,
     wanted: list[int],
     recipes: dict[Path, Recipe],
     inputs: dict[str, str],
     executor: Executor,
 ) -> None:
     """Make some shards: first the runs of all chunks, then the shards, then remove the runs."""
-    settings = {"first": made.start, "stop": made.stop}
+    settings = {"first": group.start, "stop": group.stop}
     runs = folder / FOLDER / RUNS / fingerprint([settings, inputs])
     todo = []
     for shard in generation.shards:
         recipe, out = Recipe("ngrams", 1, settings | {"shard": shard}, inputs), runs / shard_name(shard)
         if not is_finished(out, recipe):
             size = generation.train.chunk_rows[shard]
-            todo.append(shard_task(out, recipe, generation, shard, made, size=size))
+            todo.append(shard_task(out, recipe, generation, shard, group, size=size))
     run_tasks("ngrams", "chunks", run_task, todo, executor)
     outs = [folder / FOLDER / shard_name(shard) for shard in wanted]
-    todo = [shard_task(out, recipes[out], generation, runs, made, size=1) for out in outs]
+    todo = [shard_task(out, recipes[out], generation, runs, group, size=1) for out in outs]
     run_tasks("ngrams", "shards", merge_task, todo, executor, name="ngrams, merge")
     remove(runs.parent)
 
 
-def run_task(out: Path, recipe: Recipe, generation: Generation, shard: int, made: range, *, advance: Advance) -> None:
+def run_task(out: Path, recipe: Recipe, generation: Generation, shard: int, group: range, *, advance: Advance) -> None:
     """Sort the n-grams of one shard of chunks."""
     with create(out, recipe) as (work, _):
-        write_run(work, generation, shard, made, advance)
+        write_run(work, generation, shard, group, advance)
 
 
-def merge_task(out: Path, recipe: Recipe, generation: Generation, runs: Path, made: range, *, advance: Advance) -> None:
+def merge_task(
+    out: Path, recipe: Recipe, generation: Generation, runs: Path, group: range, *, advance: Advance
+) -> None:
     """Merge the runs of a generation into one shard of n-grams."""
     with create(out, recipe) as (work, counts):
-        counts |= write_ngrams(work, generation, runs, made, recipe.settings["shard"])
+        counts |= write_ngrams(work, generation, runs, group, recipe.settings["shard"])
     advance(1)
