@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse  # type: ignore[import-untyped]
+from scipy import sparse
 
 from benchmarks.common import add_minutes, add_precision, budget, placement, say, seconds, write
 from benchmarks.quality.copy_texts import CELLS, MANY, CutCorpus, Text, copied_nats, read_text

@@ -2,11 +2,11 @@
 
     embeddings of a shard → candidates → drop the own document → drop near copies (optional) → exact distances → store the nearest
                                                        │                                   or shared tokens (optional) → store the best
-    terms of its chunks ────── (optional) ─────────────┘
+    rare n-grams of its tokens (optional) ─────────────┘
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
 the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
-search of everything. The order by tokens and BM25 depend on all candidates or chunks, so with them everything is searched again.
+search of everything. The order by tokens and n-grams depend on all candidates or chunks, so with them everything is searched again.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
 left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.
@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from indexing.index.exact_search import order_by_distance, rerank
+from indexing.index.exact_search import distances_to, order_by_distance, rerank
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
@@ -27,20 +27,20 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.progress import Advance, status
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.candidates import Retrieval
-from indexing.sparse.term_search import TermSearch
+from indexing.sparse.candidates import Kept
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.store.sharded_array import open_array
-from indexing.tokenization.tokenizer import Tokenizer
 
-Method = Literal["index", "exact", "lists"]
+Method = Literal["index", "exact", "lists", "ngrams"]
 
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
 _OVERLAP_ROWS = 4096
+_FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
@@ -53,17 +53,15 @@ class NeighborSettings:
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
     candidates: int = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
-    retrieval: Retrieval = "dense"
-    """How candidates are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`). BM25, or its sum with the
-    cosine, orders the candidates of `sparse` and `hybrid` unless `rerank` is `tokens`."""
     rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
     (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
     `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
-    search: Literal["auto", "index", "exact", "lists"] = "auto"
+    search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
-    products with the embeddings of the nearest inverted lists. `auto`: the fastest of these by a cost model."""
+    products with the embeddings of the nearest inverted lists. `auto`: the fastest of these three by a cost model. `ngrams`: by the
+    rare n-grams of tokens that chunks share, and by the index's codes for chunks that share too few."""
     max_overlap: float = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
     Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""
@@ -81,7 +79,7 @@ class NeighborSettings:
     @property
     def kept(self) -> int:
         """Nearest candidates of each index: those that are stored, or that are ordered in another way."""
-        return self.candidates if self.rerank == "tokens" or self.retrieval == "hybrid" else self.stored
+        return self.candidates if self.rerank == "tokens" else self.stored
 
     def __post_init__(self) -> None:
         if not 1 <= self.stored <= _MOST_NEIGHBORS:
@@ -94,11 +92,6 @@ class NeighborSettings:
             raise InputError(
                 f"neighbors.candidates = {self.candidates}: must be between neighbors.stored = {self.stored} and "
                 f"{_MOST_CANDIDATES:,} (4 times k is good)."
-            )
-        if self.retrieval != "dense" and self.rerank == "none":
-            raise InputError(
-                f"neighbors.rerank = 'none' keeps the order of the index's codes, which neighbors.retrieval = {self.retrieval!r} "
-                "does not have. Use neighbors.rerank = 'embeddings' or 'tokens'."
             )
         if not 0 <= self.max_overlap <= 1:
             raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
@@ -134,11 +127,12 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
     Args:
         train: the split.
         shards: shard numbers.
-        method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings.
+        method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings. `ngrams` opens
+            the index for chunks with too few candidates by n-grams.
         device: of a search by embeddings.
         keep: keep the embeddings in memory, for searches of few queries.
     """
-    if method == "index":
+    if method in ("index", "ngrams"):
         return ShardedIndex.open(train.folder / "index", shards)
     opened = None
     if method == "lists":
@@ -153,8 +147,14 @@ def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | N
         return None
     manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
     stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
+    if "retrieval" in stored:
+        raise InputError(
+            f"the neighbors of {datastore.folder} were found with neighbors.retrieval = {stored['retrieval']!r}, by terms. This program "
+            "finds neighbors by embeddings or n-grams only: remove that setting and run "
+            "`retro index CONFIG --stage neighbors --rebuild`."
+        )
     known = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
-    return NeighborSettings(**{"retrieval": "dense"} | known), manifest["counts"]["search"]
+    return NeighborSettings(**known), manifest["counts"]["search"]
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,6 @@ class OpenIndex:
     index: Index
     train: Split
     number: int = 0
-
-
-@dataclass(frozen=True)
-class Terms:
-    """For retrieval by terms.
-
-    Attributes:
-        search: the sparse indexes of all datastores.
-        tokenizer: tokenizer of the chunks.
-    """
-
-    search: TermSearch
-    tokenizer: Tokenizer
 
 
 def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -236,7 +223,7 @@ def find_neighbors(
     *,
     own: tuple[np.ndarray, np.ndarray] | None = None,
     order: SharedTokens | None = None,
-    terms: Terms | None = None,
+    by_ngrams: NgramIndex | None = None,
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -245,18 +232,21 @@ def find_neighbors(
     Args:
         vectors: [n, d] float32, embeddings rounded to float16 as the stored ones.
         tokens: tokens [n, m] and lengths [n] of the chunks.
-        searched: the indexes; none for `retrieval` = "sparse".
+        searched: the indexes.
         settings: the rules.
         own: first and stop [n] of the ids of each chunk's own document, in datastore 0; None for chunks outside of it.
         order: for `rerank` = "tokens".
-        terms: for `retrieval` = "sparse" or "hybrid".
-        known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or terms.
+        by_ngrams: for `search` = "ngrams". `searched` are then searched only for chunks with too few candidates.
+        known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or
+            n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
 
     Returns:
         ids [n, stored] int64 of the retrieval set (-1 = none), distances [n, stored] float32 (+inf), and the number of queries
         searched again.
     """
+    if by_ngrams is not None:
+        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live)
     found, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
@@ -267,8 +257,6 @@ def find_neighbors(
         deeper += more
     if known is not None:
         found.append(known)
-    if terms is not None:
-        found = [_by_terms(vectors, tokens, own, found, settings, terms, live)]
     ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
     if order is not None:
         ids, distances = order.best(tokens[0], ids, distances, settings.stored)
@@ -386,7 +374,7 @@ def neighbor_shard(
     settings: NeighborSettings,
     *,
     order: SharedTokens | None = None,
-    terms: Terms | None = None,
+    by_ngrams: NgramIndex | None = None,
     before: Path | None = None,
     advance: Advance,
 ) -> dict[str, int]:
@@ -399,8 +387,9 @@ def neighbor_shard(
         searched: the indexes.
         settings: stored, candidates, re-ranking, overlap.
         order: for `rerank` = "tokens".
-        terms: for `retrieval` = "sparse" or "hybrid".
-        before: folder with the same two files from a search of other indexes, to merge with this search; None with order or terms.
+        by_ngrams: for `search` = "ngrams".
+        before: folder with the same two files from a search of other indexes, to merge with this search; None with order or
+            n-grams.
         advance: called with the number of finished chunks.
 
     Returns:
@@ -425,7 +414,7 @@ def neighbor_shard(
                 settings,
                 own=split.documents_of(np.arange(start, stop, dtype=np.int64))[1:] if split.name == "train" else None,
                 order=order,
-                terms=terms,
+                by_ngrams=by_ngrams,
                 known=(known[0][rows_of], known[1][rows_of]) if known else None,
             )
             id_file.append(ids)
@@ -447,18 +436,58 @@ def _block_rows(searched: Sequence[OpenIndex]) -> int:
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
 
 
-def _by_terms(
+def _by_ngrams(
     vectors: np.ndarray,
     tokens: tuple[np.ndarray, np.ndarray],
-    own: tuple[np.ndarray, np.ndarray] | None,
-    found: list[tuple[np.ndarray, np.ndarray]],
+    searched: Sequence[OpenIndex],
     settings: NeighborSettings,
-    terms: Terms,
+    own: tuple[np.ndarray, np.ndarray] | None,
+    order: SharedTokens | None,
+    by_ngrams: NgramIndex,
     live: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates by terms, joined with those of a hybrid's indexes: ids and distances [n, candidates]."""
-    texts = terms.tokenizer.decode_batch([row[:length] for row, length in zip(*tokens, strict=True)])
-    retrieval = terms.search.retrieval
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """`find_neighbors` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
+    kept = _condition(tokens, own, by_ngrams.retrieval, settings, live)
+    ids, sums = by_ngrams.search(*tokens, settings.candidates, settings.stored, kept, own=own is not None)
+    # The candidate with the greatest sum is first, and those by embeddings are last.
+    ranks = np.where(ids >= 0, -sums, np.float32(np.inf))
+    starved = np.flatnonzero(ids[:, settings.stored - 1] < 0)
+    if len(starved) and searched:
+        queries = _QueryChunks(vectors, own, tokens, live).take(starved)
+        nearest = []
+        for each in searched:
+            found = neighbors_of(
+                queries.vectors,
+                each.index,
+                each.train,
+                settings,
+                excluded=queries.own if each.number == 0 else None,
+                tokens=queries.tokens,
+                nprobe=min(_FEW_LISTS, each.index.nprobe),
+                live=live,
+            )
+            nearest.append((neighbor_ids(each.number, found[0]), found[1]))
+        near, distances = merge_nearest(nearest, settings.stored)
+        near = np.where((near[:, :, None] == ids[starved, None, :]).any(axis=2), -1, near)
+        joined = order_by_distance(
+            np.concatenate([ranks[starved], distances], axis=1), np.concatenate([ids[starved], near], axis=1)
+        )
+        ranks[starved], ids[starved] = (each[:, : settings.candidates] for each in joined)
+    if order is not None:
+        ids, _ = order.best(tokens[0], ids, ranks, settings.stored)
+        return ids, distances_to(vectors, ids, by_ngrams.retrieval), len(starved)
+    distances, ids = order_by_distance(distances_to(vectors, ids, by_ngrams.retrieval), ids)
+    return ids[:, : settings.stored], distances[:, : settings.stored], len(starved)
+
+
+def _condition(
+    tokens: tuple[np.ndarray, np.ndarray],
+    own: tuple[np.ndarray, np.ndarray] | None,
+    retrieval: RetrievalSet,
+    settings: NeighborSettings,
+    live: bool,
+) -> Kept:
+    """The condition for candidates of a retrieval set: none of the own document, none deleted, no near copies."""
 
     def kept(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         if own is not None:
@@ -470,9 +499,4 @@ def _by_terms(
             ids = np.where(_too_similar(ids, retrieval, queries, settings.max_overlap), -1, ids)
         return ids
 
-    if not found:
-        ids, _, distances = terms.search.search(texts, vectors, settings.candidates, kept)
-    else:
-        dense = merge_nearest(found, settings.candidates)
-        ids, _, distances = terms.search.hybrid(texts, vectors, dense, settings.candidates, kept)
-    return ids, distances
+    return kept

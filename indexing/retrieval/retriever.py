@@ -31,7 +31,6 @@ from indexing.neighbors.search import (
     Method,
     NeighborSettings,
     OpenIndex,
-    Terms,
     find_neighbors,
     open_index,
     stored_settings,
@@ -42,6 +41,7 @@ from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import deleted_ranges
@@ -206,16 +206,11 @@ class Retriever:
                 searched,
                 settings,
                 order=self._order,
-                terms=Terms(self._term_search, self.tokenizer) if settings.retrieval != "dense" else None,
+                by_ngrams=self._ngrams,
                 live=True,
             )
         ids, distances = ids[:, :k], distances[:, :k]
         return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
-
-    @property
-    def neighbor_retrieval(self) -> Retrieval:
-        """How `neighbors` finds chunks: `neighbors.retrieval` of the stored neighbors."""
-        return self._neighbor_settings.retrieval
 
     @cached_property
     def _stored(self) -> tuple[NeighborSettings, Method] | None:
@@ -227,12 +222,10 @@ class Retriever:
 
     @cached_property
     def _neighbor_indexes(self) -> tuple[Index | SearchableIndex, ...]:
-        """The indexes that `rank_neighbors` searches; none for retrieval by terms only.
+        """The indexes that `rank_neighbors` searches.
 
         They are those that found the stored neighbors, unless embeddings exceed `MEMORY` or the index is in other processes.
         """
-        if self.neighbor_retrieval == "sparse":
-            return ()
         method = self._stored[1] if self._stored else "index"
         if method not in ("exact", "lists"):
             return self.indexes
@@ -242,6 +235,11 @@ class Retriever:
             if isinstance(self.indexes[number], ShardedIndex) and size <= MEMORY:
                 opened[number] = open_index(split, range(len(split.chunk_rows)), method, "cpu", keep=True)
         return tuple(opened)
+
+    @cached_property
+    def _ngrams(self) -> NgramIndex | None:
+        """The n-grams, if they found the stored neighbors."""
+        return NgramIndex.open(self.retrieval) if self._stored and self._stored[1] == "ngrams" else None
 
     @cached_property
     def _order(self) -> SharedTokens | None:

@@ -1,4 +1,4 @@
-"""Sparse and hybrid retrieval in a retrieval set: for searches, and for the neighbors of chunks."""
+"""Sparse and hybrid retrieval in a retrieval set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

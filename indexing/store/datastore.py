@@ -9,6 +9,7 @@
       index/trained/  index/00000/  index/tuned/
       sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
       suffixes/00000/               positions.npy
+      ngrams/00000/                 hashes.npy offsets.npy chunks.npy
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
@@ -331,13 +332,13 @@ class Datastore:
 
     @property
     def built(self) -> str:
-        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `suffixes`, `materialize` and `merge` are left out,
-        because they only rearrange data of other stages."""
+        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `suffixes`, `ngrams`, `materialize` and
+        `merge` are left out, because they only rearrange data of other stages."""
         return fingerprint(
             {
                 name: value
                 for name, value in self.manifest["fingerprints"].items()
-                if name not in ("sparse", "suffixes", "materialize", "merge")
+                if name not in ("sparse", "suffixes", "ngrams", "materialize", "merge")
             }
         )
 

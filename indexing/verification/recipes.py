@@ -13,13 +13,14 @@ from indexing.store.datastore import shard_name
 Manifests = Mapping[str, dict[str, Any]]
 
 # Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "neighbors", "materialized", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "ngrams", "neighbors", "materialized", "index/merged")  # fmt: skip
 ARTIFACTS = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
     "train-index": ("index/trained",),
     "add": ("index/*", "index/tuned"),
     "sparse": ("sparse/*",),
+    "ngrams": ("ngrams/*",),
     "neighbors": ("neighbors/*",),
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
@@ -107,6 +108,9 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
         return _searched(manifests, int(key.split()[1]), manifests[name]["recipe"]["settings"])
     if name in ("embedder", "index/trained"):  # made from all shards of the first generation
         return _joint(manifests, key, generations.get("corpus", range(0)))
+    if key == "chunks" and name.startswith("ngrams/"):  # made from all shards of a generation
+        homes = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
+        return _joint(manifests, key, next(homes, range(0)))
     if key == "corpus" and name.startswith("chunks/"):
         homes = (corpus for corpus, shards in generations.items() if shard.isdigit() and int(shard) in shards)
         return _one(manifests, next(homes, ""))
@@ -119,8 +123,8 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
 def _searched(manifests: Manifests, generation: int, settings: Mapping[str, Any]) -> str | None:
     """The fingerprint of everything that neighbors with these settings depend on in a generation; None if a part is unknown."""
     shards = next(itertools.islice(generations_of(manifests).values(), generation, None), range(0))
-    by_terms = settings.get("neighbors.retrieval", "dense") != "dense"
-    stages = ("chunks", "embeddings", "index", *(["sparse"] if by_terms else []))
+    by_ngrams = settings.get("neighbors.search") == "ngrams"
+    stages = ("chunks", "embeddings", "index", *(["ngrams"] if by_ngrams else []))
     prints = {stage: _joint(manifests, stage, shards) for stage in stages}
     if generation == 0:
         prints["index"] = _one(manifests, "index/tuned")

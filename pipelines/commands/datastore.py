@@ -28,10 +28,21 @@ class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
     stage: Literal[
-        "all", "chunk", "embed", "train-index", "add", "sparse", "neighbors", "materialize", "merge", "suffixes"
+        "all",
+        "chunk",
+        "embed",
+        "train-index",
+        "add",
+        "sparse",
+        "ngrams",
+        "neighbors",
+        "materialize",
+        "merge",
+        "suffixes",
     ] = "all"
-    """Run one stage only; `all` runs them in order (`materialize` only if neighbors.materialized is set). `merge` and
-    `suffixes` run only by name: one index file for serving, and sorted prefixes for `retro trace`."""
+    """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
+    neighbors.materialized is set). `merge` and `suffixes` run only by name: one index file for serving, and sorted prefixes for
+    `retro trace`."""
     rebuild: bool = False
     """First remove the files of this stage and of all later stages. Deleted documents stay deleted (`retro delete`): new chunks are made
     without them."""

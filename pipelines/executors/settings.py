@@ -57,6 +57,7 @@ class ExecutorSettings(ExecutorChoice):
     train_index: Resources = field(default_factory=Resources)
     add: Resources = field(default_factory=Resources)
     sparse: Resources = field(default_factory=Resources)
+    ngrams: Resources = field(default_factory=Resources)
     neighbors: Resources = field(default_factory=Resources)
     train: Resources = field(default_factory=Resources)
     """Training on Ray; `workers` = 0: one for each GPU of the cluster, or one in a cluster without GPUs."""

@@ -15,7 +15,7 @@ from pipelines.executors.settings import ExecutorSettings
 
 log = logging.getLogger("retro")
 
-StageName = Literal["chunk", "embed", "train_index", "add", "sparse", "neighbors"]
+StageName = Literal["chunk", "embed", "train_index", "add", "sparse", "ngrams", "neighbors"]
 
 
 @dataclass(frozen=True)

@@ -66,17 +66,18 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     near = split.neighbor_ids.gather(ids)[:, 0]
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
     settings = read_manifest(folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    retrieval = settings.get("neighbors.retrieval", "dense")
     # Otherwise the best neighbors are not the nearest.
-    by_distance = retrieval == "dense" and settings["neighbors.rerank"] != "tokens"
+    by_distance = settings["neighbors.rerank"] != "tokens" and settings["neighbors.search"] != "ngrams"
     index = stored_json(folder / "index" / "trained" / "index.json")
     index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
         "fingerprint": datastore.fingerprint,
         "index": index,
-        "search": ", ".join(sorted({_way(retrieval, count["search"], index) for count in counts})),
+        "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "bytes": {name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "neighbors")},
+        "bytes": {
+            name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors")
+        },
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
             for k in sorted({1, 2, 10, stored.shape[1]})
@@ -93,14 +94,13 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     }
 
 
-def _way(retrieval: str, search: str, index: dict[str, Any]) -> str:
+def _way(search: str, index: dict[str, Any]) -> str:
     """The method that found the neighbors, with its number of visited lists."""
-    if retrieval == "sparse":
-        return "terms (BM25)"
-    by_terms = "terms (BM25) and " if retrieval == "hybrid" else ""
+    if search == "ngrams":
+        return "rare n-grams"
     if search == "exact":
-        return f"{by_terms}exhaustive search"
-    return f"{by_terms}{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
+        return "exhaustive search"
+    return f"{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
 
 
 def _totals(datastore: Datastore, name: str) -> dict[str, int]:

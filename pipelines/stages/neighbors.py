@@ -13,7 +13,7 @@ from indexing.neighbors.search import Method
 from indexing.neighbors.search_cost import Hardware, cheapest, describe
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.term_search import TermSearch
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.store import remote
 from indexing.store.artifact import (
     Recipe,
@@ -27,7 +27,6 @@ from indexing.store.artifact import (
 )
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import Executor
@@ -40,8 +39,8 @@ log = logging.getLogger("retro")
 
 def _searched(config: Config) -> dict[str, str]:
     """The inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage."""
-    by_terms = {"sparse": "sparse"} if config.neighbors.retrieval != "dense" else {}
-    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_terms
+    by_ngrams = {"ngrams": "ngrams"} if config.neighbors.search == "ngrams" else {}
+    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_ngrams
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
         out = folder / "neighbors" / shard_name(shard)
         known = _set_aside(out, recipes)
-        if config.neighbors.rerank == "tokens" or config.neighbors.retrieval != "dense":
-            known = 0  # the order needs all candidates, and BM25 all chunks; only the chosen neighbors are stored
+        if config.neighbors.rerank == "tokens" or config.neighbors.search == "ngrams":
+            known = 0  # the order needs all candidates, n-grams all chunks; only the chosen neighbors are stored
         if not is_finished(out, recipes[-1]):
             method = method or _method(config, Datastore.open(folder).train)
-            searched = (*own[known:], *(() if known else others)) if config.neighbors.retrieval != "sparse" else ()
+            searched = (*own[known:], *(() if known else others))
             before = _before(out) if known else None
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
             retrieved = (folder, *(part.folder for part in others))
@@ -124,11 +123,10 @@ def _others(config: Config) -> list[SearchedShards]:
 
 
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
-    dense = ("retrieval",) if config.neighbors.retrieval == "dense" else ()  # as in datastores without a sparse index
     return Recipe(
         stage="neighbors",
         version=6,
-        settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized", *dense))
+        settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
         # The folder is not an input: a datastore that was moved is the same.
@@ -202,9 +200,7 @@ def neighbor_task(
     datastore = Datastore.open(folder)
     retrieval = RetrievalSet(tuple(Datastore.open(path).train for path in retrieved))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
-    terms = None
-    if settings.retrieval != "dense":
-        terms = neighbors.Terms(TermSearch.open(retrieval), Tokenizer.open(folder / "tokenizer"))
+    by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
     with create(out, recipe) as (work, counts):
         counts["search"] = method
         for split in map(datastore.split, SPLITS):
@@ -216,7 +212,7 @@ def neighbor_task(
                 opened,
                 settings,
                 order=order,
-                terms=terms,
+                by_ngrams=by_ngrams,
                 before=before / split.name if before else None,
                 advance=advance,
             )

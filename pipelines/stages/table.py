@@ -1,6 +1,6 @@
 """The table of stages, and the build that runs the unfinished ones.
 
-    chunk → embed → train-index → add → sparse → neighbors (→ materialize, merge, suffixes)
+    chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge, suffixes)
 
 Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
 plain function of `indexing/` for the rest. The executor decides where the tasks run.
@@ -36,6 +36,7 @@ from pipelines.stages.embed import run_embed
 from pipelines.stages.index import run_add, run_merge, run_train_index
 from pipelines.stages.materialize import run_materialize
 from pipelines.stages.neighbors import run_neighbors
+from pipelines.stages.ngrams import run_ngrams
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
 from pipelines.stages.suffixes import run_suffixes
@@ -218,6 +219,7 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
+    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),

@@ -107,10 +107,10 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
     stored = stored_settings(datastore)
     settings = stored[0] if stored else NeighborSettings(rerank="embeddings")
-    if settings.retrieval != "dense":
+    if stored and stored[1] == "ngrams":
         raise InputError(
-            f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with "
-            f"neighbors.retrieval = {settings.retrieval!r}. Fractions are searched by embeddings, so only 'dense' is accepted."
+            f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with neighbors.search = 'ngrams'. "
+            "Fractions are searched by embeddings, so only 'exact', 'lists' and 'index' are accepted."
         )
     candidates = max(k, settings.candidates) if settings.rerank == "tokens" else 4 * k + 16
     return replace(settings, stored=k, candidates=candidates, materialized=0)

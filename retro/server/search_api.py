@@ -172,10 +172,10 @@ async def neighbor_tokens(
 ) -> schemas.NeighborTokensResponse:
     """Find the neighbors of whole chunks and return their token ids with continuations, as a model reads them.
 
-    They are found and ordered as the stored neighbors that models are trained with (`neighbors.retrieval`, `neighbors.rerank`).
+    They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
-    service.check_search(len(request.chunks), request.k, retriever.neighbor_retrieval, "chunks")
+    service.check_search(len(request.chunks), request.k, "dense", "chunks")
     service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
     for index, row in enumerate(request.chunks):
         if len(row) != m:
@@ -183,7 +183,7 @@ async def neighbor_tokens(
                 f"chunks[{index}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
         service.check_ids(row, f"chunks[{index}]", "chunks")
-    search = SearchKey("tokens", request.k, "{}", retriever.neighbor_retrieval, text=False, neighbors=True)
+    search = SearchKey("tokens", request.k, "{}", "dense", text=False, neighbors=True)
     results = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(results), request.k), -1, dtype=np.int64)
     for row, result in zip(ids, results, strict=True):

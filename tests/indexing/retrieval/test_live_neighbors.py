@@ -4,7 +4,6 @@ import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
-from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from pipelines.config import Config
@@ -57,14 +55,15 @@ def other(tmp_path_factory: pytest.TempPathFactory, small: Config) -> Path:
         tokenizer=replace(small.tokenizer, kind="sentencepiece", path=model),
         embedder=replace(small.embedder, path=str(small.datastore)),
     )
-    return build_local(config).folder
+    build_local(config)
+    return build_local(config, only="ngrams").folder
 
 
-def full_chunks(datastore: Datastore) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [n, m] of the full held-out chunks, and their stored neighbors [n, stored]."""
+def full_chunks(datastore: Datastore, stored: str = "neighbor_ids") -> tuple[np.ndarray, np.ndarray]:
+    """The tokens [n, m] of the full held-out chunks, and the ids or distances of their stored neighbors [n, stored]."""
     valid = datastore.valid
     full = np.flatnonzero(valid.lengths.read(0, valid.num_chunks) == datastore.chunk_length)
-    return valid.tokens.gather(full).astype(np.int64), valid.neighbor_ids.gather(full)
+    return valid.tokens.gather(full).astype(np.int64), getattr(valid, stored).gather(full)
 
 
 def assert_equal_neighbors(train: RetrievalSet, live: np.ndarray, stored: np.ndarray) -> None:
@@ -86,30 +85,28 @@ def assert_live_equals_stored(datastore: Datastore) -> None:
     assert_equal_neighbors(retriever.retrieval, retriever.rank_neighbors(tokens, stored.shape[1]).ids, stored)
 
 
-@pytest.mark.parametrize("search", ["exact", "lists", "index"])
+def search_again(config: Config) -> Datastore:
+    """The datastore with the neighbors of other settings."""
+    if config.neighbors.search == "ngrams":
+        build_local(config, only="ngrams")
+    return build_local(config, only="neighbors", rebuild=True)
+
+
+@pytest.mark.parametrize("search", ["exact", "lists", "index", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_follows_the_stored_rules(listed: Config, search, rerank, max_overlap: float) -> None:
     settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap)
-    assert_live_equals_stored(build_local(replace(listed, neighbors=settings), only="neighbors", rebuild=True))
+    assert_live_equals_stored(search_again(replace(listed, neighbors=settings)))
 
 
-@pytest.mark.parametrize("retrieval", get_args(Retrieval)[1:])
-@pytest.mark.parametrize(("rerank", "max_overlap"), [("embeddings", 0.3), ("tokens", 1.0)])
-def test_live_search_by_terms_follows_the_stored_rules(
-    small: Config, retrieval: Retrieval, rerank, max_overlap: float
-) -> None:
-    settings = replace(SETTINGS, retrieval=retrieval, rerank=rerank, max_overlap=max_overlap)
-    assert_live_equals_stored(build_local(replace(small, neighbors=settings), only="neighbors", rebuild=True))
-
-
+@pytest.mark.parametrize("search", ["exact", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_finds_the_stored_chunks_of_other_datastores(
-    tmp_path: Path, small: Config, other: Path, rerank, max_overlap: float
+    tmp_path: Path, small: Config, other: Path, search, rerank, max_overlap: float
 ) -> None:
     shutil.copytree(small.datastore, tmp_path / "datastore")
-    settings = replace(SETTINGS, rerank=rerank, max_overlap=max_overlap, extra_datastores=(other,))
-    config = replace(small, datastore=tmp_path / "datastore", neighbors=settings)
-    datastore = build_local(config, only="neighbors", rebuild=True)
+    settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap, extra_datastores=(other,))
+    datastore = search_again(replace(small, datastore=tmp_path / "datastore", neighbors=settings))
     assert_live_equals_stored(datastore)
     assert (full_chunks(datastore)[1] >> CHUNK_ID_BITS == 1).any()
 
@@ -123,25 +120,28 @@ def test_more_neighbors_than_stored_begin_with_the_stored_ones(listed: Config) -
     assert (found >= 0).all()
 
 
-@pytest.mark.parametrize("retrieval", get_args(Retrieval))
-def test_live_search_replaces_deleted_chunks_by_the_next_ones(
-    tmp_path: Path, small: Config, retrieval: Retrieval
-) -> None:
+@pytest.mark.parametrize("search", ["exact", "ngrams"])
+def test_live_search_replaces_deleted_chunks_by_the_next_ones(tmp_path: Path, small: Config, search) -> None:
     shutil.copytree(small.datastore, tmp_path / "datastore")
-    neighbors = replace(SETTINGS, retrieval=retrieval, max_overlap=0.5)
-    config = replace(small, datastore=tmp_path / "datastore", neighbors=neighbors)
-    datastore = build_local(config, only="neighbors", rebuild=True)
+    neighbors = replace(SETTINGS, search=search, max_overlap=0.5)
+    datastore = search_again(replace(small, datastore=tmp_path / "datastore", neighbors=neighbors))
     tokens, stored = full_chunks(datastore)
     train = datastore.train
     numbers = np.unique(train.documents_of(stored[:, 0])[0])[::2]
     delete_documents(datastore.folder, {row["id"] for row in train.metadata(numbers.tolist())})
     left = train.without_deleted(stored)
     assert (left[:, 0] < 0).any()
-    found = Retriever.open(datastore.folder).rank_neighbors(tokens, 6).ids
+    ranked = Retriever.open(datastore.folder).rank_neighbors(tokens, 6)
+    found = ranked.ids
     assert (found >= 0).all()
+    assert (train.without_deleted(found) == found).all()
     order = np.argsort(left < 0, axis=1, kind="stable")
     kept = np.take_along_axis(left, order, 1)
-    assert_equal_neighbors(RetrievalSet.of(datastore), np.where(kept < 0, -1, found), kept)
+    if search == "ngrams":  # the next candidate by n-grams can be nearer than the kept ones
+        distances = np.take_along_axis(full_chunks(datastore, "neighbor_distances")[1], order, 1)
+        assert (ranked.distances <= np.where(kept < 0, np.inf, distances) + 1e-5).all()
+    else:
+        assert_equal_neighbors(RetrievalSet.of(datastore), np.where(kept < 0, -1, found), kept)
     rows, _ = np.nonzero(found >= 0)
     texts, lengths = train.with_continuation(found.ravel())
     assert overlap(tokens[rows], np.full(len(rows), tokens.shape[1]), texts, lengths).max() <= 0.5

@@ -10,6 +10,7 @@ from tantivy import Query
 
 from indexing.index.faiss_files import ivf_of, read_index
 from indexing.sparse.index import SparseIndex
+from indexing.sparse.ngram_index import MOST_CHUNKS
 from indexing.sparse.segments import PASSAGE
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import SPLITS, Datastore, deleted_chunks, shard_name
@@ -32,6 +33,8 @@ def check_contents(datastore: Datastore) -> None:
         assert np.array_equal(np.sort(ids_of(index)), np.arange(first, stop))
         _check_sparse(datastore, shard, first, stop)
         _check_neighbors(datastore, shard, name)
+        if datastore.has("ngrams"):
+            _check_ngrams(datastore, name)
         if datastore.has("materialize"):
             _check_materialized(datastore, shard, name)
     trained = read_index(datastore.folder / "index" / "trained" / "trained.faiss")
@@ -74,6 +77,16 @@ def _check_sparse(datastore: Datastore, shard: int, first: int, stop: int) -> No
         for passage, (begin, end) in enumerate(pairwise(borders.tolist())):
             assert _members(index.passages, begin) == [passage]
             assert _members(index.chunks, begin) == list(range(begin - first, end - first))
+
+
+def _check_ngrams(datastore: Datastore, name: str) -> None:
+    folder = datastore.folder / "ngrams" / name
+    hashes, offsets, chunks = (np.load(folder / f"{array}.npy") for array in ("hashes", "offsets", "chunks"))
+    assert {array.dtype for array in (hashes, offsets, chunks)} == {np.dtype(np.uint32)}
+    assert (np.diff(hashes.astype(np.int64)) > 0).all()
+    assert (offsets[0], offsets[-1], len(offsets)) == (0, len(chunks), len(hashes) + 1)
+    assert (np.diff(offsets.astype(np.int64)) <= MOST_CHUNKS).all()
+    assert (chunks < datastore.train.num_chunks).all()
 
 
 def _members(texts: Any, first_chunk: int) -> list[int]:

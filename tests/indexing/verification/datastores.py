@@ -12,7 +12,7 @@ from tests.conftest import build_local, tiny_config, write_corpus
 
 
 def build_complete(folder: Path, **neighbors: Any) -> Config:
-    """Build a datastore of two shards, with near copies removed, materialized neighbors and a merged index."""
+    """Build a datastore of two shards, with near copies removed, materialized neighbors, a merged index and sorted prefixes."""
     corpus = write_corpus(folder / "corpus.jsonl", 36)
     corpus.write_text(corpus.read_text() + corpus.read_text().replace('"doc-', '"copy-'))
     evaluation = write_corpus(folder / "evaluation.jsonl", 4, seed=3)
@@ -22,6 +22,7 @@ def build_complete(folder: Path, **neighbors: Any) -> Config:
     config = replace(config, corpus=reading, neighbors=neighbors, index=replace(config.index, factory="IVF4,Flat"))
     build_local(config)
     build_local(config, only="merge")
+    build_local(config, only="suffixes")
     return config
 
 

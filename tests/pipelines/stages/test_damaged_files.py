@@ -30,7 +30,7 @@ def _finish(config: Config) -> Path:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _finish(build_complete(tmp_path_factory.mktemp("complete"), retrieval="hybrid"))
+    return _finish(build_complete(tmp_path_factory.mktemp("complete"), search="ngrams"))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ The head has no CPU and each of the two other nodes has one, so the driver never
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ import pytest
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors import ray_pool
+from pipelines.executors.factory import make_executor
 from pipelines.executors.ray_pool import RayExecutor
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.executors.tasks import Task
 from pipelines.settings.toml_file import to_toml
+from pipelines.stages.table import build
 from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of Ray itself
@@ -188,6 +191,20 @@ def executor(cluster) -> Iterator[RayExecutor]:
 
     yield RayExecutor(ExecutorSettings(kind="ray", ray_address=cluster.address))
     ray.shutdown()
+
+
+def test_neighbors_by_ngrams_on_ray_have_the_bytes_of_one_process(
+    executor, tmp_path, tiny_corpus, tiny_datastore
+) -> None:
+    folders = []
+    for name in ("ray", "here"):
+        config = tiny_config(tmp_path / name, tiny_corpus)
+        config = replace(config, neighbors=replace(config.neighbors, search="ngrams", rerank="tokens"))
+        shutil.copytree(tiny_datastore.folder, config.datastore)
+        for stage in ("ngrams", "neighbors"):
+            build(config, executor if name == "ray" else make_executor(config.executor), only=stage, rebuild=True)
+        folders.append(config.datastore)
+    assert contents(folders[0]) == contents(folders[1])
 
 
 def test_shard_that_kills_its_workers_fails_by_name_and_other_shards_finish(executor, tmp_path, caplog) -> None:

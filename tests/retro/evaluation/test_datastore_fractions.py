@@ -141,10 +141,16 @@ def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch
     assert half.found.shape == whole.found.shape
 
 
-def test_neighbors_found_by_terms_are_refused(held_out: EvaluationSet, tmp_path: Path) -> None:
-    copy = with_setting(held_out, tmp_path / "copy", "neighbors.retrieval", "sparse")
-    with pytest.raises(InputError, match=r"datastore_fractions.*neighbors\.retrieval = 'sparse'"):
-        next(search_fractions(copy, 40, 4, (1.0,)))
+def test_neighbors_that_fractions_cannot_have_are_refused(tmp_path: Path) -> None:
+    """By n-grams, or by the terms of earlier versions."""
+    settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20), neighbors=settings)
+    by_ngrams = EvaluationSet("ngrams", build_local(config))
+    with pytest.raises(InputError, match=r"datastore_fractions.*neighbors\.search = 'ngrams'"):
+        next(search_fractions(by_ngrams, 4, 4, (1.0,)))
+    by_terms = with_setting(by_ngrams, tmp_path / "copy", "neighbors.retrieval", "sparse")
+    with pytest.raises(InputError, match=r"neighbors\.retrieval = 'sparse'.*--stage neighbors --rebuild"):
+        next(search_fractions(by_terms, 4, 4, (1.0,)))
 
 
 def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:

@@ -4,7 +4,6 @@ import base64
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,13 +208,12 @@ def test_neighbor_tokens_equal_the_retrievers(client: TestClient, retriever: Ret
     assert problem(client, "/neighbors/tokens", chunks=[whole] * 257)[:2] == (422, "chunks")
 
 
-@pytest.mark.parametrize("settings", [{"retrieval": "sparse"}, {"rerank": "tokens"}])
 def test_neighbor_tokens_are_found_as_the_stored_neighbors(
-    tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+    tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks, k = tiny_datastore.train.tokens.read(40, 60).astype(np.int64), 2
     dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, k)[0]
-    stored = replace(NeighborSettings(stored=6, candidates=24, rerank="embeddings"), **settings)
+    stored = NeighborSettings(stored=6, candidates=24, rerank="tokens")
     monkeypatch.setattr(Retriever, "_stored", (stored, "exact"))
     retriever = Retriever.open(tiny_datastore.folder)
     expected = retriever.neighbors(chunks, k)[0]

@@ -1,0 +1,144 @@
+"""Neighbors by n-grams against neighbors by embeddings: speed, and how much of the next chunk they hold.
+
+    retro index CONFIG && retro index CONFIG --stage ngrams
+    python -m benchmarks.speed.neighbor_candidates DATASTORE [--methods lists ngrams] [--queries 65536] [--rounds 3]
+
+The methods alternate within one run. Each finds the stored neighbors of the same training chunks, everything included: candidates,
+own documents, the order by tokens (with the lexical embedder) and distances. Opening an index is not timed.
+
+Coverage is the mean share of the next chunk's distinct bigrams and 4-grams that the first k neighbors with their continuations hold,
+for held-out chunks. `one` is the median time of a search for one held-out chunk.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from benchmarks.common import Budget, add_minutes, budget, markdown, say, seconds, write
+from indexing.embedding.lexical import token_weights
+from indexing.index.floats import to_float32
+from indexing.neighbors.search import Method, NeighborSettings, OpenIndex, find_neighbors, open_index
+from indexing.similarity.shared_tokens import SharedTokens
+from indexing.sparse.ngram_search import NgramIndex
+from indexing.store.artifact import stored_json
+from indexing.store.datastore import Datastore, Split
+from indexing.store.retrieval_set import RetrievalSet
+from pipelines.results import Table
+
+_COVERED = 3000  # held-out chunks whose coverage is measured
+_ALONE = 100  # searches of one chunk
+
+Search = Callable[[Split, np.ndarray], np.ndarray]
+"""A split and ids [n] of its chunks → ids [n, stored] of their neighbors."""
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("datastore", type=Path)
+    parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=["lists", "ngrams"])
+    parser.add_argument("--queries", type=int, default=65_536, help="training chunks per round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--k", type=int, default=4, help="neighbors for the coverage")
+    parser.add_argument("--output", type=Path, default=Path("neighbor_candidates.json"))
+    add_minutes(parser)
+    options = parser.parse_args()
+    write(options.output, measure(options, budget(options)))
+
+
+def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
+    """Measure all methods, print the table and return its rows."""
+    datastore = Datastore.open(options.datastore)
+    train, valid = datastore.train, datastore.valid
+    searches = {method: search_by(datastore, method) for method in options.methods}
+    queries = np.arange(min(options.queries, train.num_chunks))
+    following = np.arange(max(0, valid.num_chunks - 1))
+    following = following[following + 1 < valid.documents_of(following)[2]]
+    following = following[:: -(-len(following) // _COVERED) or 1]
+    wall: dict[str, list[float]] = {method: [] for method in searches}
+    cpu: dict[str, list[float]] = {method: [] for method in searches}
+    for _ in limit.rounds(options.rounds):
+        for method, search in searches.items():
+            started = time.process_time()
+            wall[method].append(seconds(lambda search=search: search(train, queries)))  # type: ignore[misc]
+            cpu[method].append(time.process_time() - started)
+    rows = []
+    for method, search in searches.items():
+        ids = search(valid, following)
+        alone = [seconds(lambda row=row, search=search: search(valid, row[None])) for row in following[:_ALONE]]  # type: ignore[misc]
+        bigrams, fourgrams = (coverage(valid, train, following, ids[:, : options.k], order) for order in (2, 4))
+        rows.append(
+            {
+                "method": method,
+                "chunks_per_second": len(queries) / statistics.median(wall[method]),
+                "cpu_seconds": statistics.median(cpu[method]),
+                "one_milliseconds": 1000 * statistics.median(alone) if alone else None,
+                "bigrams": bigrams,
+                "fourgrams": fourgrams,
+            }
+        )
+    first = rows[0]
+    header = ["", "chunks/s", "ratio", "CPU ratio", "one, ms", "bigrams", "4-grams"]
+    table = [
+        [
+            row["method"],
+            f"{row['chunks_per_second']:,.0f}",
+            f"{row['chunks_per_second'] / first['chunks_per_second']:.2f}",
+            f"{first['cpu_seconds'] / row['cpu_seconds']:.2f}",
+            f"{row['one_milliseconds'] or 0:.2f}",
+            f"{row['bigrams']:.3f}",
+            f"{row['fourgrams']:.3f}",
+        ]
+        for row in rows
+    ]
+    say(f"{train.num_chunks:,} chunks, {torch.get_num_threads()} threads")
+    say(markdown(Table(header, table)))
+    return {"chunks": train.num_chunks, "queries": len(queries), "k": options.k, "rows": rows}
+
+
+def search_by(datastore: Datastore, method: Method) -> Search:
+    """Open what a method searches, and return its search."""
+    train, retrieval = datastore.train, RetrievalSet((datastore.train,))
+    lexical = stored_json(datastore.folder / "embedder" / "embedder.json")["kind"] == "lexical"
+    settings = NeighborSettings(search=method, rerank="tokens" if lexical else "embeddings")
+    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if lexical else None
+    opened = [OpenIndex(open_index(train, range(len(train.chunk_rows)), method, keep=True), train)]
+    by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
+
+    def search(split: Split, chunks: np.ndarray) -> np.ndarray:
+        own = split.documents_of(chunks)[1:] if split.name == "train" else None
+        vectors = to_float32(split.embeddings.gather(chunks))
+        tokens = (split.tokens.gather(chunks), split.lengths.gather(chunks))
+        return find_neighbors(vectors, tokens, opened, settings, own=own, order=order, by_ngrams=by_ngrams)[0]
+
+    return search
+
+
+def coverage(split: Split, train: Split, chunks: np.ndarray, ids: np.ndarray, order: int) -> float:
+    """Mean share of the distinct n-grams of the chunk after each of `chunks` that its neighbors, ids [n, k], hold."""
+    shares = []
+    tokens, lengths = split.tokens.gather(chunks + 1), split.lengths.gather(chunks + 1)
+    for text, length, neighbors in zip(tokens, lengths, ids, strict=True):
+        wanted = ngrams_of(text[:length], order)
+        held = set[tuple[int, ...]]()
+        for neighbor, size in zip(*train.with_continuation(neighbors), strict=True):
+            held |= ngrams_of(neighbor[:size], order)
+        if wanted:
+            shares.append(len(wanted & held) / len(wanted))
+    return float(np.mean(shares)) if shares else 0.0
+
+
+def ngrams_of(tokens: np.ndarray, order: int) -> set[tuple[int, ...]]:
+    """The distinct n-grams of a text."""
+    text = tokens.tolist()
+    return set(zip(*(text[start:] for start in range(order)), strict=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
+
+    block of queries → bigrams and 4-grams → document frequencies → the 32 rarest of each query
+                     → sparse product with the lists of these n-grams → chunks with the greatest sum of idf
+
+An n-gram counts if at most 256 chunks hold it, so a query reads at most 32 · 256 entries, whatever the size of the datastore. This is
+the inverted-index join of Elsayed et al. (2008), "Pairwise document similarity in large collections with MapReduce".
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from indexing.sparse.candidates import Kept
+from indexing.sparse.ngram_index import MOST_CHUNKS, NgramLists, changes, ngrams, within
+from indexing.store.retrieval_set import RetrievalSet
+
+_RAREST = 32  # n-grams of a query
+_FULL_DEPTH = _RAREST * MOST_CHUNKS  # chunks that can share an n-gram with a query
+_ROW_BITS = 16
+_BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
+_ENTRIES = 2**25  # entries of lists read at a time
+_RESULTS = 2**23  # candidates at a time
+_FEW_ROWS = 1024  # queries at a time that request all chunks
+_FEW_QUERIES = 64  # for which starting threads takes longer than the product
+_UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
+_WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
+_WIDE = 2**27  # chunks from which on the product is not given a column for each
+
+
+@dataclass(frozen=True)
+class NgramIndex:
+    """The n-grams of all chunks of a retrieval set. Several threads can search at once.
+
+    Attributes:
+        retrieval: the chunks.
+        lists: of every generation of every datastore.
+    """
+
+    retrieval: RetrievalSet
+    lists: tuple[NgramLists, ...]
+
+    @classmethod
+    def open(cls, retrieval: RetrievalSet) -> "NgramIndex":
+        """Open the n-grams of a retrieval set; see `NgramLists.of`."""
+        return cls(retrieval, NgramLists.of(retrieval))
+
+    def search(
+        self, tokens: np.ndarray, lengths: np.ndarray, wanted: int, enough: int, kept: Kept, *, own: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the chunks with the greatest sum of idf over the rarest n-grams that they share with a query.
+
+        One and a half times the wanted chunks are requested, since `kept` may exclude some. If it leaves fewer than `enough`, all
+        chunks that share a rare n-gram are requested.
+
+        Memory: the n-grams of 65,536 queries (at most 2m each, 60 bytes), 2^25 entries of lists (40 bytes each), and 8 bytes for
+        each chunk and thread, of 2^27 chunks at most. Files are memory-mapped and read in the order of the hashes.
+
+        Args:
+            tokens: [n, m].
+            lengths: [n] real tokens in each.
+            wanted: candidates for each query.
+            enough: candidates with which a query is not searched again.
+            kept: a condition; see `Kept`.
+            own: whether the queries are chunks of the index, so that an n-gram of one chunk is only the query's own.
+
+        Returns:
+            ids [n, wanted] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
+            [n, wanted] float32 (0).
+        """
+        ids = np.full((len(tokens), wanted), -1, dtype=np.int64)
+        sums = np.zeros((len(tokens), wanted), dtype=np.float32)
+
+        def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
+            """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
+            hits, best = self._best(queries, depth)
+            is_full = hits[:, -1] >= 0
+            hits = kept(rows, hits)
+            order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+            ids[rows] = np.take_along_axis(hits, order, 1)
+            sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
+            return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
+
+        for start in range(0, len(tokens), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
+            for rows in queries.parts(max(1, _RESULTS // (2 * wanted))):
+                part = queries.take(rows)
+                starved = fill(start + rows, part, wanted + wanted // 2)
+                for first in range(0, len(starved), _FEW_ROWS):
+                    some = starved[first : first + _FEW_ROWS]
+                    fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
+        return ids, sums
+
+    def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":
+        """The rarest n-grams of some chunks, each in at least `least` chunks of the index."""
+        rows, hashes = ngrams(tokens, lengths)
+        keys = (hashes << np.uint64(_ROW_BITS)) | rows
+        keys.sort()
+        keys = keys[changes(keys)]
+        hashes, rows = keys >> np.uint64(_ROW_BITS), keys & np.uint64(_BLOCK_ROWS - 1)
+        is_first = changes(hashes)
+        distinct, columns = hashes[is_first], np.cumsum(is_first) - 1
+        frequencies = np.zeros(len(distinct), dtype=np.int64)
+        for lists in self.lists:
+            frequencies += lists.find(distinct)[1]
+        here = ((frequencies >= least) & (frequencies <= MOST_CHUNKS))[columns]
+        rows, columns = rows[here], columns[here]
+        # By query, then by frequency, then by hash.
+        keys = (rows << np.uint64(40)) | (frequencies[columns] << 31 | columns).astype(np.uint64)
+        keys.sort()
+        rows, columns = (keys >> np.uint64(40)).astype(np.int64), (keys & np.uint64(2**31 - 1)).astype(np.int64)
+        sizes = np.bincount(rows, minlength=len(tokens))
+        rarest = within(sizes) < _RAREST
+        return _Queries(
+            distinct, frequencies, np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))]), columns[rarest]
+        )
+
+    def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""
+        import torch
+        from scipy.sparse import csr_matrix
+        from sparse_dot_topn import sp_matmul_topn
+
+        hashes, columns = queries.used()
+        idf = np.log((self.retrieval.num_chunks + 1) / queries.frequencies[queries.columns])
+        rarity = np.rint(idf * _UNIT).astype(np.int64)
+        asked = csr_matrix((rarity, columns, queries.offsets), shape=(len(queries), len(hashes)))
+        offsets, places, chunks = self._read(hashes)
+        # Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
+        weights = _WHOLE - chunks
+        listed = csr_matrix((weights[places], places, offsets), shape=(len(hashes), len(chunks)))
+        threads = 1 if len(queries) <= _FEW_QUERIES else torch.get_num_threads()
+        best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
+        ids = np.full((len(queries), depth), -1, dtype=np.int64)
+        sums = np.zeros((len(queries), depth), dtype=np.float32)
+        sizes = np.diff(best.indptr)
+        rows, ranks = np.repeat(np.arange(len(queries)), sizes), within(sizes)
+        columns = best.indices[: len(rows)]
+        ids[rows, ranks] = self.retrieval.ids_at(chunks[columns])
+        sums[rows, ranks] = np.rint(best.data[: len(rows)] / weights[columns]) / _UNIT
+        return ids, sums
+
+    def _read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the lists of n-grams, hashes [n] uint64 in order.
+
+        Returns:
+            offsets [n + 1] int64; columns of one n-gram after another [entries]; the chunk of each column [columns] int64, positions in
+            the retrieval set.
+        """
+        read = [lists.read(hashes) for lists in self.lists]
+        offsets = np.concatenate([[0], np.cumsum(sum(sizes for _, sizes in read))])
+        places, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
+        for chunks, sizes in read:
+            places[np.repeat(filled, sizes) + within(sizes)] = chunks
+            filled += sizes
+        total = self.retrieval.num_chunks
+        if total // 16 < len(places) and total < _WIDE:
+            return offsets, places, np.arange(total)
+        # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
+        chunks, columns = np.unique(places, return_inverse=True)
+        return offsets, columns, chunks
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """The rarest n-grams of some queries.
+
+    Attributes:
+        hashes: [n-grams] uint64 in order, of these queries and maybe of others.
+        frequencies: [n-grams] int64, chunks of the index that hold them.
+        offsets: [queries + 1] int64, the first of `columns` of each query.
+        columns: int64, n-grams of the queries one after another, those of a query by frequency and hash.
+    """
+
+    hashes: np.ndarray
+    frequencies: np.ndarray
+    offsets: np.ndarray
+    columns: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def take(self, rows: np.ndarray) -> "_Queries":
+        sizes = np.diff(self.offsets)[rows]
+        columns = self.columns[np.repeat(self.offsets[rows], sizes) + within(sizes)]
+        return _Queries(self.hashes, self.frequencies, np.concatenate([[0], np.cumsum(sizes)]), columns)
+
+    def used(self) -> tuple[np.ndarray, np.ndarray]:
+        """The n-grams of these queries, and `columns` as places among them."""
+        is_used = np.zeros(len(self.hashes), dtype=bool)
+        is_used[self.columns] = True
+        return self.hashes[is_used], (np.cumsum(is_used) - 1)[self.columns]
+
+    def parts(self, most: int) -> Iterator[np.ndarray]:
+        """Yield the rows of consecutive parts of at most `most` queries whose lists have at most about 2^25 entries."""
+        entries = np.concatenate([[0], np.cumsum(self.frequencies[self.columns])])[self.offsets]
+        start = 0
+        while start < len(self):
+            stop = int(np.searchsorted(entries, entries[start] + _ENTRIES, side="right")) - 1
+            stop = max(start + 1, min(stop, start + most, len(self)))
+            yield np.arange(start, stop)
+            start = stop

@@ -1,0 +1,135 @@
+"""Neighbors by rare n-grams under the rules of the others, from a datastore that can be extended, damaged and interrupted."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from indexing.neighbors.search import NeighborSettings
+from indexing.similarity.overlap import overlap
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.cli import main
+from pipelines.config import Config
+from pipelines.executors.factory import make_executor
+from pipelines.stages.ngrams import run_ngrams
+from tests.conftest import build_local, contents, tiny_config, write_corpus
+
+SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
+
+
+def config_of(folder: Path, corpus: Path, **changes) -> Config:
+    return tiny_config(folder, corpus, neighbors=replace(SETTINGS, **changes))
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": str(n), "text": text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
+    folder = tmp_path_factory.mktemp("ngrams")
+    config = config_of(folder, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    for stage in ("ngrams", "neighbors"):
+        build_local(config, only=stage, rebuild=True)
+    return config
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_neighbors_are_distinct_and_not_of_the_own_document(built: Config, name: str) -> None:
+    datastore = Datastore.open(built.datastore)
+    split = datastore.split(name)
+    ids, distances = (array.read(0, split.num_chunks) for array in (split.neighbor_ids, split.neighbor_distances))
+    assert (ids >= 0).mean() > 0.95
+    assert np.isfinite(distances[ids >= 0]).all()
+    assert all(len(set(row[row >= 0].tolist())) == (row >= 0).sum() for row in ids)
+    if name == "train":
+        _, first, stop = split.documents_of(np.arange(split.num_chunks))
+        assert not ((ids >= first[:, None]) & (ids < stop[:, None])).any()
+    assert main(["verify", str(built.datastore)]) == 0
+
+
+def test_neighbors_share_ngrams(built: Config) -> None:
+    """Random words form few bigrams by chance, so most first neighbors hold a copied passage."""
+    train = Datastore.open(built.datastore).train
+    tokens, near = train.tokens.read(0, 300), train.tokens.gather(train.neighbor_ids.read(0, 300)[:, 0])
+
+    def bigrams(row: np.ndarray) -> set[tuple[int, int]]:
+        return set(zip(row.tolist(), row[1:].tolist(), strict=False))
+
+    assert np.mean([len(bigrams(a) & bigrams(b)) >= 8 for a, b in zip(tokens, near, strict=True)]) > 0.7
+
+
+def test_near_copies_are_dropped(tmp_path: Path, built: Config) -> None:
+    shutil.copytree(built.datastore, tmp_path / "datastore")
+    config = replace(built, datastore=tmp_path / "datastore", neighbors=replace(SETTINGS, max_overlap=0.5))
+    train = build_local(config, only="neighbors", rebuild=True).train
+    ids = train.neighbor_ids.read(0, 200)
+    rows, columns = np.nonzero(ids >= 0)
+    assert len(rows) == ids.size
+    tokens, lengths = train.with_continuation(ids[rows, columns])
+    assert overlap(train.tokens.read(0, 200)[rows], train.lengths.read(0, 200)[rows], tokens, lengths).max() <= 0.5
+
+
+def test_a_lost_shard_and_a_killed_stage_are_made_again_with_the_same_bytes(tmp_path: Path, built: Config) -> None:
+    shutil.copytree(built.datastore, tmp_path / "datastore")
+    config = replace(built, datastore=tmp_path / "datastore")
+    before = contents(config.datastore)
+    shutil.rmtree(config.datastore / "ngrams" / "00002")
+    executor = make_executor(config.executor)
+
+    def die(stage, function, tasks, advance):
+        if "ngrams/00002" in tasks[0].name:
+            raise RuntimeError("killed")
+        return executor.map(stage, function, tasks, advance)
+
+    killed = SimpleNamespace(map=die)
+    with pytest.raises(RuntimeError, match="killed"):
+        run_ngrams(config, killed)
+    assert any("runs" in name for name in contents(config.datastore))
+    build_local(config)
+    assert contents(config.datastore) == before
+
+
+@pytest.mark.parametrize("where", ["own", "other"])
+def test_datastores_without_ngrams_are_named_with_the_stage(
+    tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, built: Config, where: str
+) -> None:
+    config = config_of(tmp_path, tiny_corpus)
+    if where == "own":
+        shutil.copytree(tiny_datastore.folder, config.datastore)
+    else:
+        shutil.copytree(built.datastore, config.datastore)
+        config = replace(config, neighbors=replace(SETTINGS, extra_datastores=(tiny_datastore.folder,)))
+    lacking = config.datastore if where == "own" else tiny_datastore.folder
+    with pytest.raises(InputError, match=rf"{lacking} has no finished 'ngrams' stage.*--stage ngrams"):
+        build_local(config, only="neighbors", rebuild=True)
+
+
+@pytest.mark.parametrize("repeated", ["chunk", "document of one chunk"])
+def test_chunks_with_frequent_ngrams_only_get_neighbors_by_their_embeddings(tmp_path: Path, repeated: str) -> None:
+    text = "the same few words in every document"
+    texts = [text] * 320 if repeated == "document of one chunk" else [" ".join([text] * 6)] * 280
+    datastore = build_local(config_of(tmp_path, write_texts(tmp_path / "corpus.jsonl", texts)))
+    train = datastore.train
+    assert train.num_chunks > 270
+    ids = train.neighbor_ids.read(0, train.num_chunks)
+    assert (ids >= 0).all()
+    counts = [read_manifest(path)["counts"] for path in sorted((datastore.folder / "ngrams").iterdir())]
+    assert sum(count["ngrams"] for count in counts) > 0
+    assert sum(count["entries"] for count in counts) == 0
+
+
+@pytest.mark.parametrize("chunk_length", [2, 3])
+def test_chunks_shorter_than_the_longest_ngram_have_neighbors(tmp_path: Path, chunk_length: int) -> None:
+    config = config_of(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 8))
+    datastore = build_local(replace(config, chunks=replace(config.chunks, chunk_length=chunk_length)))
+    train = datastore.train
+    assert (train.neighbor_ids.read(0, train.num_chunks) >= 0).mean() > 0.9
