@@ -17,7 +17,6 @@ from typing import Any
 
 from indexing.store.errors import InputError, in_words
 from indexing.store.remote import url_of
-from pipelines.settings.load import load
 from pipelines.terminal import echo, running, setup_logging
 from pipelines.version import version_line
 from retro.training.signals import Stopped
@@ -251,6 +250,8 @@ def run_verb(arguments: Sequence[str]) -> int:
     optional = verb.positional == ("[CONFIG]",)
     if len(given) < len(verb.positional) and not optional and not _HELP_FLAGS & set(rest):
         raise InputError(f"usage: retro {usage} [--options]; `retro {name} --help` lists the options.")
+    from pipelines.settings.load import load  # `retro --help` needs no pydantic
+
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
         loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)

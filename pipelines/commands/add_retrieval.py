@@ -1,14 +1,16 @@
 """`retro add-retrieval CHECKPOINT`: retrieval for a trained model, without training."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import PositiveInt
+
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from pipelines.commands.model import check_target
 from pipelines.terminal import echo, human_bytes, progress
 
 
-@dataclass(frozen=True)
+@settings
 class AddRetrievalOptions:
     """Add retrieval to a trained model without training. The model gets a copy head that reads neighbors, fitted with a few
     forward passes over training text. All its other weights stay the same, so retrieval OFF is the model as it was. The
@@ -19,19 +21,14 @@ class AddRetrievalOptions:
     datastore: str = ""
     """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
     training run."""
-    k: int = 4
+    k: PositiveInt = 4
     """Neighbors of each chunk in these passes. The file can be used with any number."""
-    tokens: int = 20_000
+    tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False
     """Replace an existing file."""
-
-    def __post_init__(self) -> None:
-        for key in ("k", "tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key} = {getattr(self, key)}: must be 1 or more.")
 
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:

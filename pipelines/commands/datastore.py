@@ -4,9 +4,11 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
 
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
@@ -14,6 +16,7 @@ from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
@@ -23,7 +26,7 @@ from retro.evaluation.settings import LEAST_DOCUMENTS
 log = logging.getLogger("retro")
 
 
-@dataclass(frozen=True)
+@settings
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
@@ -73,23 +76,16 @@ def _warn_if_little_is_held_out(datastore: Datastore, split: tuple[float, float,
         )
 
 
-@dataclass(frozen=True)
+@settings
 class PlanOptions(Config, ResultOptions):
     """Estimate size, time and memory of a datastore: build a sample of the corpus on this machine, and scale it."""
 
-    tokens: float = 0.0
+    tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
-    machines: int = 1
+    machines: PositiveInt = 1
     """Machines like this one that work in parallel."""
-    sample_bytes: int = 8 * 2**20
+    sample_bytes: Annotated[int, Field(ge=10**6)] = 8 * 2**20
     """Bytes of text in the sample. More bytes take longer and give a better estimate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ResultOptions.__post_init__(self)
-        for key, least in (("tokens", 0), ("machines", 1), ("sample_bytes", 10**6)):
-            if not least <= getattr(self, key) < float("inf"):
-                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
 
 
 def plan(options: PlanOptions) -> int:
@@ -104,7 +100,7 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class SearchOptions:
     """Print the chunks of a datastore that answer a question or resemble a text best."""
 
@@ -154,7 +150,7 @@ def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
     return filters
 
 
-@dataclass(frozen=True)
+@settings
 class DeleteOptions:
     """Delete all documents with some ids, training and held-out ones. From then on they are in no result of a search, no neighbors,
     no training batch (as text, their tokens are neither learned nor read as context) and no evaluation. Rebuilds and `--append`
@@ -260,7 +256,7 @@ def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
     }
 
 
-@dataclass(frozen=True)
+@settings
 class VerifyOptions:
     """Compare every file with its checksum, and check the cross-references of a datastore. A run has all of its checkpoints
     checked. Each error is one line that says how to repair it."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from indexing.machine import usable_memory
+from indexing.store.settings import settings
 from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
@@ -42,7 +43,7 @@ class Finding:
     action: str = ""
 
 
-@dataclass(frozen=True)
+@settings
 class DoctorOptions:
     """Check installed packages, builds, devices, threads and known conflicts on this machine."""
 

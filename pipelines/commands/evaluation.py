@@ -1,14 +1,17 @@
 """Verbs that evaluate a model."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import PositiveInt
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.settings import Fraction, settings
 from pipelines.evaluation.settings import PerplexitySettings, QaSettings
-from pipelines.results import ResultOptions
+from pipelines.results import JsonFile, ResultOptions
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
@@ -16,13 +19,13 @@ if TYPE_CHECKING:
     from retro.evaluation.sets import EvaluationSet
 
 
-@dataclass(frozen=True)
+@settings
 class EvalOptions(ResultOptions):
     """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
 
-    k: tuple[int, ...] = (2,)
+    k: tuple[PositiveInt, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
-    max_overlap: float | None = None
+    max_overlap: Fraction | None = None
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
     of it, for all models. 1 = skip none; None = the `data.max_overlap` of each model's run."""
     against: str = ""
@@ -33,7 +36,7 @@ class EvalOptions(ResultOptions):
     """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: str = ""
+    output: JsonFile = ""
     """JSON file to write the results to, `NAME.json`; a page with plots is written next to it, `NAME.html`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -105,7 +108,7 @@ def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
         )
 
 
-@dataclass(frozen=True)
+@settings
 class EvalQaOptions(QaSettings, ResultOptions):
     """Measure exact match and F1 of answers to questions: closed book, with passages in the prompt, with passages as
     neighbors, and with retrieval ON."""
@@ -115,12 +118,8 @@ class EvalQaOptions(QaSettings, ResultOptions):
     training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: str = ""
+    output: JsonFile = ""
     """JSON file to write the results and all answers to, `NAME.json`; a page is written next to it, `NAME.html`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ResultOptions.__post_init__(self)
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
@@ -146,7 +145,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class EvalHarnessOptions(ResultOptions):
     """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
     of the harness."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from indexing.store.settings import settings
 from pipelines.results import Format, print_result
 from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress
 from retro.inference.settings import GenerationSettings
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
 
 
-@dataclass(frozen=True)
+@settings
 class GenerateOptions(GenerationSettings):
     """Continue prompts, with retrieval at every chunk boundary.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_HITS, _MOST_CHUNKS = 50, 128  # of one answer, which takes a part of the assistant's context
 
 
-@dataclass(frozen=True)
+@settings
 class McpOptions:
     """Let assistants search a datastore, over the Model Context Protocol (MCP) on standard input and output."""
 

@@ -2,13 +2,13 @@
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
 from indexing.store.remote import url_of
+from indexing.store.settings import settings
 from pipelines.commands import datastore as datastore_verbs
 from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
@@ -59,7 +59,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class ReportOptions:
     """Write one HTML page with curves, evaluation results and settings of one or more runs, finished or running."""
 
@@ -81,7 +81,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class InspectOptions:
     """Print what a datastore or a checkpoint contains."""
 
@@ -192,7 +192,7 @@ def verify_checkpoints(path: Path) -> int:
     return int(broken > 0)
 
 
-@dataclass(frozen=True)
+@settings
 class ExportOptions:
     """Write weights, settings and fingerprints of a checkpoint as one file, which other verbs accept as CHECKPOINT, or as a
     folder for Hugging Face transformers."""

@@ -1,24 +1,21 @@
 """`retro eval retrieval`: quality of a datastore's search on questions with known documents."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from indexing.store.datastore import Datastore
+from indexing.store.settings import settings
 from pipelines.results import ResultOptions, Table
 from pipelines.terminal import progress
 from retro.question_answering.retrieval_metrics import RetrievalResult, RetrievalSettings
 
 
-@dataclass(frozen=True)
+@settings
 class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
     """Measure hit@k, recall@k and MRR over documents, for every way of retrieval."""
 
     extra_datastores: tuple[str, ...] = ()
     """More datastores to search together with the first one."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ResultOptions.__post_init__(self)
 
 
 def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:

@@ -20,7 +20,7 @@ from pipelines import cli, terminal
 from pipelines.cli import VERBS, main
 from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
-from pipelines.settings.fields import leaf_types
+from pipelines.settings.load import leaf_types
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config, write_corpus

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +12,12 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from pipelines.settings.load import load
 from pipelines.settings.toml_file import as_plain, to_toml
 
 
-@dataclass(frozen=True)
+@settings
 class Inner:
     """Deep settings."""
 
@@ -24,7 +25,7 @@ class Inner:
     """How deep."""
 
 
-@dataclass(frozen=True)
+@settings
 class Train:
     """How long a model learns."""
 
@@ -55,7 +56,7 @@ class Train:
             raise ValueError("train.steps: too many.")
 
 
-@dataclass(frozen=True)
+@settings
 class Settings:
     """Everything."""
 
@@ -231,14 +232,14 @@ def test_missing_required_option_is_refused_and_the_file_can_set_it(tmp_path: Pa
         load(Required, None, [], verb="v")
 
 
-@dataclass(frozen=True)
+@settings
 class Required:
     """A field without a default."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@settings
 class Empty:
     """No settings at all."""
 
