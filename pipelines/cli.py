@@ -95,7 +95,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "add-retrieval": Verb(
             "Add retrieval to a trained model in about a minute, without training",
-            "commands.add_retrieval", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
+            "commands.model", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
         ),
         "report": Verb(
             "Plot the curves of one or more training runs on an HTML page",
@@ -125,7 +125,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "eval retrieval": Verb(
             "Measure hit@k, recall@k and MRR of searches",
-            "commands.retrieval_evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
+            "commands.evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
         ),
         "eval harness": Verb(
             "Run tasks of EleutherAI's lm-evaluation-harness",

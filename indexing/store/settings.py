@@ -25,13 +25,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _size(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", text):
+    if text and not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", text):
         raise ValueError("should be a size such as '500MB' or '16GB'")
     return text
 
 
 Size = Annotated[str, AfterValidator(_size)]
-"""Bytes with a unit, as text."""
+"""Bytes with a unit, as text; may be empty."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -63,7 +63,7 @@ def mistake(error: ValidationError, key: str = "") -> str:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     name = f"{key}{path}".removeprefix(".")
     if first["type"] == "unexpected_keyword_argument":
-        return f"{name}: there is no such setting."
+        return f"{name}: this version of retro has no such setting."
     if first["type"] == "missing":  # an item of a list, or an option
         return f"{name} is missing." if name.endswith("]") else f"{name} is required: set --{name.replace('_', '-')}."
     value = json.dumps(first["input"], ensure_ascii=False, default=str)

@@ -24,8 +24,7 @@ from pydantic import Field
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
-from pipelines.executors.settings import ExecutorChoice
-from pipelines.launch.cluster_settings import ClusterSettings
+from pipelines.executors.settings import ClusterSettings, ExecutorChoice
 from pipelines.terminal import echo
 from retro.server.settings import ServeSettings
 

@@ -1,14 +1,15 @@
-"""Where work runs, and what each worker of a Ray cluster reserves."""
+"""Where stages, training and serving run, and what each worker of a Ray cluster reserves."""
 
 import re
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from indexing.store.settings import Size, settings
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @settings
@@ -58,3 +59,25 @@ class ExecutorSettings(ExecutorChoice):
     """Training on Ray; `workers` = 0: one for each GPU of the cluster, or one in a cluster without GPUs."""
     train_failures: NonNegativeInt = 8
     """How many times Ray restarts training from the last checkpoint after a worker fails."""
+
+
+@settings
+class ClusterSettings:
+    """Placement of a datastore on a Ray cluster."""
+
+    parts: PositiveInt = 1
+    """Parts of each datastore's index, at most one for each shard. A worker and its replicas hold a part in memory."""
+    part_replicas: PositiveInt = 1
+    """Workers for each part."""
+    part_cpus: _Finite = 1
+    """CPUs reserved for a part, and the number of its threads. Memory is reserved for the size of its files."""
+    part_seconds: _Finite = 2.0
+    """Seconds to wait for a part. Answers without it are marked as partial."""
+    retry_seconds: _Finite = 5.0
+    """Seconds without queries to a part that did not answer."""
+    replicas: PositiveInt = 1
+    """Front ends. Each loads the embedder and, with a checkpoint, the model."""
+    replica_cpus: _Finite = 1
+    """CPUs reserved for a front end."""
+    replica_gpus: NonNegativeFloat = 0
+    """GPUs reserved for a front end, for a model that generates."""

@@ -27,8 +27,8 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from pipelines.executors.ray_cluster import connect
+from pipelines.executors.settings import ClusterSettings
 from pipelines.executors.tasks import use_threads
-from pipelines.launch.cluster_settings import ClusterSettings
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app

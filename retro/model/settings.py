@@ -1,8 +1,7 @@
 """Settings of a model: `[model]` and its sections.
 
-A field's type and metadata (`_setting`) state what it accepts and what it is for, so a new option is one entry here:
+A field's type states what it accepts and its metadata (`_setting`) what it is for, so a new option is one entry here:
 
-    checks         `_Section.__post_init__`
     presets        `size`, `with_base`           (`retro/model/presets.py`)
     checkpoints    `changes_function`            (`retro/training/initial_weights.py`)
 """
@@ -10,6 +9,7 @@ A field's type and metadata (`_setting`) state what it accepts and what it is fo
 import math
 from collections.abc import Mapping
 from dataclasses import field, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_type_hints
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -342,26 +342,25 @@ class ModelSettings(_Section):
 
 # ------------------------------------------------------------------------------------- all settings, by dotted key
 
-_SECTIONS: dict[str, type[Any]] = {
-    name: hint for name, hint in get_type_hints(ModelSettings).items() if isinstance(hint, type) and is_dataclass(hint)
+_SECTIONS = {name: hint for name, hint in get_type_hints(ModelSettings).items() if is_dataclass(hint)}
+_FIELDS = {
+    f"{section}.{leaf.name}".removeprefix("."): leaf
+    for section, kind in {"": ModelSettings, **_SECTIONS}.items()
+    for leaf in fields(kind)
+    if leaf.name not in _SECTIONS
 }
 
 
 def flatten(settings: ModelSettings) -> dict[str, Any]:
     """Every setting by its key: `{"d_model": 256, …, "attention.num_heads": 4, …}`."""
-    flat: dict[str, Any] = {}
-    for name, section in (("", settings), *((name, getattr(settings, name)) for name in _SECTIONS)):
-        prefix = f"{name}." if name else ""
-        flat |= {prefix + each.name: getattr(section, each.name) for each in fields(section)}
-    return {key: value for key, value in flat.items() if key not in _SECTIONS}
+    return {key: attrgetter(key)(settings) for key in _FIELDS}
 
 
 def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings:
     """Settings with other values, by key: `updated(settings, {"attention.num_heads": 8})`.
 
     Raises:
-        InputError: a value is not accepted.
-        TypeError: there is no such key.
+        InputError: there is no such key, or a value is not accepted.
     """
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -372,33 +371,21 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again.
+    """Settings from what JSON makes of `dataclasses.asdict`.
 
     What was stored before copy heads existed has none.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-
-    def made(kind: type[Any], section: Mapping[str, Any], made_sections: Mapping[str, Any]) -> Any:
-        for name in section:
-            if name not in {each.name for each in fields(kind)}:
-                raise InputError(f"{kind.key}.{name}: this version of retro has no such setting.")
-        read = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-        return kind(**{**read, **made_sections})
-
-    values = {**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
-    sections = {name: made(kind, values[name], {}) for name, kind in _SECTIONS.items() if name in values}
-    settings: ModelSettings = made(ModelSettings, values, sections)
-    return settings
+    return ModelSettings(
+        **{**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
+    )
 
 
 def keys_with(role: str, *values: Any) -> set[str]:
     """Keys of the settings whose metadata have one of some values, `keys_with("with_base", "free")`; True by default."""
-    found = {each.name for each in fields(ModelSettings) if each.metadata.get(role) in (values or (True,))}
-    for name, kind in _SECTIONS.items():
-        found |= {f"{name}.{each.name}" for each in fields(kind) if each.metadata[role] in (values or (True,))}
-    return found
+    return {key for key, leaf in _FIELDS.items() if leaf.metadata[role] in (values or (True,))}
 
 
 def keys_without_effect(settings: ModelSettings) -> set[str]:
