@@ -55,7 +55,7 @@ class _Section:
 
     def refuse(self, name: str, accepted: str) -> NoReturn:
         """Raise InputError for the value of a field."""
-        raise InputError(f"{self.key}.{name} is {getattr(self, name)!r}: set it to {accepted}.")
+        raise InputError(f"{self.key}.{name} = {getattr(self, name)!r}: should be {accepted}.")
 
 
 @settings
