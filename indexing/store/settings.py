@@ -66,6 +66,7 @@ def mistake(error: ValidationError, key: str = "") -> str:
         return f"{name}: this version of retro has no such setting."
     if first["type"] == "missing":  # an item of a list, or an option
         return f"{name} is missing." if name.endswith("]") else f"{name} is required: set --{name.replace('_', '-')}."
-    value = json.dumps(first["input"], ensure_ascii=False, default=str)
+    # Words of the command line are shown as they are, values of files and code with their types.
+    value = first["input"] if name.startswith("--") else json.dumps(first["input"], ensure_ascii=False, default=str)
     accepted = re.sub("^(Value error,|Input|String|Tuple) ", "", first["msg"])
     return f"{name} = {value}: {accepted}."

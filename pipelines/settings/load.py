@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -151,7 +151,7 @@ def _is_switch(hint: Any) -> bool:
 
 
 def _is_list(hint: Any) -> bool:
-    return get_origin(hint) is tuple
+    return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
 def _hint(key: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
