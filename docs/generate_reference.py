@@ -151,15 +151,15 @@ def _entries(settings: Any, prefix: str, root: str, instance: Any = None) -> lis
 
 def _field_docstrings(settings: type) -> dict[str, str]:
     """The string below each field, also of base classes."""
-    found = {}
+    docstrings = {}
     for owner in reversed(settings.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(tree, ast.ClassDef)
         for field, below in zip(tree.body, tree.body[1:], strict=False):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return found
+                    docstrings[name] = inspect.cleandoc(text)
+    return docstrings
 
 
 def _docstring(settings: type) -> str:
@@ -174,7 +174,7 @@ def _type_name(hint: Any, constraints: Sequence[Any] = ()) -> str:
     """The type in words, with its bounds: `integer ≥ 1`."""
     arms = get_args(hint)
     if get_origin(hint) is Annotated:
-        return _type_name(arms[0], [each for given in arms[1:] for each in getattr(given, "metadata", [given])])
+        return _type_name(arms[0], [bound for field in arms[1:] for bound in getattr(field, "metadata", [field])])
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f"`{_shown(arm)}`" for arm in arms)
     if get_origin(hint) is tuple:
@@ -183,7 +183,7 @@ def _type_name(hint: Any, constraints: Sequence[Any] = ()) -> str:
         return f"list of {len(arms)}: {', '.join(map(_type_name, arms))}"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(map(_type_name, arms))
-    bounds = [f"{sign} {getattr(each, key):,}" for each in constraints for key, sign in _SIGNS if hasattr(each, key)]
+    bounds = [f"{sign} {getattr(bound, key):,}" for bound in constraints for key, sign in _SIGNS if hasattr(bound, key)]
     return " ".join([_TYPES[hint], ", ".join(bounds)]).strip()
 
 

@@ -303,11 +303,11 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
         return f"{first} {rest[0]}", rest[1:]
     if rest and rest[0] in _HELP_FLAGS:
         return first, rest
-    found = f", found {rest[0]!r}" if rest else ""
+    second = f", found {rest[0]!r}" if rest else ""
     close = difflib.get_close_matches(rest[0], seconds, n=1) if rest else []
     hint = f" Did you mean `retro {first} {close[0]}`?" if close else ""
     raise InputError(
-        f"`retro {first}` needs a second word{found}.{hint} Accepted: {', '.join(seconds)}; `retro {first} --help` explains them."
+        f"`retro {first}` needs a second word{second}.{hint} Accepted: {', '.join(seconds)}; `retro {first} --help` explains them."
     )
 
 

@@ -135,17 +135,17 @@ def _hit_text(rank: int, hit: Hit) -> str:
     return f"{rank}. {figures}  {name}\n{indented(hit.text)}{continuation}\n"
 
 
-def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
+def parse_filters(words: Sequence[str]) -> dict[str, list[str]]:
     """Parse filters, `COLUMN=VALUE` each, into the values of every column.
 
     Raises:
         InputError: a filter has another form.
     """
     filters: dict[str, list[str]] = {}
-    for each in given:
-        column, equals, value = each.partition("=")
+    for word in words:
+        column, equals, value = word.partition("=")
         if not column or not equals:
-            raise InputError(f"--filters {each!r}: must be COLUMN=VALUE, for example source=wiki.")
+            raise InputError(f"--filters {word!r}: must be COLUMN=VALUE, for example source=wiki.")
         filters.setdefault(column, []).append(value)
     return filters
 
@@ -272,15 +272,15 @@ def verify(datastore: str, options: VerifyOptions) -> int:
 
     folder = Path(datastore)
     with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
-        found = verify_datastore(folder, progress)
-        removed = repair(folder, found) if options.repair else []
-    for problem in found.problems:
+        result = verify_datastore(folder, progress)
+        removed = repair(folder, result) if options.repair else []
+    for problem in result.problems:
         echo(problem)
-    size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"
-    if not found.problems:
-        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: no errors")
+    size = f"{result.artifacts:,} artifacts, {result.files:,} files, {human_bytes(result.bytes)}"
+    if not result.problems:
+        echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")
         return 0
-    echo(f"{folder}: {size}: {len(found.problems)} errors")
+    echo(f"{folder}: {size}: {len(result.problems)} errors")
     if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
         echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` builds them again")

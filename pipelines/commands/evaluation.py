@@ -62,7 +62,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     eval_fractions.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
-    k = max(settings.k, default=0) if any(each.model.retrieves for each in opened) else 0
+    k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     for one in opened:
         _check_ids(one, sets)
@@ -75,17 +75,17 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     levels: list[eval_report.Level] = []
     fractions: list[eval_fractions.FractionLevel] = []
     statistics: list[OverlapStatistics] = []
-    for each, rows in zip(sets, measured, strict=True):
-        leakage = eval_report.leakage_by_chunk(each, rows, source)
-        levels += eval_report.levels_of(each, rows, settings, leakage)
+    for evaluation_set, rows in zip(sets, measured, strict=True):
+        leakage = eval_report.leakage_by_chunk(evaluation_set, rows, source)
+        levels += eval_report.levels_of(evaluation_set, rows, settings, leakage)
         if leakage is not None:
-            statistics.append(eval_report.statistics_of(each, rows, leakage, source))
+            statistics.append(eval_report.statistics_of(evaluation_set, rows, leakage, source))
         if settings.datastore_fractions:
-            fractions += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
+            fractions += eval_fractions.measure_fractions(opened, evaluation_set, rows, settings, options.device)
     results = {
         "fingerprints": {
-            **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
-            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+            **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
+            "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
         },
         "settings": eval_report.settings_of(opened, sets, settings, source),
         **eval_report.as_json(levels, statistics),
@@ -102,11 +102,11 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
 
 
 def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
-    for each in sets:
+    for evaluation_set in sets:
         checkpoint.check_fits(
-            each.datastore.manifest,
-            f"evaluation set {each.name!r}: {each.datastore.folder}",
-            tokenizer=tokenizer_fingerprint(each.datastore.folder),
+            evaluation_set.datastore.manifest,
+            f"evaluation set {evaluation_set.name!r}: {evaluation_set.datastore.folder}",
+            tokenizer=tokenizer_fingerprint(evaluation_set.datastore.folder),
         )
 
 
@@ -135,8 +135,8 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     shots, chosen = eval_qa.select(read_questions(path), options, path)
     language = eval_qa.language_for(chosen, options)
     model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    found = found_passages(retriever, chosen, options) if retriever else None
-    modes = all_modes(model, chosen, options, language=language, shots=shots, found=found)
+    passages = found_passages(retriever, chosen, options) if retriever else None
+    modes = all_modes(model, chosen, options, language=language, shots=shots, found=passages)
     rows = eval_qa.measure_answers(model, modes, chosen, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
@@ -172,7 +172,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     settings = asdict(options) | {"datastore": datastore, "questions": questions}
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
-    rows = [asdict(each) for each in results]
+    rows = [asdict(result) for result in results]
     options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
     return 0
 
@@ -182,9 +182,9 @@ def results_table(results: list[RetrievalResult]) -> Table:
     ks = list(results[0].hit)
     header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
     rows = []
-    for each in results:
-        figures = (*each.hit.values(), *each.recall.values(), each.mrr)
-        rows.append([each.retrieval, *(f"{figure:.3f}" for figure in figures), f"{each.num_questions:,}"])
+    for result in results:
+        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
+        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
     return Table(header, rows)
 
 

@@ -121,15 +121,15 @@ def make_server(retriever: "Retriever") -> "MCPServer":
     ) -> Pages:
         """Read a document, or the part around a passage: its `chunk` is a position in the document."""
         with _mistakes():
-            found = retriever.document(document_id, first_chunk, num_chunks)
-        stop = first_chunk + len(found.chunks)
+            document = retriever.document(document_id, first_chunk, num_chunks)
+        stop = first_chunk + len(document.chunks)
         return Pages(
-            found.document_id,
-            found.title,
-            found.source,
-            found.num_chunks,
-            stop if stop < found.num_chunks else None,
-            "".join(each.text for each in found.chunks),
+            document.document_id,
+            document.title,
+            document.source,
+            document.num_chunks,
+            stop if stop < document.num_chunks else None,
+            "".join(part.text for part in document.chunks),
         )
 
     return server

@@ -235,10 +235,10 @@ def verify_checkpoints(path: Path) -> int:
     of_run = {*finished(path), best(path)} - {None}
     checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
     broken, size = 0, 0
-    for each in checkpoints:
-        size += sum(file.stat().st_size for file in (each.iterdir() if each.is_dir() else [each]))
+    for checkpoint in checkpoints:
+        size += sum(file.stat().st_size for file in (checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]))
         try:
-            open_checkpoint(each)
+            open_checkpoint(checkpoint)
         except InputError as error:
             broken += 1
             echo(error)

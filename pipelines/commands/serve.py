@@ -195,7 +195,7 @@ def _lines(service: "Service", token: bool, options: ServeOptions) -> list[str]:
     from retro.server.datastore_info import datastore_info
 
     metadata = datastore_info(service)
-    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in metadata["datastores"]]
+    lines = [f"datastore: {row['name']}, {row['chunks']:,} chunks" for row in metadata["datastores"]]
     model = metadata["model"]
     if model:
         lines.append(

@@ -84,9 +84,9 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
             extend_tables(checkpoint, extension.old.vocab_size, extension.cuts, work / "model.safetensors")
         write_json(work / "figures.json", {name: asdict(figure) for name, figure in figures.items()})
         counts.update({"old_ids": extension.old.vocab_size, "pieces": len(extension.pieces)})
-        place = options.output / extension.path.relative_to(work)
+        tokenizer = options.output / extension.path.relative_to(work)
     print_rows(_rows(extension, figures))
-    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
+    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{tokenizer}"')
     if checkpoint is not None:
         echo(f"model: {options.output / 'model.safetensors'}")
     return 0

@@ -28,8 +28,8 @@ class Resources:
     @property
     def memory_bytes(self) -> int:
         """The memory in bytes; 0 where none is reserved."""
-        number, unit = re.fullmatch(r"([\d.]*)\s*([KMGT]?)B?", self.memory).groups()  # type: ignore[union-attr]
-        return int(float(number or 0) * _UNITS[unit])
+        value, unit = re.fullmatch(r"([\d.]*)\s*([KMGT]?)B?", self.memory).groups()  # type: ignore[union-attr]
+        return int(float(value or 0) * _UNITS[unit])
 
 
 @settings

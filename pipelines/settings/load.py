@@ -47,8 +47,8 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
     for key, value in (dict(_file_values(leaves, source, skipped=options)) | options).items():
         *sections, name = key.split(".")
         section = tree
-        for each in sections:
-            section = section.setdefault(each, {})
+        for part in sections:
+            section = section.setdefault(part, {})
         section[name] = value
     try:
         return settings_type(**tree)

@@ -65,5 +65,5 @@ class GenerationSettings:
     def check_ids(self, size: int) -> None:
         """Raise InputError if `logit_bias` or `stop_token_ids` has an id outside a vocabulary of this size."""
         for name, ids in (("logit_bias", list(dict(self.logit_bias))), ("stop_token_ids", self.stop_token_ids)):
-            if outside := [each for each in ids if not 0 <= each < size]:
+            if outside := [token for token in ids if not 0 <= token < size]:
                 raise InputError(f"{name} has the token id {outside[0]}; accepted are 0 to {size - 1}.")
