@@ -6,8 +6,11 @@ arguments ─► the verb's row ─► settings: defaults, then the TOML file, t
 import contextlib
 import difflib
 import importlib
+import importlib.metadata
 import logging
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +21,10 @@ from typing import Any
 from indexing.store.errors import InputError, in_words
 from indexing.store.remote import url_of
 from pipelines.terminal import echo, running, setup_logging
-from pipelines.version import version_line
 from retro.training.signals import Stopped
 
 log = logging.getLogger("retro")
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -325,6 +328,33 @@ def split_positional(verb: Verb, arguments: Sequence[str]) -> tuple[list[str], S
 
 def _takes_several(verb: Verb) -> bool:
     return len(verb.positional) == 1 and verb.positional[0].endswith("…")
+
+
+def version_line() -> str:
+    """`retro 0.1.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything heavy."""
+    commit = commit_of_checkout()
+    packages = [_named("torch"), next(filter(None, map(_named, ("faiss-gpu", "faiss-cpu", "faiss"))), "")]
+    first = (_named("retro") or "retro") + (f" (commit {commit})" if commit else "")
+    return ", ".join(filter(None, [first, f"Python {platform.python_version()}", *packages]))
+
+
+def commit_of_checkout() -> str:
+    """The commit, with `-dirty` if files were changed since; "" for an installed package."""
+    if not (_CHECKOUT / ".git").exists():  # site-packages may be inside the checkout of another project
+        return ""
+    git = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _named(package: str) -> str:
+    """A package with its version; "" if it is not installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

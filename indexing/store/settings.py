@@ -21,7 +21,12 @@ T = TypeVar("T")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("should not be empty")
+    return text
 
 
 def _size(text: str) -> str:
@@ -30,6 +35,8 @@ def _size(text: str) -> str:
     return text
 
 
+Text = Annotated[str, AfterValidator(_text)]
+"""Not empty. pydantic's `min_length` refuses file names that are not UTF-8."""
 Size = Annotated[str, AfterValidator(_size)]
 """Bytes with a unit, as text; may be empty."""
 

@@ -1,5 +1,8 @@
 """Defaults of a configuration that depend on other settings: what pays, or the paper."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from indexing.embedding.settings import EmbedderSettings
@@ -46,3 +49,9 @@ def test_every_number_has_a_least_value(key: str) -> None:
     option = "--" + key.replace("_", "-")
     with pytest.raises(InputError, match=key.replace("_", "[-_]")):
         load(Config, None, [option, "-2"], verb="index")
+
+
+def test_names_of_files_that_are_not_utf_8_are_accepted() -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    config = load(Config, None, ["--corpus.paths", name, "--datastore", name], verb="index")
+    assert (config.corpus.paths, config.datastore) == ((name,), Path(name))
