@@ -13,8 +13,9 @@ import json
 import re
 import textwrap
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipelines.cli import VERBS, Verb
 from pipelines.config import Config
@@ -35,6 +36,7 @@ _SETTINGS_INTRO = """\
 Settings come from a TOML file and from the command line, which wins. `train.lr` is `lr` in the section `[train]` of the file
 and `--train.lr 1e-3` on the command line. A switch is `--train.compile` or `--train.no-compile`. A list is
 `--data.weights 1 2`."""
+_SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "string", Path: "path", types.NoneType: '"None"'}
 
 
@@ -70,7 +72,7 @@ def _settings_index() -> list[str]:
         _SETTINGS_INTRO,
         "\n".join(rows),
         "## Outside sections",
-        *_entries(Config, _defaults(Config), "", "../"),
+        *_entries(Config, "", "../"),
     ]
 
 
@@ -83,9 +85,8 @@ def _settings_page(sections: tuple[str, ...]) -> list[str]:
 
 def _section(settings: Any, path: str) -> list[str]:
     """A section's heading, its own keys, then the sections in it; `settings` has the defaults."""
-    defaults = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    text = [f"## [{path}]", _docstring(type(settings)), *_entries(type(settings), defaults, f"{path}.", "../../")]
-    for name, value in defaults.items():
+    text = [f"## [{path}]", _docstring(type(settings)), *_entries(type(settings), f"{path}.", "../../", settings)]
+    for name, value in vars(settings).items():
         text += _section(value, f"{path}.{name}") if dataclasses.is_dataclass(value) else []
     return text
 
@@ -111,65 +112,54 @@ def _options(verb: Verb) -> list[str]:
     """What a verb does and its options; sections of the TOML file by a link."""
     settings = verb.load()[1]
     text = [f"{verb.summary}."] if settings is Config else [_docstring(settings)]
-    text += _entries(settings, _defaults(settings), "--", "../../")
+    text += _entries(settings, "--", "../../")
     if issubclass(settings, Config):
         return [*text, "Every key of the [settings](../settings.md) is an option too."]
-    for name, hint in _hints(settings).items():
+    for name, field in settings.__pydantic_fields__.items():
+        hint: Any = field.annotation
         page = next((page for page, sections in SETTINGS_PAGES.items() if name in sections), None)
         if dataclasses.is_dataclass(hint) and page:
             text.append(f"Further options: [`--{name}.…`](../settings/{page}.md).")
         elif dataclasses.is_dataclass(hint):
-            text += [f"## Options `--{name}.…`", *_entries(hint, _defaults(hint), f"--{name}.", "../../")]
+            text += [f"## Options `--{name}.…`", *_entries(hint, f"--{name}.", "../../")]
     return text
 
 
-def _entries(settings: Any, defaults: dict[str, Any], prefix: str, root: str) -> list[str]:
-    """Heading, type, default and docstring of each key that is no section; of a command, without the keys of `Config`."""
+def _entries(settings: Any, prefix: str, root: str, instance: Any = None) -> list[str]:
+    """Heading, type, default and docstring of each key that is no section; of a command, without the keys of `Config`.
+
+    Defaults are those of the type, or the values of `instance`.
+    """
     docs, entries = _field_docstrings(settings), []
-    inherited = set(_hints(Config)) if prefix == "--" and issubclass(settings, Config) else set()
-    for name, hint in _hints(settings).items():
-        if name in inherited or dataclasses.is_dataclass(hint):
+    inherited = set(Config.__pydantic_fields__) if prefix == "--" and issubclass(settings, Config) else set()
+    for name, field in settings.__pydantic_fields__.items():
+        if name in inherited or dataclasses.is_dataclass(field.annotation):
             continue
         key = prefix + (name.replace("_", "-") if prefix.startswith("--") else name)
-        default = f"default `{_shown(defaults[name])}`" if name in defaults else "required"
+        value = getattr(instance, name) if instance else field.get_default(call_default_factory=True)
+        default = "required" if field.is_required() else f"default `{_shown(value)}`"
+        kind = _type_name(field.annotation, field.metadata)
         text = re.sub(
             r"docs/([\w/-]+)\.md", lambda page: f"[{page[1].rpartition('/')[2]}]({root}{page[1]}.md)", docs[name]
         )
-        entries.append(f"### `{key}`\n\n{_type_name(hint)}, {default}\n\n{text}")
+        entries.append(f"### `{key}`\n\n{kind}, {default}\n\n{text}")
     return entries
 
 
 # --- dataclasses ---------------------------------------------------------------------------------------------------
 
 
-def _hints(settings: type) -> dict[str, Any]:
-    """Types of the fields that can be set."""
-    hints = get_type_hints(settings)
-    return {field.name: hints[field.name] for field in dataclasses.fields(settings) if field.init}
-
-
-def _defaults(settings: Any) -> dict[str, Any]:
-    """Defaults of the fields that have one."""
-    values = {}
-    for field in dataclasses.fields(settings):
-        if field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-    return values
-
-
 def _field_docstrings(settings: type) -> dict[str, str]:
     """The string below each field, also of base classes."""
-    found = {}
+    docstrings = {}
     for owner in reversed(settings.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(tree, ast.ClassDef)
         for field, below in zip(tree.body, tree.body[1:], strict=False):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return found
+                    docstrings[name] = inspect.cleandoc(text)
+    return docstrings
 
 
 def _docstring(settings: type) -> str:
@@ -180,15 +170,21 @@ def _first_sentence(settings: type) -> str:
     return re.split(r"[.:;](?:\s|$)", _docstring(settings))[0].replace("\n", " ")
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: Any, constraints: Sequence[Any] = ()) -> str:
+    """The type in words, with its bounds: `integer ≥ 1`."""
     arms = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return _type_name(arms[0], [bound for field in arms[1:] for bound in getattr(field, "metadata", [field])])
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f"`{_shown(arm)}`" for arm in arms)
     if get_origin(hint) is tuple:
-        return f"list of {_type_name(arms[0])}" if arms[-1] is ... else f"list of {len(arms)} × {_type_name(arms[0])}"
+        if arms[-1] is ...:
+            return f"list of {_type_name(arms[0])}"
+        return f"list of {len(arms)}: {', '.join(map(_type_name, arms))}"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(map(_type_name, arms))
-    return _TYPES[hint]
+    bounds = [f"{sign} {getattr(bound, key):,}" for bound in constraints for key, sign in _SIGNS if hasattr(bound, key)]
+    return " ".join([_TYPES[hint], ", ".join(bounds)]).strip()
 
 
 def _shown(value: Any) -> str:

@@ -6,8 +6,11 @@ arguments ─► the verb's row ─► settings: defaults, then the TOML file, t
 import contextlib
 import difflib
 import importlib
+import importlib.metadata
 import logging
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +20,11 @@ from typing import Any
 
 from indexing.store.errors import InputError, in_words
 from indexing.store.remote import url_of
-from pipelines.settings.load import load
 from pipelines.terminal import echo, running, setup_logging
-from pipelines.version import version_line
 from retro.training.signals import Stopped
 
 log = logging.getLogger("retro")
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "add-retrieval": Verb(
             "Add retrieval to a trained model in about a minute, without training",
-            "commands.add_retrieval", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
+            "commands.model", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
         ),
         "report": Verb(
             "Plot the curves of one or more training runs on an HTML page",
@@ -130,7 +132,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "eval retrieval": Verb(
             "Measure hit@k, recall@k and MRR of searches",
-            "commands.retrieval_evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
+            "commands.evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
         ),
         "eval harness": Verb(
             "Run tasks of EleutherAI's lm-evaluation-harness",
@@ -255,6 +257,8 @@ def run_verb(arguments: Sequence[str]) -> int:
     optional = verb.positional == ("[CONFIG]",)
     if len(given) < len(verb.positional) and not optional and not _HELP_FLAGS & set(rest):
         raise InputError(f"usage: retro {usage} [--options]; `retro {name} --help` lists the options.")
+    from pipelines.settings.load import load  # `retro --help` needs no pydantic
+
     run, settings = verb.load()
     if optional or verb.positional == ("CONFIG",):
         loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)
@@ -306,11 +310,11 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
         return f"{first} {rest[0]}", rest[1:]
     if rest and rest[0] in _HELP_FLAGS:
         return first, rest
-    found = f", found {rest[0]!r}" if rest else ""
+    second = f", found {rest[0]!r}" if rest else ""
     close = difflib.get_close_matches(rest[0], seconds, n=1) if rest else []
     hint = f" Did you mean `retro {first} {close[0]}`?" if close else ""
     raise InputError(
-        f"`retro {first}` needs a second word{found}.{hint} Accepted: {', '.join(seconds)}; `retro {first} --help` explains them."
+        f"`retro {first}` needs a second word{second}.{hint} Accepted: {', '.join(seconds)}; `retro {first} --help` explains them."
     )
 
 
@@ -328,6 +332,33 @@ def split_positional(verb: Verb, arguments: Sequence[str]) -> tuple[list[str], S
 
 def _takes_several(verb: Verb) -> bool:
     return len(verb.positional) == 1 and verb.positional[0].endswith("…")
+
+
+def version_line() -> str:
+    """`retro 0.1.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything heavy."""
+    commit = commit_of_checkout()
+    packages = [_named("torch"), next(filter(None, map(_named, ("faiss-gpu", "faiss-cpu", "faiss"))), "")]
+    first = (_named("retro") or "retro") + (f" (commit {commit})" if commit else "")
+    return ", ".join(filter(None, [first, f"Python {platform.python_version()}", *packages]))
+
+
+def commit_of_checkout() -> str:
+    """The commit, with `-dirty` if files were changed since; "" for an installed package."""
+    if not (_CHECKOUT / ".git").exists():  # site-packages may be inside the checkout of another project
+        return ""
+    git = ["git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _named(package: str) -> str:
+    """A package with its version; "" if it is not installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The tree of all settings. Each section is defined next to the code that uses it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from indexing.corpus.chunks import ChunkSettings
@@ -11,6 +11,7 @@ from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
+from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.executors.settings import ExecutorSettings
 from retro.data.settings import DataSettings
@@ -23,7 +24,7 @@ from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
 
-@dataclass(frozen=True)
+@settings
 class Config:
     """All settings of a datastore and a training run, in one TOML file for every verb."""
 

@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from indexing.store.errors import InputError
+from pydantic import AfterValidator
+
 from indexing.store.files import write_json
+from indexing.store.settings import settings
 from pipelines.terminal import aligned, echo
 
 Format = Literal["text", "json"]
@@ -29,7 +31,7 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """For each column, whether most of its cells begin with a number; pages align these to the right."""
-        columns = [[row[number] for row in self.rows if row[number:]] for number in range(len(self.header))]
+        columns = [[row[column] for row in self.rows if row[column:]] for column in range(len(self.header))]
         return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 
@@ -38,18 +40,23 @@ def print_result(result: Any, text: str, form: Format) -> None:
     echo(json.dumps(result, ensure_ascii=False, indent=1) if form == "json" else text)
 
 
-@dataclass(frozen=True)
+def _json_file(name: str) -> str:
+    if name and Path(name).suffix != ".json":
+        raise ValueError("should be a file name that ends in .json")
+    return name
+
+
+JsonFile = Annotated[str, AfterValidator(_json_file)]
+
+
+@settings
 class ResultOptions:
     """Where results are printed and written."""
 
-    output: str = ""
+    output: JsonFile = ""
     """JSON file to write the results to, `NAME.json`; empty: none."""
     format: Format = "text"
     """Print the results as `text` or as `json`."""
-
-    def __post_init__(self) -> None:
-        if self.output and Path(self.output).suffix != ".json":
-            raise InputError(f"output = {self.output!r}: must be a file name that ends in .json.")
 
     def deliver(
         self,

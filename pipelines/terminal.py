@@ -205,10 +205,10 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
         finally:
             if display is not None and task is not None:
                 display.remove_task(task)
-    log.info("%s: %s", name, _made(work.done, unit, _silence.clock() - work.started))
+    log.info("%s: %s", name, _finished(work.done, unit, _silence.clock() - work.started))
 
 
-def _made(units: int, unit: str, seconds: float) -> str:
+def _finished(units: int, unit: str, seconds: float) -> str:
     rate = human_count(units / max(seconds, 1e-9), unit)
     return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s)"
 
@@ -273,15 +273,15 @@ class StagesView:
     def stage(self, name: str) -> Iterator[None]:
         """Run a stage. Calls of `progress` inside are its steps."""
         self.current, before = name, len(self.steps)
-        place = f"stage {self._names.index(name) + 1} of {len(self._names)}, {name}"
+        title = f"stage {self._names.index(name) + 1} of {len(self._names)}, {name}"
         try:
-            self._say("%s", place)
+            self._say("%s", title)
             yield
         finally:
             self.current = None
         if len(self.steps) == before:
             self.steps.append(Step(name, name))
-            self._say("%s: finished before", place)
+            self._say("%s: finished before", title)
         seconds = sum(step.seconds for step in self.steps[before:])
         note = human_seconds(seconds) if seconds else _time_of(self.steps[-1])
         self._update(name, description=name, note=note, detail="")
@@ -303,7 +303,7 @@ class StagesView:
         with contextlib.nullcontext() if self.quiet else _silence.during(work):
             yield work.advance
         self.steps.append(Step(stage, name, work.done, unit, _silence.clock() - work.started))
-        self._say("%s: %s", name, _made(work.done, unit, self.steps[-1].seconds))
+        self._say("%s: %s", name, _finished(work.done, unit, self.steps[-1].seconds))
 
     def _say(self, message: str, *arguments: object) -> None:
         """Log a line where there is no terminal."""
@@ -319,8 +319,8 @@ def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
     """Rows of all steps: stage, step, units, time, rate. The first row is the header, the last one the total."""
     steps = list(steps)
     rows = [["stage", "step", "units", "time", "rate"]]
-    for number, step in enumerate(steps):
-        first = not number or steps[number - 1].stage != step.stage
+    for index, step in enumerate(steps):
+        first = not index or steps[index - 1].stage != step.stage
         row = [step.stage if first else "", step.name if step.unit else "", "", _time_of(step), ""]
         if step.unit:
             row[2] = human_count(step.units, step.unit, named=True)
@@ -375,7 +375,7 @@ def echo_shaded(pieces: Iterable[tuple[str, int]], file: TextIO | None = None, e
     colored = is_colored(file)
     out = ""
     for shade, group in groupby(pieces, key=lambda piece: piece[1] if colored else (piece[1] > 0) - (piece[1] < 0)):
-        text = printable("".join(each for each, _ in group))
+        text = printable("".join(piece for piece, _ in group))
         core = text.strip()
         begin, after = (f"\x1b[{_SHADES.get(shade)}m", "\x1b[0m") if colored else _MARKS[shade > 0]
         out += text.replace(core, f"{begin}{core}{after}", 1) if shade and core else text
@@ -406,7 +406,7 @@ def printable(text: str) -> str:
 
     Control characters become `\u001b` and the like, so JSON keeps its meaning; line breaks and tabs stay.
     """
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+    return _CONTROL.sub(lambda control: f"\\u{ord(control[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
@@ -501,8 +501,8 @@ def human_count(value: float, unit: str = "", *, named: bool = False) -> str:
     """`12,345` (with the unit's name if `named`), or `1.2 MB` where the unit is bytes."""
     if unit == "bytes":
         return human_bytes(value)
-    number = f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
-    return f"{number} {unit}" if named else number
+    count = f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return f"{count} {unit}" if named else count
 
 
 def human_bytes(value: float) -> str:

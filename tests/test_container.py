@@ -10,7 +10,7 @@ import yaml
 
 from pipelines.commands.demo import DemoOptions
 from pipelines.commands.serve import ServeOptions
-from pipelines.settings.fields import leaf_types
+from pipelines.settings.load import leaf_types
 from retro.server.app import router
 
 ROOT = Path(__file__).resolve().parents[1]

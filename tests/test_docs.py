@@ -11,7 +11,7 @@ import pytest
 from docs.generate_reference import pages
 from pipelines.cli import VERBS
 from pipelines.config import Config
-from pipelines.settings.fields import leaf_types
+from pipelines.settings.load import leaf_types
 from tests.test_layers import LEVEL
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ LEVELS = (
     ("retro/huggingface", "retro/question_answering"),
     ("retro/finetuning",),
     ("retro/server",),
-    ("pipelines/terminal.py", "pipelines/version.py", "pipelines/executors"),
+    ("pipelines/terminal.py", "pipelines/executors"),
     ("pipelines/settings", "pipelines/results.py"),
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),

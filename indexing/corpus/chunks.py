@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
@@ -22,6 +23,7 @@ from indexing.progress import Advance
 from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
+from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import Tokenizer
 
 # Two batches are tokenized at a time: SentencePiece works on one while Python converts the ids of the other, holding the GIL.
@@ -30,19 +32,17 @@ _AT_A_TIME = 2
 _BATCH_BYTES = 2**19
 
 
-@dataclass(frozen=True)
+@settings
 class ChunkSettings:
     """How documents are cut into chunks."""
 
-    chunk_length: int = 0
+    chunk_length: Annotated[int, Field(ge=0, le=65535)] = 0
     """m, tokens per chunk. Shorter chunks gain more from copying, and are more vectors (docs/results/neighbors-for-copying.md).
     0 = 32, but the paper's 64 with a preset of the paper in `model.preset`."""
 
     def __post_init__(self) -> None:
-        if self.chunk_length and not 2 <= self.chunk_length <= 65535:
-            raise InputError(
-                f"chunks.chunk_length = {self.chunk_length}: must be between 2 and 65535 (paper: 64), or 0 for the default."
-            )
+        if self.chunk_length == 1:
+            raise InputError("chunks.chunk_length = 1: should be 2 or more (paper: 64), or 0 for the default.")
 
 
 def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 
 from indexing.corpus.megatron import INDEX_SUFFIX, SUFFIX, is_megatron, open_index
 from indexing.corpus.streams import (
@@ -32,6 +33,7 @@ from indexing.corpus.streams import (
     unpacked,
 )
 from indexing.store.errors import InputError
+from indexing.store.settings import Text, settings
 
 # One document per file; its id is the file's name. `.json` is not accepted: it can hold a document, a list of documents or
 # settings, and a wrong guess would go unnoticed.
@@ -61,34 +63,29 @@ ProblemKind = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
+@settings
 class CorpusSettings:
     """Which text is read, and how it is divided."""
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[Text, ...] = ()
     """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. For a Megatron
     corpus name the `.bin` or the `.idx`."""
-    text_key: str = "text"
+    text_key: Text = "text"
     """Key (JSON Lines) or column (Parquet) of the text. Dots lead into nested objects: `content.body`."""
-    id_key: str = "id"
+    id_key: Text = "id"
     """Key or column of the document's id. A document without one gets the id `file:line`."""
-    metadata_keys: tuple[str, ...] = ("title", "url", "source")
+    metadata_keys: tuple[Text, ...] = ("title", "url", "source")
     """Keys or columns to keep with each document that has them."""
-    shard_bytes: int = 64 * 2**20
+    shard_bytes: PositiveInt = 64 * 2**20
     """Approximate bytes of text per shard. A Megatron token counts as 4."""
-    split: tuple[int, int, int] = (980, 20, 0)
+    split: tuple[PositiveInt, NonNegativeInt, NonNegativeInt] = (980, 20, 0)
     """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""
-    boundary_ids: tuple[int, ...] = ()
+    boundary_ids: tuple[NonNegativeInt, ...] = ()
     """Token ids (bos, eod) at the ends of documents in Megatron files. One is removed at each end."""
     strict: bool = False
     """Stop at the first problem in the data. The default reports problems and continues."""
 
     def __post_init__(self) -> None:
-        for name in ("text_key", "id_key"):
-            if not getattr(self, name):
-                raise InputError(f"corpus.{name} is empty. Name the key or column, for example '{name[:-4]}'.")
-        if "" in self.metadata_keys or "" in self.paths:
-            raise InputError("corpus.metadata_keys and corpus.paths must not contain an empty string.")
         for column in (*TEXT_COLUMNS, *NUMBER_COLUMNS):
             if column in self.metadata_keys:
                 raise InputError(
@@ -97,17 +94,6 @@ class CorpusSettings:
                 )
         if len(set(self.metadata_keys)) < len(self.metadata_keys):
             raise InputError(f"corpus.metadata_keys = {self.metadata_keys}: each key must be named once.")
-        if self.shard_bytes < 1:
-            raise InputError(f"corpus.shard_bytes is {self.shard_bytes}; it must be 1 or more.")
-        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] < 1:
-            raise InputError(
-                f"corpus.split = {self.split}: must be three weights of 0 or more for train, valid and test, with train above 0, "
-                "for example (980, 20, 0)."
-            )
-        if any(token < 0 for token in self.boundary_ids):
-            raise InputError(
-                f"corpus.boundary_ids = {self.boundary_ids}: must be token ids of 0 or more, or () for none."
-            )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import PositiveInt
 
 from indexing.corpus.chunks import batches, with_text
 from indexing.corpus.readers import CorpusSettings, Document
@@ -31,6 +32,7 @@ from indexing.store.datastore import SPLITS
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, save_array
 from indexing.store.remote import present
+from indexing.store.settings import PositiveFraction, Text, settings
 from indexing.store.sharded_array import ShardedArray, open_array
 from indexing.tokenization.tokenizer import Tokenizer
 
@@ -39,7 +41,7 @@ KINDS = (*SPLITS, "evaluation")
 """Kinds of documents, by their number in `splits.npy`."""
 
 
-@dataclass(frozen=True)
+@settings
 class DedupSettings:
     """Which near copies are removed from the training documents. The default removes none."""
 
@@ -47,24 +49,18 @@ class DedupSettings:
     """Of training documents that are near to each other, keep only the first in corpus order."""
     held_out: bool = False
     """Remove training documents that are near to a document of `valid` or `test` (paper, section 2.1)."""
-    paths: tuple[str, ...] = ()
+    paths: tuple[Text, ...] = ()
     """Remove training documents that are near to a document in these files: an evaluation set, read like `corpus.paths`."""
-    ngram: int = 13
+    ngram: PositiveInt = 13
     """Units per n-gram (paper: 13). A unit is a word, or a character in scripts without spaces."""
-    threshold: float = 0.8
+    threshold: PositiveFraction = 0.8
     """Two documents are near if the Jaccard similarity of their n-gram sets is at least this (paper: 0.8)."""
-    permutations: int = 128
+    permutations: PositiveInt = 128
     """Permutations of MinHash. More take longer to compute, but leave fewer pairs to compare exactly. They hardly change which
     pairs are found, and never remove a document by mistake, because the final similarities are exact."""
 
     def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise InputError(f"dedup.ngram = {self.ngram}: must be 1 or more (paper: 13).")
-        if not 0 < self.threshold <= 1:
-            raise InputError(f"dedup.threshold = {self.threshold}: must be above 0 and at most 1 (paper: 0.8).")
-        if "" in self.paths:
-            raise InputError("dedup.paths must not contain an empty string.")
-        if self.permutations < 1 or banding(self.threshold, self.permutations) is None:
+        if banding(self.threshold, self.permutations) is None:
             raise InputError(
                 f"dedup.permutations = {self.permutations}: too few to find pairs of dedup.threshold = {self.threshold}; "
                 "use more (128), or a higher threshold."

@@ -3,30 +3,32 @@
 All embeddings have unit length, so squared L2 distance (the paper's metric) orders as cosine does: d² = 2 − 2·cos.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from indexing.store.settings import settings
 
 
-@dataclass(frozen=True)
+@settings
 class EmbedderSettings:
     """How chunks become vectors."""
 
     kind: Literal["lexical", "transformer"] = "lexical"
     """`lexical` needs no download. `transformer` runs the model at `path`."""
-    dimension: int = 256
+    dimension: Annotated[int, Field(ge=8)] = 256
     """Width of lexical embeddings. A transformer has its own width."""
-    bigram_buckets: int = 2**18
+    bigram_buckets: PositiveInt = 2**18
     """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
     Fewer of them save memory and find neighbors that are as useful (docs/results/lexical-embedder.md)."""
-    fit_chunks: int = 200_000
+    fit_chunks: PositiveInt = 200_000
     """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Lexical: seed of the projection and of the sample."""
     path: str = ""
     """Transformer: a local folder or hub name for `transformers`; `minilm` is the model of the extra `retro[minilm]`. Lexical: a
@@ -38,7 +40,7 @@ class EmbedderSettings:
     """Transformer: `auto` is bfloat16 if the hardware supports it, else float32."""
     device: str = "auto"
     """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
-    batch_tokens: int = 16_384
+    batch_tokens: Annotated[int, Field(ge=512)] = 16_384
     """Transformer: tokens per batch, including padding."""
 
     def __post_init__(self) -> None:
@@ -47,15 +49,6 @@ class EmbedderSettings:
                 "embedder.path is empty: embedder.kind = 'transformer' needs a local folder or a hub name, "
                 "or 'minilm' after `pip install 'retro[minilm]'`."
             )
-        for key, least in (
-            ("dimension", 8),
-            ("bigram_buckets", 1),
-            ("fit_chunks", 1),
-            ("seed", 0),
-            ("batch_tokens", 512),
-        ):
-            if getattr(self, key) < least:
-                raise InputError(f"embedder.{key} = {getattr(self, key)}: must be at least {least}.")
 
     def recipe(self) -> dict[str, Any]:
         """The settings that determine the vectors. Device and batch size do not."""

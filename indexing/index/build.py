@@ -8,11 +8,11 @@ imported inside functions, so that a machine without it can read the settings.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from indexing.index.coarse_quantizer import TWO_LEVELS, train_centroids
 from indexing.index.exact_search import recall, rerank
@@ -25,48 +25,43 @@ from indexing.progress import Advance
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from indexing.store.settings import PositiveFraction, Size, settings
 from indexing.store.sharded_array import ShardedArray
 
 _BLOCK_ROWS = 65_536
 _MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited
 
 
-@dataclass(frozen=True)
+_Count = Annotated[int, Field(ge=1, lt=2**31)]  # Faiss counts in 32 bits
+
+
+@settings
 class IndexSettings:
     """Which index is built, and its recall target."""
 
     factory: str = ""
     """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings below."""
-    memory: str = "4GB"
+    memory: Annotated[Size, Field(min_length=1)] = "4GB"
     """Memory budget for the whole index (`500MB`, `16GB`)."""
     flat_below: int = 20_000
     """Datastores with fewer chunks get an exact index (`Flat`)."""
     codes: Literal["fast-scan", "pq"] = "fast-scan"
     """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ + 8-bit PQ)."""
-    points_per_list: int = 64
+    points_per_list: _Count = 64
     """Training vectors per inverted list, sampled over all shards."""
-    recall_target: float = 0.8
+    recall_target: PositiveFraction = 0.8
     """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it. For
     `neighbors.search = "lists"` it is the smallest number that reaches it."""
-    tune_queries: int = 1000
+    tune_queries: _Count = 1000
     """Held-out chunks used as queries for tuning."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the training sample and of k-means."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.recall_target <= 1:
-            raise InputError(f"index.recall_target = {self.recall_target}: must be above 0 and at most 1.")
-        for key in ("points_per_list", "tune_queries"):
-            if not 1 <= getattr(self, key) < 2**31:  # Faiss counts in 32 bits
-                raise InputError(f"index.{key} = {getattr(self, key)}: must be between 1 and 2^31 - 1.")
-        if not 0 <= self.seed < 2**31:
-            raise InputError(f"index.seed = {self.seed}: must be between 0 and 2^31 - 1.")
         if re.search(r"\bIDMap2?\b", self.factory):
             raise InputError(
                 f"index.factory = {self.factory!r}: remove IDMap. Every index stores the ids of its chunks."
             )
-        if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", self.memory):
-            raise InputError(f"index.memory = {self.memory!r}: must be a size such as '500MB' or '16GB'.")
 
 
 def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:

@@ -15,9 +15,10 @@ left with fewer neighbors than `neighbors.stored` are searched again with more c
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
 
 from indexing.index.exact_search import distances_to, order_by_distance, rerank
 from indexing.index.floats import to_float32
@@ -34,6 +35,7 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.store.settings import Fraction, settings
 from indexing.store.sharded_array import open_array
 
 Method = Literal["index", "exact", "lists", "ngrams"]
@@ -45,13 +47,13 @@ _FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
 
-@dataclass(frozen=True)
+@settings
 class NeighborSettings:
     """Which neighbors are stored, and how they are found."""
 
-    stored: int = 16
+    stored: Annotated[int, Field(ge=1, le=_MOST_NEIGHBORS)] = 16
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
-    candidates: int = 64
+    candidates: Annotated[int, Field(le=_MOST_CANDIDATES)] = 64
     """Candidates that the index returns for each chunk, before filtering and re-ranking."""
     rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
@@ -62,12 +64,12 @@ class NeighborSettings:
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
     products with the embeddings of the nearest inverted lists. `auto`: the fastest of these three by a cost model. `ngrams`: by the
     rare n-grams of tokens that chunks share, and by the index's codes for chunks that share too few."""
-    max_overlap: float = 1.0
+    max_overlap: Fraction = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
     Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""
     extra_datastores: tuple[Path, ...] = ()
     """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
-    materialized: int = 0
+    materialized: NonNegativeInt = 0
     """Neighbors of each chunk whose tokens the stage `materialize` writes next to the chunk, for `data.materialized`. Use a few
     more than `data.k`, because training skips some neighbors. 0 = none."""
 
@@ -82,19 +84,14 @@ class NeighborSettings:
         return self.candidates if self.rerank == "tokens" else self.stored
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stored <= _MOST_NEIGHBORS:
-            raise InputError(f"neighbors.stored = {self.stored}: must be between 1 and {_MOST_NEIGHBORS:,}.")
-        if not 0 <= self.materialized <= self.stored:
+        if self.materialized > self.stored:
             raise InputError(
-                f"neighbors.materialized = {self.materialized}: must be between 0 (none) and neighbors.stored = {self.stored}."
+                f"neighbors.materialized = {self.materialized}: should be at most neighbors.stored = {self.stored}."
             )
-        if not self.stored <= self.candidates <= _MOST_CANDIDATES:
+        if self.candidates < self.stored:
             raise InputError(
-                f"neighbors.candidates = {self.candidates}: must be between neighbors.stored = {self.stored} and "
-                f"{_MOST_CANDIDATES:,} (4 times k is good)."
+                f"neighbors.candidates = {self.candidates}: should be at least neighbors.stored = {self.stored}; 4 times k is good."
             )
-        if not 0 <= self.max_overlap <= 1:
-            raise InputError(f"neighbors.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 keeps all.")
 
 
 class Index(Protocol):

@@ -15,14 +15,16 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.artifact import intact, stored_json
 from indexing.store.errors import InputError
 from indexing.store.files import save_array, write_bytes, write_json
 from indexing.store.remote import present
+from indexing.store.settings import settings
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePiece, TokenizerBackend, read_object
 
@@ -51,7 +53,7 @@ _PROBES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@settings
 class TokenizerSettings:
     """Which tokenizer the datastore and the model use."""
 
@@ -59,16 +61,14 @@ class TokenizerSettings:
     """`bpe` and `unigram` are trained on the corpus. `sentencepiece` and `huggingface` are copied from `path`."""
     path: str = ""
     """An existing SentencePiece .model file, the tokenizer.json of a local Hugging Face tokenizer, or the folder of either."""
-    vocab_size: int = 8192
+    vocab_size: Annotated[int, Field(ge=_SMALLEST_VOCABULARY, le=2**31)] = 8192
     """Maximum of tokens in a trained tokenizer. A small corpus gives fewer."""
-    sample_bytes: int = 32 * 2**20
+    sample_bytes: PositiveInt = 32 * 2**20
     """Bytes of text to train on: a uniform sample of passages from all documents."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the sample."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("bpe", "unigram", "sentencepiece", "huggingface"):
-            raise InputError(f"tokenizer.kind is {self.kind!r}; accepted: bpe, unigram, sentencepiece, huggingface.")
         if self.is_trained and self.path:
             raise InputError(
                 f"tokenizer.path is {self.path!r}, but tokenizer.kind = '{self.kind}' is trained on the corpus. "
@@ -78,15 +78,6 @@ class TokenizerSettings:
             raise InputError(
                 f"tokenizer.path is empty, but tokenizer.kind = '{self.kind}' needs the path of its model."
             )
-        if not _SMALLEST_VOCABULARY <= self.vocab_size <= 2**31:
-            raise InputError(
-                f"tokenizer.vocab_size is {self.vocab_size}; it must be at least {_SMALLEST_VOCABULARY} "
-                f"({_FIXED_PIECES} tokens are bytes, whitespace and special tokens) and at most 2^31."
-            )
-        if self.sample_bytes < 1:
-            raise InputError(f"tokenizer.sample_bytes is {self.sample_bytes}; it must be 1 or more.")
-        if self.seed < 0:
-            raise InputError(f"tokenizer.seed is {self.seed}; it must be 0 or more.")
 
     @property
     def is_trained(self) -> bool:

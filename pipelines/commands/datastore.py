@@ -4,9 +4,11 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
 
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
@@ -14,6 +16,7 @@ from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
@@ -23,7 +26,7 @@ from retro.evaluation.settings import LEAST_DOCUMENTS
 log = logging.getLogger("retro")
 
 
-@dataclass(frozen=True)
+@settings
 class IndexOptions(Config):
     """Build a datastore, or update it. Finished parts are kept, so a stopped run continues where it was."""
 
@@ -87,23 +90,16 @@ def _warn_if_little_is_held_out(datastore: Datastore, split: tuple[float, float,
         )
 
 
-@dataclass(frozen=True)
+@settings
 class PlanOptions(Config, ResultOptions):
     """Estimate size, time and memory of a datastore: build a sample of the corpus on this machine, and scale it."""
 
-    tokens: float = 0.0
+    tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
-    machines: int = 1
+    machines: PositiveInt = 1
     """Machines like this one that work in parallel."""
-    sample_bytes: int = 8 * 2**20
+    sample_bytes: Annotated[int, Field(ge=10**6)] = 8 * 2**20
     """Bytes of text in the sample. More bytes take longer and give a better estimate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ResultOptions.__post_init__(self)
-        for key, least in (("tokens", 0), ("machines", 1), ("sample_bytes", 10**6)):
-            if not least <= getattr(self, key) < float("inf"):
-                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least:,}.")
 
 
 def plan(options: PlanOptions) -> int:
@@ -118,7 +114,7 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class SearchOptions:
     """Print the chunks of a datastore that answer a question or resemble a text best."""
 
@@ -153,22 +149,22 @@ def _hit_text(rank: int, hit: Hit) -> str:
     return f"{rank}. {figures}  {name}\n{indented(hit.text)}{continuation}\n"
 
 
-def parse_filters(given: Sequence[str]) -> dict[str, list[str]]:
+def parse_filters(words: Sequence[str]) -> dict[str, list[str]]:
     """Parse filters, `COLUMN=VALUE` each, into the values of every column.
 
     Raises:
         InputError: a filter has another form.
     """
     filters: dict[str, list[str]] = {}
-    for each in given:
-        column, equals, value = each.partition("=")
+    for word in words:
+        column, equals, value = word.partition("=")
         if not column or not equals:
-            raise InputError(f"--filters {each!r}: must be COLUMN=VALUE, for example source=wiki.")
+            raise InputError(f"--filters {word!r}: must be COLUMN=VALUE, for example source=wiki.")
         filters.setdefault(column, []).append(value)
     return filters
 
 
-@dataclass(frozen=True)
+@settings
 class DeleteOptions:
     """Delete all documents with some ids, training and held-out ones. From then on they are in no result of a search, no neighbors,
     no training batch (as text, their tokens are neither learned nor read as context) and no evaluation. Rebuilds and `--append`
@@ -274,7 +270,7 @@ def _measured_groups(measured: dict[str, Any]) -> dict[str, list[list[str]]]:
     }
 
 
-@dataclass(frozen=True)
+@settings
 class VerifyOptions:
     """Compare every file with its checksum, and check the cross-references of a datastore. A run has all of its checkpoints
     checked. Each error is one line that says how to repair it."""
@@ -290,15 +286,15 @@ def verify(datastore: str, options: VerifyOptions) -> int:
 
     folder = Path(datastore)
     with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
-        found = verify_datastore(folder, progress)
-        removed = repair(folder, found) if options.repair else []
-    for problem in found.problems:
+        result = verify_datastore(folder, progress)
+        removed = repair(folder, result) if options.repair else []
+    for problem in result.problems:
         echo(problem)
-    size = f"{found.artifacts:,} artifacts, {found.files:,} files, {human_bytes(found.bytes)}"
-    if not found.problems:
-        echo(f"{folder}: {size}, finished stages {', '.join(found.stages)}: no errors")
+    size = f"{result.artifacts:,} artifacts, {result.files:,} files, {human_bytes(result.bytes)}"
+    if not result.problems:
+        echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")
         return 0
-    echo(f"{folder}: {size}: {len(found.problems)} errors")
+    echo(f"{folder}: {size}: {len(result.problems)} errors")
     if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
         echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` builds them again")

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import PositiveFloat
 
 from indexing.corpus.python_library import write_python_corpus
 from indexing.store.artifact import remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.settings import settings
 from pipelines.commands.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.settings import PerplexitySettings
@@ -48,23 +50,19 @@ _PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten 
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
 
 
-@dataclass(frozen=True)
+@settings
 class DemoOptions:
     """Build a datastore, train three small models and compare them, in minutes."""
 
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
-    minutes: float = 5.0
+    minutes: PositiveFloat = 5.0
     """Minutes for the whole demo. The datastore comes first; training steps and held-out tokens fill the rest, as many as this
     machine can do. Training has at least 5 steps and evaluation 4,000 tokens, even if that takes longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0
     """Random seed."""
-
-    def __post_init__(self) -> None:
-        if self.minutes <= 0:
-            raise InputError(f"minutes = {self.minutes}: must be above 0.")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from indexing.machine import usable_memory
+from indexing.store.settings import settings
 from pipelines.results import Format, print_result
 from pipelines.terminal import human_bytes
 
@@ -42,7 +43,7 @@ class Finding:
     action: str = ""
 
 
-@dataclass(frozen=True)
+@settings
 class DoctorOptions:
     """Check installed packages, builds, devices, threads and known conflicts on this machine."""
 
@@ -133,14 +134,14 @@ def conflicts(versions: Mapping[str, str]) -> list[Finding]:
     def at_least(name: str, *least: int) -> bool:
         return name in versions and _numbers(versions[name]) >= least
 
-    found = []
+    findings = []
     if at_least("pyarrow", 26) and "numpy" in versions and not at_least("numpy", 2):
         message = f"pyarrow {versions['pyarrow']} needs numpy 2 when it runs, found {versions['numpy']}"
-        found.append(Finding("error", "pyarrow", message, "pip install 'pyarrow<26'"))
+        findings.append(Finding("error", "pyarrow", message, "pip install 'pyarrow<26'"))
     if "torch" in versions and not (2, 11) <= _numbers(versions["torch"]) < (2, 14):
         message = f"{versions['torch']} is outside the tested range, 2.11 to 2.13"
-        found.append(Finding("warning", "torch", message, "pip install 'torch>=2.11,<2.14'"))
-    return found
+        findings.append(Finding("warning", "torch", message, "pip install 'torch>=2.11,<2.14'"))
+    return findings
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -191,9 +192,9 @@ def check_devices() -> list[Finding]:
     from indexing.machine import has_bfloat16
 
     findings = []
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        findings.append(Finding("ok", f"cuda:{number}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        findings.append(Finding("ok", f"cuda:{index}", f"{properties.name}, {human_bytes(properties.total_memory)}"))
     if not findings:
         findings.append(Finding("ok", "cuda", "no device: training and embedding run on the CPU"))
     precision = "bfloat16 in hardware" if has_bfloat16("cpu") else "no fast bfloat16: float32 is used"
@@ -213,7 +214,7 @@ def check_threads(usable: Collection[str]) -> Finding:
         import faiss
 
         threads["faiss"] = faiss.omp_get_max_threads()
-    parts = [f"{name} {number}" for name, number in threads.items()]
+    parts = [f"{name} {count}" for name, count in threads.items()]
     message = ", ".join([*parts, f"cores {cores}", f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"])
     if max(threads.values(), default=0) > cores:
         return Finding("warning", "threads", f"{message}: more threads than cores", f"export OMP_NUM_THREADS={cores}")

@@ -1,28 +1,33 @@
 """Verbs that evaluate a model."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import PositiveInt
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.settings import Fraction, settings
 from pipelines.evaluation.settings import PerplexitySettings, QaSettings
-from pipelines.results import ResultOptions
+from pipelines.results import JsonFile, ResultOptions, Table
+from pipelines.terminal import progress
 from retro.evaluation.settings import EvaluationSettings
+from retro.question_answering.retrieval_metrics import RetrievalResult, RetrievalSettings
 
 if TYPE_CHECKING:
     from retro.checkpoints.checkpoint import Checkpoint
     from retro.evaluation.sets import EvaluationSet
 
 
-@dataclass(frozen=True)
+@settings
 class EvalOptions(ResultOptions):
     """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
 
-    k: tuple[int, ...] = (2,)
+    k: tuple[PositiveInt, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
-    max_overlap: float | None = None
+    max_overlap: Fraction | None = None
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
     of it, for all models. 1 = skip none; None = the `data.max_overlap` of each model's run."""
     against: str = ""
@@ -33,7 +38,7 @@ class EvalOptions(ResultOptions):
     """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: str = ""
+    output: JsonFile = ""
     """JSON file to write the results to, `NAME.json`; a page with plots is written next to it, `NAME.html`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -57,7 +62,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     eval_fractions.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
-    k = max(settings.k, default=0) if any(each.model.retrieves for each in opened) else 0
+    k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     for one in opened:
         _check_ids(one, sets)
@@ -70,17 +75,17 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     levels: list[eval_report.Level] = []
     fractions: list[eval_fractions.FractionLevel] = []
     statistics: list[OverlapStatistics] = []
-    for each, rows in zip(sets, measured, strict=True):
-        leakage = eval_report.leakage_by_chunk(each, rows, source)
-        levels += eval_report.levels_of(each, rows, settings, leakage)
+    for evaluation_set, rows in zip(sets, measured, strict=True):
+        leakage = eval_report.leakage_by_chunk(evaluation_set, rows, source)
+        levels += eval_report.levels_of(evaluation_set, rows, settings, leakage)
         if leakage is not None:
-            statistics.append(eval_report.statistics_of(each, rows, leakage, source))
+            statistics.append(eval_report.statistics_of(evaluation_set, rows, leakage, source))
         if settings.datastore_fractions:
-            fractions += eval_fractions.measure_fractions(opened, each, rows, settings, options.device)
+            fractions += eval_fractions.measure_fractions(opened, evaluation_set, rows, settings, options.device)
     results = {
         "fingerprints": {
-            **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
-            "datastores": {each.name: each.datastore.fingerprint for each in sets},
+            **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
+            "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
         },
         "settings": eval_report.settings_of(opened, sets, settings, source),
         **eval_report.as_json(levels, statistics),
@@ -97,15 +102,15 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
 
 
 def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
-    for each in sets:
+    for evaluation_set in sets:
         checkpoint.check_fits(
-            each.datastore.manifest,
-            f"evaluation set {each.name!r}: {each.datastore.folder}",
-            tokenizer=tokenizer_fingerprint(each.datastore.folder),
+            evaluation_set.datastore.manifest,
+            f"evaluation set {evaluation_set.name!r}: {evaluation_set.datastore.folder}",
+            tokenizer=tokenizer_fingerprint(evaluation_set.datastore.folder),
         )
 
 
-@dataclass(frozen=True)
+@settings
 class EvalQaOptions(QaSettings, ResultOptions):
     """Measure exact match and F1 of answers to questions: closed book, with passages in the prompt, with passages as
     neighbors, and with retrieval ON."""
@@ -115,12 +120,8 @@ class EvalQaOptions(QaSettings, ResultOptions):
     training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: str = ""
+    output: JsonFile = ""
     """JSON file to write the results and all answers to, `NAME.json`; a page is written next to it, `NAME.html`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ResultOptions.__post_init__(self)
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
@@ -134,8 +135,8 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     shots, chosen = eval_qa.select(read_questions(path), options, path)
     language = eval_qa.language_for(chosen, options)
     model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    found = found_passages(retriever, chosen, options) if retriever else None
-    modes = all_modes(model, chosen, options, language=language, shots=shots, found=found)
+    passages = found_passages(retriever, chosen, options) if retriever else None
+    modes = all_modes(model, chosen, options, language=language, shots=shots, found=passages)
     rows = eval_qa.measure_answers(model, modes, chosen, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
@@ -146,7 +147,48 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
+class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
+    """Measure hit@k, recall@k and MRR over documents, for every way of retrieval."""
+
+    extra_datastores: tuple[str, ...] = ()
+    """More datastores to search together with the first one."""
+
+
+def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
+    """`retro eval retrieval DATASTORE QUESTIONS`."""
+    from indexing.retrieval.retriever import Retriever
+    from retro.question_answering.question_sets import read_questions
+    from retro.question_answering.retrieval_metrics import measure, right_documents
+
+    retriever = Retriever.open(datastore, *options.extra_datastores)
+    chosen = read_questions(Path(questions))
+    chosen = chosen[: options.max_questions or len(chosen)]
+    right = right_documents(retriever.retrieval, chosen)
+    results = []
+    for retrieval in options.retrieval:
+        with progress(f"eval retrieval {retrieval}", total=len(chosen), unit="questions") as advance:
+            results.append(measure(retriever, chosen, right, retrieval, options, advance))
+    settings = asdict(options) | {"datastore": datastore, "questions": questions}
+    prints = {"datastore": retriever.datastore.fingerprint}
+    prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
+    rows = [asdict(result) for result in results]
+    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
+    return 0
+
+
+def results_table(results: list[RetrievalResult]) -> Table:
+    """A row for each way of retrieval."""
+    ks = list(results[0].hit)
+    header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
+    rows = []
+    for result in results:
+        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
+        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
+    return Table(header, rows)
+
+
+@settings
 class EvalHarnessOptions(ResultOptions):
     """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
     of the harness."""

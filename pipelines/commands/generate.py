@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from indexing.store.settings import settings
 from pipelines.results import Format, print_result
 from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress
 from retro.inference.settings import GenerationSettings
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
 
 
-@dataclass(frozen=True)
+@settings
 class GenerateOptions(GenerationSettings):
     """Continue prompts, with retrieval at every chunk boundary.
 
@@ -60,8 +61,8 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     tokens = in_order(steps, len(options.prompt))
     answers = [Answer(prompt, _finder(model, k)) for prompt in options.prompt]
     if options.format == "text":
-        for number, answer in enumerate(answers):
-            _print_text("───\n" * bool(number) + answer.prompt + "\n" * options.chat, answer.read(tokens))
+        for index, answer in enumerate(answers):
+            _print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
             _print_sources(answer.sources())
         return 0
     with progress("generate", total=len(answers) * options.max_tokens, unit="tokens") as advance:
@@ -151,9 +152,9 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
     """Print a line for each document on standard error: its id, its title, and the runs in quotation marks."""
     if sources:
         echo("\ncopied from:", sys.stderr)
-    for each in sources:
-        name = one_line("  ".join(filter(None, (each["document_id"], each["title"]))))
-        runs = ", ".join('"' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"' for run in each["runs"])
+    for source in sources:
+        name = one_line("  ".join(filter(None, (source["document_id"], source["title"]))))
+        runs = ", ".join('"' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"' for run in source["runs"])
         echo(f"   {name}: {runs}", sys.stderr)
 
 

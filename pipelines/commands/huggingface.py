@@ -1,15 +1,15 @@
 """`retro import FOLDER`: models in Hugging Face format."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from indexing.machine import Precision
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from pipelines.commands.model import check_target
 from pipelines.terminal import echo, human_bytes
 
 
-@dataclass(frozen=True)
+@settings
 class ImportOptions:
     """Read a decoder from a local folder in Hugging Face format and write it as one file, which other verbs accept as
     CHECKPOINT. A folder that `retro export` wrote is restored exactly; the other options then have no effect."""

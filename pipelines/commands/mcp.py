@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_HITS, _MOST_CHUNKS = 50, 128  # of one answer, which takes a part of the assistant's context
 
 
-@dataclass(frozen=True)
+@settings
 class McpOptions:
     """Let assistants search a datastore, over the Model Context Protocol (MCP) on standard input and output."""
 
@@ -120,15 +121,15 @@ def make_server(retriever: "Retriever") -> "MCPServer":
     ) -> Pages:
         """Read a document, or the part around a passage: its `chunk` is a position in the document."""
         with _mistakes():
-            found = retriever.document(document_id, first_chunk, num_chunks)
-        stop = first_chunk + len(found.chunks)
+            document = retriever.document(document_id, first_chunk, num_chunks)
+        stop = first_chunk + len(document.chunks)
         return Pages(
-            found.document_id,
-            found.title,
-            found.source,
-            found.num_chunks,
-            stop if stop < found.num_chunks else None,
-            "".join(each.text for each in found.chunks),
+            document.document_id,
+            document.title,
+            document.source,
+            document.num_chunks,
+            stop if stop < document.num_chunks else None,
+            "".join(part.text for part in document.chunks),
         )
 
     return server

@@ -2,19 +2,21 @@
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
 from indexing.store.remote import url_of
+from indexing.store.settings import settings
 from pipelines.commands import datastore as datastore_verbs
 from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, grouped, human_bytes
+from pipelines.terminal import echo, grouped, human_bytes, progress
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # formats of other programs
@@ -59,7 +61,60 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
+class AddRetrievalOptions:
+    """Add retrieval to a trained model without training. The model gets a copy head that reads neighbors, fitted with a few
+    forward passes over training text. All its other weights stay the same, so retrieval OFF is the model as it was. The
+    output is one file, which other verbs accept as CHECKPOINT."""
+
+    output: Path
+    """The file, `NAME.safetensors`."""
+    datastore: str = ""
+    """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
+    training run."""
+    k: PositiveInt = 4
+    """Neighbors of each chunk in these passes. The file can be used with any number."""
+    tokens: PositiveInt = 20_000
+    """Number of tokens of training text to read."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    overwrite: bool = False
+    """Replace an existing file."""
+
+
+def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
+    """`retro add-retrieval CHECKPOINT --output FILE.safetensors`."""
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.data.settings import DataSettings
+    from retro.device import choose_inference_placement
+    from retro.training import added_retrieval
+
+    if options.output.suffix != ".safetensors":
+        raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
+    check_target(options.output, options.overwrite)
+    checkpoint = open_checkpoint(Path(path))
+    folder = options.datastore or checkpoint.folders[0]
+    placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
+    with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:
+        fit = added_retrieval.add_retrieval(
+            checkpoint,
+            folder,
+            options.output,
+            placement,
+            k=options.k,
+            num_tokens=options.tokens,
+            advance=advance,
+        )
+    echo(
+        f"loss on {fit.num_tokens:,} tokens of training text: {fit.off:.3f} OFF, {fit.after:.3f} ON with {options.k} "
+        "neighbors; `retro eval perplexity` measures held-out text"
+    )
+    echo(f"neighbors: {DataSettings(**checkpoint.neighbor_rules).neighbor_use.rule}")
+    echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, datastore {folder}")
+    return 0
+
+
+@settings
 class ReportOptions:
     """Write one HTML page with curves, evaluation results and settings of one or more runs, finished or running."""
 
@@ -81,7 +136,7 @@ def report(runs: list[str], options: ReportOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@settings
 class InspectOptions:
     """Print what a datastore or a checkpoint contains."""
 
@@ -180,10 +235,10 @@ def verify_checkpoints(path: Path) -> int:
     of_run = {*finished(path), best(path)} - {None}
     checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
     broken, size = 0, 0
-    for each in checkpoints:
-        size += sum(file.stat().st_size for file in (each.iterdir() if each.is_dir() else [each]))
+    for checkpoint in checkpoints:
+        size += sum(file.stat().st_size for file in (checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]))
         try:
-            open_checkpoint(each)
+            open_checkpoint(checkpoint)
         except InputError as error:
             broken += 1
             echo(error)
@@ -192,7 +247,7 @@ def verify_checkpoints(path: Path) -> int:
     return int(broken > 0)
 
 
-@dataclass(frozen=True)
+@settings
 class ExportOptions:
     """Write weights, settings and fingerprints of a checkpoint as one file, which other verbs accept as CHECKPOINT, or as a
     folder for Hugging Face transformers."""

@@ -15,15 +15,16 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import uvicorn
+from pydantic import Field
 
 from indexing.store.errors import InputError
-from pipelines.executors.settings import ExecutorChoice
-from pipelines.launch.cluster_settings import ClusterSettings
+from indexing.store.settings import settings
+from pipelines.executors.settings import ClusterSettings, ExecutorChoice
 from pipelines.terminal import echo
 from retro.server.settings import ServeSettings
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("retro")
 
 
-@dataclass(frozen=True)
+@settings
 class ServeOptions(ServeSettings):
     """Serve a datastore over HTTP, and with a checkpoint also a language model that retrieves from it."""
 
@@ -43,7 +44,7 @@ class ServeOptions(ServeSettings):
     """More datastores to search together with the first one."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = all addresses of this machine."""
-    port: int = 8080
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 8080
     """Port to listen on; 0 = any free port."""
     token_env: str = "RETRO_TOKEN"
     """Environment variable with the bearer token of requests. If it is not set, requests need no token."""
@@ -54,8 +55,6 @@ class ServeOptions(ServeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.port < 2**16:
-            raise InputError(f"port = {self.port}: must be 0 to 65535.")
         for key, value, default in (("chat_template", self.chat_template, ""), ("device", self.device, "auto")):
             if value != default and not self.checkpoint:
                 raise InputError(f"{key} = {value!r}: it needs a model. Add --checkpoint, or remove it.")
@@ -196,7 +195,7 @@ def _lines(service: "Service", token: bool, options: ServeOptions) -> list[str]:
     from retro.server.search_api import datastore_info
 
     metadata = datastore_info(service)
-    lines = [f"datastore: {each['name']}, {each['chunks']:,} chunks" for each in metadata["datastores"]]
+    lines = [f"datastore: {row['name']}, {row['chunks']:,} chunks" for row in metadata["datastores"]]
     model = metadata["model"]
     if model:
         lines.append(

@@ -4,9 +4,10 @@ import sys
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from pydantic import PositiveInt
 
 from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from indexing.suffixes.search import SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.commands.datastore import indented
@@ -17,22 +18,17 @@ _READ = 1000
 """Occurrences of a run whose documents are looked up."""
 
 
-@dataclass(frozen=True)
+@settings
 class TraceOptions:
     """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. The text `-` is read from standard
     input. The datastore needs the stage `suffixes`: `retro index CONFIG --stage suffixes`."""
 
-    least: int = 8
+    least: PositiveInt = 8
     """Tokens of the shortest run that is shown."""
-    documents: int = 3
+    documents: PositiveInt = 3
     """Documents that are named for each run."""
     format: Format = "text"
     """Print `text` or `json`."""
-
-    def __post_init__(self) -> None:
-        for key in ("least", "documents"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key} = {getattr(self, key)}: must be 1 or more.")
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from indexing.corpus.megatron import is_megatron
 from indexing.corpus.readers import CorpusProblem, CorpusSettings
 from indexing.corpus.scan import list_files, read_documents, split_of, strict_problem
 from indexing.store.artifact import Recipe, create, fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from indexing.store.settings import settings
 from indexing.tokenization.extension import Comparison, ExtensibleTokenizer, Extension, compare, extend, open_base
 from indexing.tokenization.tokenizer import TextSample
 from pipelines.terminal import echo, print_rows, progress
@@ -29,13 +32,13 @@ _HELD_OUT_BYTES = 4 * 2**20
 _VERSION = 1
 
 
-@dataclass(frozen=True)
+@settings
 class ExtendVocabularyOptions:
     """Add pieces learned on a corpus to a tokenizer, and rows for them to a model. Old ids and rows stay unchanged."""
 
     output: Path
     """A new folder for `tokenizer/`, `model.safetensors` and `figures.json`."""
-    pieces: int = 8000
+    pieces: PositiveInt = 8000
     """Maximum number of new pieces."""
     tokenizer: str = ""
     """Tokenizer of the checkpoint: a SentencePiece .model, a tokenizer.json, a folder with one of them, or a datastore; empty:
@@ -45,19 +48,11 @@ class ExtendVocabularyOptions:
     ascii: bool = False
     """Also learn pieces of ASCII characters and blanks, for example technical terms. English texts that contain them then get
     other ids. Without this option, every ASCII text keeps its ids."""
-    sample_bytes: int = 32 * 2**20
+    sample_bytes: PositiveInt = 32 * 2**20
     """Bytes of text to learn from, and maximum bytes of text to keep: uniform samples of all documents."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the samples."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
-
-    def __post_init__(self) -> None:
-        if self.pieces < 1:
-            raise InputError(f"pieces = {self.pieces}: must be 1 or more.")
-        if self.sample_bytes < 1:
-            raise InputError(f"sample_bytes = {self.sample_bytes}: must be 1 or more.")
-        if self.seed < 0:
-            raise InputError(f"seed = {self.seed}: must be 0 or more.")
 
 
 def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
@@ -89,9 +84,9 @@ def extend_vocabulary(path: str, options: ExtendVocabularyOptions) -> int:
             extend_tables(checkpoint, extension.old.vocab_size, extension.cuts, work / "model.safetensors")
         write_json(work / "figures.json", {name: asdict(figure) for name, figure in figures.items()})
         counts.update({"old_ids": extension.old.vocab_size, "pieces": len(extension.pieces)})
-        place = options.output / extension.path.relative_to(work)
+        tokenizer = options.output / extension.path.relative_to(work)
     print_rows(_rows(extension, figures))
-    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{place}"')
+    echo(f'tokenizer: tokenizer.kind = "{extension.kind}", tokenizer.path = "{tokenizer}"')
     if checkpoint is not None:
         echo(f"model: {options.output / 'model.safetensors'}")
     return 0

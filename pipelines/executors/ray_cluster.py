@@ -39,13 +39,13 @@ def require_answer(address: str) -> None:
     Raises:
         ConnectionError: no server listens there, or it does not answer gRPC.
     """
-    found = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
-    if found is None:  # `auto`, empty, or an address that Ray refuses at once
+    parts = re.fullmatch(r"(ray://)?(\[[^\]]+\]|[^:/]+):(\d+)", address)
+    if parts is None:  # `auto`, empty, or an address that Ray refuses at once
         return
     import grpc
     import ray
 
-    client, host, port = found.groups()
+    client, host, port = parts.groups()
     if not client and host in ("localhost", "127.0.0.1", "[::1]"):
         host = ray.util.get_node_ip_address()  # Ray uses this address then
     try:

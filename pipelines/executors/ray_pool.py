@@ -58,10 +58,10 @@ class _Pool:
     """The workers of one stage and the tasks they share.
 
     Attributes:
-        waiting: numbers of tasks without a worker, the next one last.
+        waiting: indexes of tasks without a worker, the next one last.
         starting: reference → a worker whose process is not up yet.
-        running: reference → number of a task and the worker that runs it.
-        losses: number of a task → how many times its worker has died.
+        running: reference → index of a task and the worker that runs it.
+        losses: index of a task → how many times its worker has died.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _Pool:
         self.starting: dict[Any, Any] = {}
         self.running: dict[Any, tuple[int, Any]] = {}
         self.losses: Counter[int] = Counter()
-        self.made = self.failed_starts = 0
+        self.workers_started = self.failed_starts = 0
         self.idle_since = time.monotonic()
         # Ray raises these when a worker's process or machine is lost, and when a result is lost with it.
         errors = ray.exceptions
@@ -99,13 +99,13 @@ class _Pool:
                 if reference in self.starting:
                     self._started(reference, function)
                     continue
-                number, worker = self.running.pop(reference)
+                index, worker = self.running.pop(reference)
                 try:
-                    results[number] = self._result(reference, number)
+                    results[index] = self._result(reference, index)
                 except self.lost as error:
-                    self._lost(number, worker, error)
+                    self._lost(index, worker, error)
                 else:
-                    self.progress.finished(number)
+                    self.progress.finished(index)
                     self._give(worker, function)
             self.progress.poll()
             self._log_waiting()
@@ -118,8 +118,8 @@ class _Pool:
             self.ray.kill(actor)
 
     def _new_worker(self) -> None:
-        self.made += 1
-        name = f"{self.stage} {self.made} of {self.label}"
+        self.workers_started += 1
+        name = f"{self.stage} {self.workers_started} of {self.label}"
         worker = self.worker.options(name=name).remote(self.num_threads, self.tally, os.getcwd())
         self.starting[worker.ready.remote()] = worker
 
@@ -139,35 +139,35 @@ class _Pool:
         if not self.waiting:
             self.ray.kill(worker)  # frees its resources
             return
-        number = self.waiting.pop()
-        task = self.tasks[number]
-        reference = worker.run.options(name=task.name).remote(number, function, task.arguments)
-        self.running[reference] = (number, worker)
-        self.progress.started(number)
+        index = self.waiting.pop()
+        task = self.tasks[index]
+        reference = worker.run.options(name=task.name).remote(index, function, task.arguments)
+        self.running[reference] = (index, worker)
+        self.progress.started(index)
 
-    def _result(self, reference: Any, number: int) -> Any:
+    def _result(self, reference: Any, index: int) -> Any:
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as error:
-            log_failure(self.tasks[number].name, error.cause)
+            log_failure(self.tasks[index].name, error.cause)
             # A user's mistake and a full disk keep type and message. Other errors keep the remote traceback.
             if isinstance(error.cause, (InputError, OSError)):
                 raise error.cause from None
             raise error from None
 
-    def _lost(self, number: int, worker: Any, error: Exception) -> None:
+    def _lost(self, index: int, worker: Any, error: Exception) -> None:
         """Put the task of a lost worker back into the queue, and start another worker."""
-        name, reason = self.tasks[number].name, " ".join(str(error).split())
-        self.losses[number] += 1
-        if self.losses[number] >= _ATTEMPTS:
+        name, reason = self.tasks[index].name, " ".join(str(error).split())
+        self.losses[index] += 1
+        if self.losses[index] >= _ATTEMPTS:
             raise InputError(
                 f"{name}: its worker died {_ATTEMPTS} times ({reason}). The usual cause is too little memory: "
                 f"lower executor.{self.stage}.workers or raise executor.{self.stage}.memory. Finished work is kept."
             ) from error
         log.warning("%s: its worker died; the task is started again (%s)", name, reason)
         self.ray.kill(worker)  # it may be alive but unreachable
-        self.progress.lost(number)
-        self.waiting.append(number)
+        self.progress.lost(index)
+        self.waiting.append(index)
         self._new_worker()
 
     def _log_waiting(self) -> None:
@@ -196,21 +196,21 @@ class _Progress:
         self.times: list[float] = []
         self.named: set[int] = set()
 
-    def started(self, number: int) -> None:
-        self.since[number] = time.monotonic()
+    def started(self, index: int) -> None:
+        self.since[index] = time.monotonic()
 
-    def lost(self, number: int) -> None:
-        self.since.pop(number)
+    def lost(self, index: int) -> None:
+        self.since.pop(index)
 
-    def finished(self, number: int) -> None:
-        self.done.add(number)
-        self.times.append(time.monotonic() - self.since.pop(number))
+    def finished(self, index: int) -> None:
+        self.done.add(index)
+        self.times.append(time.monotonic() - self.since.pop(index))
 
     def poll(self) -> None:
         counted: dict[int, int] = self.ray.get(self.tally.counts.remote())
         sizes = [
-            task.size if number in self.done else min(counted.get(number, 0), task.size)
-            for number, task in enumerate(self.tasks)
+            task.size if index in self.done else min(counted.get(index, 0), task.size)
+            for index, task in enumerate(self.tasks)
         ]
         if sum(sizes) > self.shown:  # a restarted task counts only beyond its first attempt
             self.advance(sum(sizes) - self.shown)
@@ -218,11 +218,11 @@ class _Progress:
         if len(self.times) < 3:
             return
         usual, now = statistics.median(self.times), time.monotonic()
-        for number, since in self.since.items():
-            if now - since > max(_STRAGGLER * usual, 10 * _POLL_SECONDS) and number not in self.named:
-                self.named.add(number)
+        for index, since in self.since.items():
+            if now - since > max(_STRAGGLER * usual, 10 * _POLL_SECONDS) and index not in self.named:
+                self.named.add(index)
                 log.warning(
-                    "%s: running for %.0f s; the others took %.0f s", self.tasks[number].name, now - since, usual
+                    "%s: running for %.0f s; the others took %.0f s", self.tasks[index].name, now - since, usual
                 )
 
 
@@ -232,11 +232,11 @@ class _Tally:
     def __init__(self) -> None:
         self.units: dict[int, int] = {}
 
-    def add(self, number: int, units: int) -> None:
-        self.units[number] = self.units.get(number, 0) + units
+    def add(self, index: int, units: int) -> None:
+        self.units[index] = self.units.get(index, 0) + units
 
-    def begin(self, number: int) -> None:
-        self.units[number] = 0
+    def begin(self, index: int) -> None:
+        self.units[index] = 0
 
     def counts(self) -> dict[int, int]:
         return self.units
@@ -253,7 +253,7 @@ class _Worker:
     def ready(self) -> None:
         """Return as soon as the process is up."""
 
-    def run(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         use_threads(self.num_threads)
-        self.tally.begin.remote(number)
-        return function(*arguments, advance=lambda units: self.tally.add.remote(number, units))
+        self.tally.begin.remote(index)
+        return function(*arguments, advance=lambda units: self.tally.add.remote(index, units))

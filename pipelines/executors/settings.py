@@ -1,41 +1,38 @@
-"""Where work runs, and what each worker of a Ray cluster reserves."""
+"""Where stages, training and serving run, and what each worker of a Ray cluster reserves."""
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from indexing.store.errors import InputError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from indexing.store.settings import Size, settings
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
+@settings
 class Resources:
     """Number of workers of a stage on Ray, and what each of them reserves."""
 
-    cpus: float = 1
+    cpus: PositiveFloat = 1
     """CPUs of a worker. It uses as many threads."""
-    gpus: float = 0
+    gpus: NonNegativeFloat = 0
     """GPUs of a worker. With a fraction, workers share a GPU."""
-    memory: str = ""
+    memory: Size = ""
     """Memory of a worker (`8GB`), which limits how many workers Ray starts on a machine; empty: not reserved."""
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Workers of the stage; 0 = as many as fit into the cluster."""
-
-    def __post_init__(self) -> None:
-        if self.cpus <= 0 or self.gpus < 0 or self.workers < 0:
-            raise InputError("executor: cpus of a stage must be above 0, gpus and workers 0 or more.")
-        if self.memory and not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", self.memory):
-            raise InputError(f"executor: memory = {self.memory!r}: must be a size such as '500MB' or '16GB', or empty.")
 
     @property
     def memory_bytes(self) -> int:
         """The memory in bytes; 0 where none is reserved."""
-        number, unit = re.fullmatch(r"([\d.]*)\s*([KMGT]?)B?", self.memory).groups()  # type: ignore[union-attr]
-        return int(float(number or 0) * _UNITS[unit])
+        value, unit = re.fullmatch(r"([\d.]*)\s*([KMGT]?)B?", self.memory).groups()  # type: ignore[union-attr]
+        return int(float(value or 0) * _UNITS[unit])
 
 
-@dataclass(frozen=True)
+@settings
 class ExecutorChoice:
     """This machine or a Ray cluster."""
 
@@ -45,12 +42,12 @@ class ExecutorChoice:
     """Cluster to join (`auto`, `ray://…`); empty: the cluster that runs this job, or a new one on this machine."""
 
 
-@dataclass(frozen=True)
+@settings
 class ExecutorSettings(ExecutorChoice):
     """Where stages and training run. `local`: one shard after another in this process, with all threads, and training in this
     process or those of torchrun. `ray`: a pool of workers for each stage, and training by several workers."""
 
-    num_threads: int = 0
+    num_threads: Annotated[int, Field(ge=0, lt=2**15)] = 0
     """Threads of this process or of a worker; 0 = all cores (local), or the worker's CPUs (Ray)."""
     chunk: Resources = field(default_factory=Resources)
     embed: Resources = field(default_factory=Resources)
@@ -61,11 +58,27 @@ class ExecutorSettings(ExecutorChoice):
     neighbors: Resources = field(default_factory=Resources)
     train: Resources = field(default_factory=Resources)
     """Training on Ray; `workers` = 0: one for each GPU of the cluster, or one in a cluster without GPUs."""
-    train_failures: int = 8
+    train_failures: NonNegativeInt = 8
     """How many times Ray restarts training from the last checkpoint after a worker fails."""
 
-    def __post_init__(self) -> None:
-        if self.train_failures < 0:
-            raise InputError(f"executor.train_failures = {self.train_failures}: must be 0 or more.")
-        if not 0 <= self.num_threads < 2**15:
-            raise InputError(f"executor.num_threads = {self.num_threads}: must be between 0 (all cores) and 32,767.")
+
+@settings
+class ClusterSettings:
+    """Placement of a datastore on a Ray cluster."""
+
+    parts: PositiveInt = 1
+    """Parts of each datastore's index, at most one for each shard. A worker and its replicas hold a part in memory."""
+    part_replicas: PositiveInt = 1
+    """Workers for each part."""
+    part_cpus: _Finite = 1
+    """CPUs reserved for a part, and the number of its threads. Memory is reserved for the size of its files."""
+    part_seconds: _Finite = 2.0
+    """Seconds to wait for a part. Answers without it are marked as partial."""
+    retry_seconds: _Finite = 5.0
+    """Seconds without queries to a part that did not answer."""
+    replicas: PositiveInt = 1
+    """Front ends. Each loads the embedder and, with a checkpoint, the model."""
+    replica_cpus: _Finite = 1
+    """CPUs reserved for a front end."""
+    replica_gpus: NonNegativeFloat = 0
+    """GPUs reserved for a front end, for a model that generates."""

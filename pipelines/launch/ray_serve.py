@@ -27,8 +27,8 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from pipelines.executors.ray_cluster import connect
+from pipelines.executors.settings import ClusterSettings
 from pipelines.executors.tasks import use_threads
-from pipelines.launch.cluster_settings import ClusterSettings
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
@@ -72,7 +72,7 @@ class PartOf:
     Attributes:
         name: in answers that lack this part.
         deployment: its name in Ray Serve.
-        datastore: number in the retrieval set.
+        datastore: index in the retrieval set.
         folder: of the datastore.
         shards: their numbers.
     """
@@ -93,14 +93,14 @@ class PartOf:
 def parts_of(splits: Sequence[Split], count: int) -> list[PartOf]:
     """Divide the shards of every datastore into `count` parts, or one part for each shard if there are fewer."""
     parts = []
-    for number, split in enumerate(splits):
+    for index, split in enumerate(splits):
         num_shards = len(split.chunk_rows)
         pieces = min(count, num_shards)
         borders = [round(piece * num_shards / pieces) for piece in range(pieces + 1)]
         for piece in range(pieces):
             shards = range(borders[piece], borders[piece + 1])
             name = f"{split.folder.name}/index/{shard_name(shards[0])} to {shard_name(shards[-1])}"
-            parts.append(PartOf(name, f"part-{number}-{piece}", number, split.folder, shards))
+            parts.append(PartOf(name, f"part-{index}-{piece}", index, split.folder, shards))
     return parts
 
 
@@ -144,15 +144,17 @@ class RemoteIndex:
             for name, handle in self.handles.items()
             if self._left_out.get(name, 0) <= now
         }
-        found = [(np.full((len(queries), k), -1, dtype=np.int64), np.full((len(queries), k), np.inf, dtype=np.float32))]
+        answers = [
+            (np.full((len(queries), k), -1, dtype=np.int64), np.full((len(queries), k), np.inf, dtype=np.float32))
+        ]
         missing = [name for name in self.handles if name not in sent]
         for name, response in sent.items():
             answer = self._answer(name, response, now + self.part_seconds)
             if answer is None:
                 missing.append(name)
             else:
-                found.append(answer)
-        ids, _ = merge_nearest(found, k)
+                answers.append(answer)
+        ids, _ = merge_nearest(answers, k)
         if missing:
             raise PartsMissing(missing, ids)
         return ids
@@ -210,8 +212,8 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
     use_threads(max(1, int(cluster.replica_cpus)))
     retriever = Retriever.open(*served.datastores, indexes=())
     indexes = []
-    for number, split in enumerate(retriever.retrieval.splits):
-        own = [part for part in parts if part.datastore == number]
+    for index, split in enumerate(retriever.retrieval.splits):
+        own = [part for part in parts if part.datastore == index]
         handles = {part.name: serve.get_deployment_handle(part.deployment, APPLICATION) for part in own}
         indexes.append(RemoteIndex(handles, split.num_chunks, cluster.part_seconds, cluster.retry_seconds))
     retriever = replace(retriever, indexes=tuple(indexes))

@@ -12,17 +12,20 @@ import re
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from pydantic import Field, PositiveInt
 
 from indexing.progress import status
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from indexing.store.settings import Fraction, settings
 from pipelines.config import Config
 from pipelines.results import ResultOptions
 from pipelines.terminal import aligned, human_bytes, human_count, long_time
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
-from retro.parallel.settings import Checkpointing, ParallelSettings, Zero, check_copy_head, num_microbatches
+from retro.parallel.settings import Checkpointing, ParallelSettings, check_copy_head, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings
 
 if TYPE_CHECKING:
@@ -32,35 +35,27 @@ _RECOMPUTATION: dict[Checkpointing, float] = {"none": 1.0, "selective": 1.0, "fu
 """Operations relative to no checkpointing: full checkpointing adds a forward pass to three; selective adds none."""
 
 
-@dataclass(frozen=True)
+@settings
 class PlanTrainOptions(Config, ResultOptions):
     """Estimate memory by ZeRO stage, checkpointing and offload, and time of a training run."""
 
-    devices: int = 8
+    devices: PositiveInt = 8
     """Number of devices, with one process each."""
     device_memory: str = "80GB"
     """Memory of each device (`24GB`, `80GB`). A tenth of it is reserved for the runtime and fragmentation."""
-    tokens: float = 0.0
+    tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens to train on (2e12); 0 = as set by `train.steps`."""
-    peak_tflops: float = 989.0
+    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 989.0
     """Peak of a device in 10^12 operations per second: 989 for bfloat16 on an H100 or H200, 312 on an A100."""
-    mfu: float = 0.0
+    mfu: Fraction = 0.0
     """Model FLOPs utilization: fraction of the peak that training reaches (0.4); 0 = unknown, so no times. Small models reach less."""
     measured: str = ""
     """Folder of a run on the same kind of devices. Its `tokens_per_second` replaces `peak_tflops` and `mfu`."""
-    measured_devices: int = 1
+    measured_devices: PositiveInt = 1
     """Number of devices of that run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ResultOptions.__post_init__(self)
-        for key, least in (("devices", 1), ("measured_devices", 1), ("tokens", 0)):
-            if not least <= getattr(self, key) < float("inf"):
-                raise InputError(f"{key} = {getattr(self, key):g}: must be at least {least}.")
-        if not 0 < self.peak_tflops < float("inf"):
-            raise InputError(f"peak_tflops = {self.peak_tflops:g}: must be above 0.")
-        if not 0 <= self.mfu <= 1:
-            raise InputError(f"mfu = {self.mfu:g}: must be at least 0 and at most 1.")
         others, data = self.parallel.tensor * self.parallel.pipeline, self.parallel.data
         if self.devices % others or data * others not in (0, self.devices):
             raise InputError(
@@ -194,7 +189,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
 def modes_of(options: PlanTrainOptions) -> list[ParallelSettings]:
     """All modes, cheapest first. Offload costs most, then recomputation, then communication."""
     data = _num_data(options)
-    zeros: tuple[Zero, ...] = get_args(Zero) if data > 1 else (0,)
+    zeros = range(4) if data > 1 else (0,)
     return [
         replace(options.parallel, data=data, zero=zero, cpu_offload=offload, activation_checkpointing=checkpointing)
         for offload, checkpointing, zero in itertools.product((False, True), get_args(Checkpointing), zeros)

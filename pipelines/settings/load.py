@@ -1,4 +1,4 @@
-"""One tree of frozen dataclasses from defaults, a TOML file and the command line.
+"""One tree of frozen dataclasses from defaults, a TOML file and the command line. pydantic checks all three, tyro prints `--help`.
 
     file.toml ─► TomlFile ─► values ┐
     --section.key value ─► options ─┴─(options win)─► the tree, whose `__post_init__` run once
@@ -6,16 +6,21 @@
 An option can therefore correct a value of the file. This folder knows no concrete setting.
 """
 
+import dataclasses
+import difflib
+import json
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import MISSING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from indexing.store.errors import InputError
-from pipelines.settings.fields import Field, accepted, did_you_mean, fields_of, from_toml, leaf_types, nearest
-from pipelines.settings.options import parse_options
-from pipelines.settings.toml_file import TomlFile, toml_value
+from indexing.store.settings import mistake
+from pipelines.settings.toml_file import TomlFile
 from pipelines.terminal import exit_if_closed
 
 T = TypeVar("T")
@@ -24,109 +29,155 @@ T = TypeVar("T")
 def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *, verb: str) -> T:
     """Settings from their defaults, then a TOML file, then the command line; the later one wins.
 
-    Leaves are int, float, bool, str, Path, Literal, tuples of these (`tuple[int, ...]`, or of one type and a fixed length),
-    or one of these or None (written "None").
-
     Args:
-        settings_type: a frozen dataclass of leaves and of further frozen dataclasses, which are sections.
-        file: the TOML file, if any.
-        arguments: options of the command line; see `parse_options`.
+        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections.
+        file: the TOML file, if any. None is written "None", as TOML has no null.
+        arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
 
     Raises:
         InputError: an error in the file or an option, with file and line, the key, and what is accepted.
         SystemExit: status 0, after `--help`.
     """
-    source = TomlFile.read(file)
-    values = _values_of(source, settings_type)
     if {"-h", "--help"} & set(arguments):
-        _print_help(settings_type, values, verb)
-    options = parse_options(settings_type, arguments, verb)
+        _print_help(settings_type, file, verb)
+    leaves, source = leaf_types(settings_type), TomlFile.read(file)
+    options = _options(leaves, arguments, verb)
+    tree: dict[str, Any] = {}
+    for key, value in (dict(_file_values(leaves, source, skipped=options)) | options).items():
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
     try:
-        return _build(settings_type, values | options, verb=verb)
-    except ValueError as error:  # from a __post_init__; InputError is a ValueError
-        raise InputError(source.locate(str(error), list(options))) from error
+        return settings_type(**tree)
+    except InputError as error:  # a relation between settings, or one that must be set
+        key = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]  # `*` always matches
+        where = f"{file if key in options or key not in source.lines else source.at(key)}: " if file else ""
+        raise InputError(f"{where}{error}") from error
 
 
-def _values_of(source: TomlFile, settings_type: type) -> dict[str, Any]:
-    """The values of a file by key, `section.key`, each checked and of its type."""
-    values: dict[str, Any] = {}
+def leaf_types(settings_type: type, above: str = "") -> dict[str, Any]:
+    """Every leaf of the tree, `section.key`, with its type."""
+    leaves: dict[str, Any] = {}
+    hints: dict[str, Any] = get_type_hints(settings_type, include_extras=True)
+    for field in dataclasses.fields(settings_type):
+        key, hint = above + field.name, hints[field.name]
+        leaves |= leaf_types(hint, f"{key}.") if dataclasses.is_dataclass(hint) else {key: hint}  # type: ignore[arg-type]
+    return leaves
 
-    def read(section_type: type, section: dict[str, Any], path: tuple[str, ...]) -> None:
-        fields = {field.name: field for field in fields_of(section_type)}
+
+def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
+    """A value of the file (strict, as TOML has types) or words of an option, converted to a type."""
+    if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
+        return None
+    adapter = TypeAdapter(hint)
+    try:
+        if strict:  # as JSON, where a list is accepted for a tuple and a string for a path
+            return adapter.validate_json(json.dumps(value, default=str), strict=True)
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise InputError(mistake(error, name)) from error
+
+
+# --- the file ------------------------------------------------------------------------------------------------------
+
+
+def _file_values(
+    leaves: Mapping[str, Any], source: TomlFile, *, skipped: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The values of a file by key, each checked unless an option replaces it."""
+    known = {key[: dot.start()] for key in leaves for dot in re.finditer(r"\.", key)}
+
+    def walk(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
         for name, value in section.items():
-            here = (*path, name)
-            if name not in fields:
-                raise InputError(
-                    _unknown_key(source, here, list(fields.values()), isinstance(value, dict), settings_type)
-                )
-            if not fields[name].is_section:
-                values[".".join(here)] = _leaf(source, here, value, fields[name].hint)
+            key = above + name
+            if key in leaves:
+                if key not in skipped:
+                    yield key, _checked(leaves[key], value, f"{source.at(key)}: {key}", strict=True)
+            elif key not in known:
+                kind, others = ("section", known) if isinstance(value, dict) else ("key", leaves)
+                raise InputError(f"{source.at(key)}: unknown {kind} {key}.{_hint(key, others)}")
             elif isinstance(value, dict):
-                read(fields[name].hint, value, here)
+                yield from walk(value, f"{key}.")
             else:
                 raise InputError(
-                    f"{source.at(here)}: {'.'.join(here)} = {value!r}: this is a section; write [{'.'.join(here)}]."
+                    f"{source.at(key)}: {key} = {json.dumps(value, default=str)}: this is a section; write [{key}]."
                 )
 
-    read(settings_type, source.values, ())
+    return walk(source.values, "")
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def _options(leaves: Mapping[str, Any], arguments: Sequence[str], verb: str) -> dict[str, Any]:
+    """Read `--section.key value`; the last one of a key wins.
+
+    Hyphens and underscores are the same. A switch is `--train.compile`, `--train.no-compile` or `--train.compile true`. A list takes
+    all words up to the next option. `--key=value` passes a value that begins with two hyphens.
+    """
+    values: dict[str, Any] = {}
+    rest = list(arguments)
+    more = f"`retro {verb} --help` lists every option."
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        # One that begins with a single hyphen is a word: a negative number.
+        words = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), rest))
+        rest = rest if equals else rest[len(words) :]
+        key = option.removeprefix("--").replace("-", "_")
+        switch = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
+        if key not in leaves and _is_switch(leaves.get(switch)):
+            key, words = switch, ["false", *words]
+        if not option.startswith("--"):
+            raise InputError(f"unexpected argument {option!r}. {more}")
+        if key not in leaves:
+            raise InputError(f"unknown option {option}.{_hint(key, leaves, _option)} {more}")
+        if _is_list(leaves[key]):
+            values[key] = _checked(leaves[key], words, option, strict=False)
+            continue
+        words = words or ["true"] * _is_switch(leaves[key])
+        if len(words) != 1:
+            raise InputError(
+                f"unexpected argument {words[1]!r}. {more}" if words else f"{option}: a value is missing. {more}"
+            )
+        values[key] = _checked(leaves[key], words[0], option, strict=False)
     return values
 
 
-def _leaf(source: TomlFile, path: tuple[str, ...], value: Any, hint: Any) -> Any:
-    try:
-        return from_toml(value, hint)
-    except ValueError as error:
-        key = f"{'.'.join(path)} = {toml_value(value)}"
-        raise InputError(f"{source.at(path)}: {key}: accepted is {accepted(hint)}.") from error
+def _is_switch(hint: Any) -> bool:
+    return hint is bool or bool in get_args(hint)
 
 
-def _unknown_key(source: TomlFile, path: tuple[str, ...], fields: list[Field], is_section: bool, top: type) -> str:
-    known = [field.name for field in fields if field.is_section == is_section]
-    here = [".".join((*path[:-1], name)) for name in known]
-    near = did_you_mean(nearest(".".join(path), here if is_section else [*here, *leaf_types(top)]))
-    inside = f"of [{'.'.join(path[:-1])}]" if path[1:] else "outside sections"
-    listed = f"{'Sections' if is_section else 'Keys'} {inside}: {', '.join(known) or 'none'}."
-    return f"{source.at(path)}: unknown {'section' if is_section else 'key'} {'.'.join(path)}.{near} {listed}"
+def _is_list(hint: Any) -> bool:
+    return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
-def _build(
-    settings_type: type[T],
-    values: dict[str, Any],
-    *,
-    verb: str,
-    path: str = "",
-    instance: Any = None,
-    required: Any = MISSING,
-) -> T:
-    """Build the tree, innermost sections first.
-
-    Args:
-        settings_type: type of this section.
-        values: of the whole tree, by `section.key`.
-        verb: for messages.
-        path: of this section, with a dot at its end.
-        instance: the section's default.
-        required: value of a key without a default that is not set; MISSING raises InputError.
-    """
-    made: dict[str, Any] = {}
-    for name, hint, default in fields_of(settings_type, instance):
-        key = path + name
-        if hasattr(hint, "__dataclass_fields__"):
-            nested = None if default is MISSING else default
-            made[name] = _build(hint, values, verb=verb, path=f"{key}.", instance=nested, required=required)
-            continue
-        made[name] = values.get(key, required if default is MISSING else default)
-        if made[name] is MISSING:
-            option = "--" + key.replace("_", "-")
-            raise InputError(f"{option} is required: {accepted(hint)}. `retro {verb} --help` lists every option.")
-    return settings_type(**made)
+def _hint(key: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """Keys that a user probably meant, or those of the section: the same key elsewhere, else a similar one of this section."""
+    section, _, name = key.rpartition(".")
+    names = {leaf: leaf.rpartition(".")[2] for leaf in known}
+    siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
+    near = [leaf for leaf in names if names[leaf] == name]
+    near = near or [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    if not near and not (section and siblings):  # the section alone makes any two of its keys similar
+        near = difflib.get_close_matches(key, names)
+    if near:
+        return f" Did you mean {' or '.join(map(shown, near))}?"
+    return (
+        f" Accepted {f'in {section}' if section else 'outside sections'}: {', '.join(map(shown, siblings.values()))}."
+    )
 
 
-def _print_help(settings_type: type, values: dict[str, Any], verb: str) -> None:
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _print_help(settings_type: type, file: Path | None, verb: str) -> None:
     """Print every option with its docstring and its default, which may come from the file, and exit."""
     import tyro
 
-    defaults: Any = _build(settings_type, values, verb=verb, required=tyro.MISSING)
+    default: dict[str, Any] = {} if file is None else {"default": load(settings_type, file, [], verb=verb)}
     with exit_if_closed(sys.stdout):
-        tyro.cli(settings_type, prog=f"retro {verb}", default=defaults, args=["--help"])
+        tyro.cli(settings_type, prog=f"retro {verb}", args=["--help"], **default)

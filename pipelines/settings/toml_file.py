@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,17 @@ def toml_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed TOML file that remembers the lines of its keys."""
+    """A parsed TOML file.
+
+    Attributes:
+        file: its path, if there is one.
+        values: of sections and keys.
+        lines: the line of each section and key, by `section.key`.
+    """
 
     file: Path | None
-    text: str
     values: dict[str, Any]
+    lines: dict[str, int]
 
     @classmethod
     def read(cls, file: Path | None) -> "TomlFile":
@@ -74,10 +80,10 @@ class TomlFile:
             InputError: the file is missing or is not TOML.
         """
         if file is None:
-            return cls(None, "", {})
+            return cls(None, {}, {})
         try:
             text = Path(file).read_text(encoding="utf-8-sig")
-            return cls(file, text, tomllib.loads(text))
+            return cls(file, tomllib.loads(text), _lines(text))
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}; name a TOML file of settings.") from error
         except UnicodeDecodeError as error:
@@ -87,47 +93,27 @@ class TomlFile:
             at = f"{file}:{line[1] if line else text.count(chr(10)) + 1}"
             raise InputError(f"{at}: not valid TOML: {error}. Strings need quotes; see https://toml.io.") from error
 
-    def at(self, path: Sequence[str]) -> str:
-        """`file:line` of a key or section.
-
-        The scan looks for `[section]` and `key =`. For a key inside a multi-line string or an inline table it returns the line
-        of the key or section around it.
-        """
-        found: dict[tuple[str, ...], int] = {}
-        section: tuple[str, ...] = ()
-        for number, line in enumerate(self.text.splitlines(), start=1):
-            if header := re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(?:#.*)?$", line):
-                section = _names(header[1])
-                found.setdefault(section, number)
-            elif key := re.match(r"""\s*([\w."'\- ]+?)\s*=""", line):
-                whole = section + _names(key[1])
-                for length in range(len(section) + 1, len(whole) + 1):
-                    found.setdefault(whole[:length], number)
-        lines = [found[tuple(path[:length])] for length in range(len(path) + 1) if tuple(path[:length]) in found]
-        return f"{self.file}:{lines[-1]}" if lines else str(self.file)
-
-    def sets(self, path: Sequence[str]) -> bool:
-        """Whether the file sets this key."""
-        values: Any = self.values
-        for key in path:
-            if not isinstance(values, dict) or key not in values:
-                return False
-            values = values[key]
-        return True
-
-    def locate(self, message: str, options: Sequence[str]) -> str:
-        """Put the file before a message that begins with its key, and the line if the value comes from the file.
-
-        Args:
-            message: `section.key = value: …`.
-            options: keys that the command line sets.
-        """
-        if self.file is None:
-            return message
-        key = re.match(r"[\w.]*", message)[0]  # type: ignore[index]  # `*` always matches
-        at = self.at(_names(key)) if self.sets(_names(key)) and key not in options else self.file
-        return f"{at}: {message}"
+    def at(self, key: str) -> str:
+        """`file:line` of a key; for one in a multi-line string or an inline table, the line of what is around it."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return f"{self.file}:{self.lines[key]}" if key else str(self.file)
 
 
-def _names(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+def _lines(text: str) -> dict[str, int]:
+    """The line of each `[section]` and `key =`, by `section.key`; the first one of a section that has several."""
+    lines: dict[str, int] = {}
+    section: list[str] = []
+    for line, content in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(?:#.*)?$", content):
+            section = _names(header[1])
+            lines.setdefault(".".join(section), line)
+        elif key := re.match(r"""\s*([\w."'\- ]+?)\s*=""", content):
+            names = section + _names(key[1])
+            for length in range(len(section) + 1, len(names) + 1):
+                lines.setdefault(".".join(names[:length]), line)
+    return lines
+
+
+def _names(dotted: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in dotted.split(".")]

@@ -92,7 +92,7 @@ class Checkpoint:
     @property
     def tuning(self) -> TuningSettings:
         """Which weights were trained, and the adapter that the files contain."""
-        return TuningSettings(**_with_tuples(self.settings.get("tuning", {})))
+        return TuningSettings(**self.settings.get("tuning", {}))
 
     @property
     def neighbor_rules(self) -> dict[str, Any]:
@@ -301,11 +301,6 @@ def _checkpoint(
         skipped=state.get("skipped", {"steps": 0, "batches": 0}),
         mesh_dims=state.get("mesh_dims", {}),
     )
-
-
-def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """A section with tuples in place of JSON's lists, for its dataclass."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:

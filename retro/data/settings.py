@@ -1,32 +1,34 @@
 """Settings of training data: datastores, sequences, neighbors."""
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
+from indexing.store.settings import Fraction, settings
 from retro.data.neighbor_choice import NeighborSource, NeighborUse
 
 
-@dataclass(frozen=True)
+@settings
 class DataSettings:
     """Which datastores a run reads, and how."""
 
     datastores: tuple[Path, ...] = ()
     """Datastores to mix; empty = `datastore`. They must share one tokenizer."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[PositiveFloat, ...] = ()
     """Fraction of the sequences from each datastore; empty = in proportion to their numbers of chunks."""
-    sequence_length: int = 512
+    sequence_length: PositiveInt = 512
     """Tokens of a training sequence (n in the paper, 2048): a multiple of the chunk length."""
-    k: int = 2
+    k: NonNegativeInt = 2
     """Neighbors that each chunk reads in training (paper: 2)."""
     neighbor_source: NeighborSource = "nearest"
     """`nearest`: the stored neighbors. `random`: a control, chunks drawn uniformly from outside the sequence's documents,
     different ones in each epoch."""
-    retrieval_dropout: float = 0.1
+    retrieval_dropout: Fraction = 0.1
     """Fraction of the sequences trained without neighbors, so that the model stays good with retrieval OFF. A run that
     trains retrieval only takes 0."""
-    max_overlap: float = 1.0
+    max_overlap: Fraction = 1.0
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
     of it. The next stored neighbors replace them. 1 = skip none. Stricter than `neighbors.max_overlap`, which is applied
     when neighbors are stored and compares only the chunk itself."""
@@ -44,16 +46,6 @@ class DataSettings:
             raise InputError(
                 f"data.weights has {len(self.weights)} numbers for {len(self.datastores)} data.datastores: give one for each."
             )
-        if any(weight <= 0 for weight in self.weights):
-            raise InputError(f"data.weights = {self.weights}: all must be above 0.")
-        if self.sequence_length < 1:
-            raise InputError(f"data.sequence_length = {self.sequence_length}: must be a multiple of the chunk length.")
-        if self.k < 0:
-            raise InputError(f"data.k = {self.k}: must be 0 (no retrieval) or more.")
-        if not 0 <= self.retrieval_dropout <= 1:
-            raise InputError(f"data.retrieval_dropout = {self.retrieval_dropout}: must be between 0 and 1.")
-        if not 0 <= self.max_overlap <= 1:
-            raise InputError(f"data.max_overlap = {self.max_overlap}: must be between 0 and 1; 1 skips no neighbor.")
 
     @property
     def neighbor_use(self) -> NeighborUse:

@@ -184,7 +184,7 @@ def _check_experts(settings: ModelSettings, parallel: ParallelSettings) -> None:
         )
     if settings.experts.num_experts % expert:
         raise InputError(
-            f"model.experts.num_experts is {settings.experts.num_experts}: set it to a multiple of parallel.expert = {expert}."
+            f"model.experts.num_experts = {settings.experts.num_experts}: should be a multiple of parallel.expert = {expert}."
         )
 
 

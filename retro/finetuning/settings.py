@@ -1,16 +1,17 @@
 """Settings of fine-tuning."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat
 
 from indexing.sparse.candidates import Retrieval
-from indexing.store.errors import InputError
+from indexing.store.settings import settings
 
 ExampleFormat = Literal["instructions", "questions"]
 
 
-@dataclass(frozen=True)
+@settings
 class FinetuneSettings:
     """Which examples a model learns, and how they are written as text."""
 
@@ -28,16 +29,10 @@ class FinetuneSettings:
     """How a question's passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     positives_first: bool = False
     """Put the documents of "positive_ids" before the passages that the search finds."""
-    held_out: float = 0.05
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Fraction of the examples that is not learned, but measured with retrieval ON and OFF every `train.eval_every` steps."""
     packed: bool = True
     """Put several examples into a row of `data.sequence_length` tokens. Each starts at a chunk and attends to itself only.
     False = one example in a row, as always with `tuning.adapter` `prefix` or `prompt`, whose virtual tokens precede the row."""
-    epochs: float = 0.0
+    epochs: NonNegativeFloat = 0.0
     """Passes over the examples, instead of `train.steps`; 0 = use `train.steps`."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise InputError(f"finetune.held_out = {self.held_out}: must be 0 or more, and below 1.")
-        if self.epochs < 0:
-            raise InputError(f"finetune.epochs = {self.epochs}: must be above 0, or 0 to take train.steps.")

@@ -1,8 +1,11 @@
 """Settings of text generation."""
 
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.errors import InputError
+from indexing.store.settings import PositiveFraction, Text, settings
 
 # Least and largest values of `GenerationSettings`: OpenAI's, and elsewhere so wide that logits remain finite.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -15,55 +18,44 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True)
+def _within(name: str) -> Any:
+    least, largest = BOUNDS[name]
+    return Field(ge=least, le=largest)
+
+
+@settings
 class GenerationSettings:
     """Sampling of the next token, and the end of a text."""
 
-    max_tokens: int = 128
+    max_tokens: PositiveInt = 128
     """Largest number of tokens to generate; the end of the document also ends a text."""
-    temperature: float = 0.8
+    temperature: Annotated[float, _within("temperature")] = 0.8
     """Sampling temperature, at most 100; 0 = always the likeliest token."""
-    top_k: int = 50
+    top_k: NonNegativeInt = 50
     """Sample from the k likeliest tokens; 0 = all."""
-    top_p: float = 0.95
+    top_p: PositiveFraction = 0.95
     """Sample from the smallest set of likeliest tokens with this total probability."""
-    min_p: float = 0.0
+    min_p: Annotated[float, _within("min_p")] = 0.0
     """Sample only from tokens with at least this fraction of the likeliest token's probability."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, _within("presence_penalty")] = 0.0
     """Subtracted from the logits of tokens that the continuation contains, -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] = 0.0
     """Subtracted from the logit of a token for each time that the continuation contains it, -2 to 2."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] = 1.0
     """Logits of tokens in the prompt or the continuation are divided by it if above 0, and multiplied by it if below.
     0.01 to 100."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, Annotated[float, _within("logit_bias")]], ...] = ()
     """Token ids and the numbers that are added to their logits, -100 to 100."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random numbers; every prompt of a batch uses the same seed."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Texts that end the continuation; the continuation does not include them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the continuation, in addition to the end of the document."""
     ignore_eos: bool = False
     """Continue after the end of the document."""
-    logprobs: int = 0
+    logprobs: NonNegativeInt = 0
     """Number of likeliest tokens to return with each token."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens = {self.max_tokens}: must be at least 1.")
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise InputError(f"top_k = {self.top_k} must be 0 or more, and top_p = {self.top_p} above 0 and at most 1.")
-        for name, (least, largest) in BOUNDS.items():
-            values = dict(self.logit_bias).values() if name == "logit_bias" else [getattr(self, name)]
-            if outside := [value for value in values if not least <= value <= largest]:
-                raise InputError(f"{name} = {outside[0]}: must be {least} to {largest}.")
-        if self.logprobs < 0 or not 0 <= self.seed < 2**63:
-            raise InputError(
-                f"logprobs = {self.logprobs} and seed = {self.seed}: both must be 0 or more, and the seed below 2^63."
-            )
-        if "" in self.stop:
-            raise InputError("stop has an empty text, which would end every continuation at once. Remove it.")
 
     @property
     def changes_logits(self) -> bool:

@@ -248,7 +248,7 @@ def share_experts(model: nn.Module, mesh: "DeviceMesh") -> set[nn.Parameter]:
             continue
         if module.num_experts % mesh.size():
             raise InputError(
-                f"model.experts.num_experts is {module.num_experts}: set it to a multiple of parallel.expert = {mesh.size()}."
+                f"model.experts.num_experts = {module.num_experts}: should be a multiple of parallel.expert = {mesh.size()}."
             )
         module.mesh = mesh
         for stack in module.experts.children():

@@ -1,18 +1,21 @@
 """Settings of a model: `[model]` and its sections.
 
-A field's type and metadata (`_setting`) state what it accepts and what it is for, so a new option is one entry here:
+A field's type states what it accepts and its metadata (`_setting`) what it is for, so a new option is one entry here:
 
-    checks         `_Section.__post_init__`
     presets        `size`, `with_base`           (`retro/model/presets.py`)
     checkpoints    `changes_function`            (`retro/training/initial_weights.py`)
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
+from dataclasses import field, fields, is_dataclass, replace
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_type_hints
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from indexing.store.errors import InputError
+from indexing.store.settings import PositiveFraction, settings
 
 PositionScheme = Literal["rope", "transformer-xl", "alibi", "learned"]
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
@@ -29,8 +32,6 @@ PAPER_PRESETS = ("172m", "425m", "1.5b", "7.5b")
 def _setting(
     default: Any,
     *,
-    minimum: float | None = None,
-    above: float | None = None,
     size: bool = False,
     with_base: WithBase = "decoder",
     changes_function: bool = False,
@@ -39,89 +40,57 @@ def _setting(
 
     Args:
         default: its default.
-        minimum: smallest value accepted.
-        above: accept only larger values.
         size: whether a preset decides it.
         with_base: what the preset `base` does with it. `decoder`: it is the base's; `retrieval`: it may be set, else it is the
             base's or the usual one; `switch`: it may be switched on; `free`: it may be set.
         changes_function: whether the same weights compute something else with another value.
     """
-    return field(
-        default=default,
-        metadata={
-            "minimum": minimum,
-            "above": above,
-            "size": size,
-            "with_base": with_base,
-            "changes_function": changes_function,
-        },
-    )
+    return field(default=default, metadata={"size": size, "with_base": with_base, "changes_function": changes_function})
 
 
 class _Section:
-    """Checks of single fields by their types and metadata."""
+    """A section of `[model]`, which can refuse a value."""
 
     key: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        """Check every field by itself.
-
-        Raises:
-            InputError: (a ValueError) with the key, the value found, and what is accepted.
-        """
-        hints = get_type_hints(type(self))
-        for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            value, hint, minimum, above = (
-                *(getattr(self, each.name), hints[each.name]),
-                *(each.metadata.get(name) for name in ("minimum", "above")),
-            )
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                self.refuse(each.name, f"one of {', '.join(choice or '(empty)' for choice in get_args(hint))}")
-            if minimum is not None and value < minimum:
-                self.refuse(each.name, f"{minimum} or more")
-            if above is not None and value <= above:
-                self.refuse(each.name, f"a number above {above}")
-
     def refuse(self, name: str, accepted: str) -> NoReturn:
         """Raise InputError for the value of a field."""
-        raise InputError(f"{self.key}.{name} is {getattr(self, name)!r}: set it to {accepted}.")
+        raise InputError(f"{self.key}.{name} = {getattr(self, name)!r}: should be {accepted}.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class AttentionSettings(_Section):
     """Attention in the decoder. `positions`, `qk_norm` and `smeared_tokens` also apply to encoder and cross-attention."""
 
     key: ClassVar = "model.attention"
 
-    num_heads: int = _setting(4, minimum=1, size=True, changes_function=True)
+    num_heads: PositiveInt = _setting(4, size=True, changes_function=True)
     """Heads of every attention in the decoder, chunked cross-attention included."""
-    num_kv_heads: int = _setting(0, minimum=0)
+    num_kv_heads: NonNegativeInt = _setting(0)
     """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries (grouped-query attention: generation
     caches less). 0 = num_heads. The encoder, which caches nothing, has no such option."""
-    head_dim: int = _setting(64, minimum=1, size=True)
+    head_dim: PositiveInt = _setting(64, size=True)
     """Features of a head. The width of attention is num_heads * head_dim, independent of d_model."""
     bias: Biases = _setting("none", changes_function=True)
     """Biases of self-attention: `none`; `qkv`, of queries, keys and values; `all`, of the output too."""
     qk_norm: bool = _setting(False, changes_function=True)
     """Apply RMSNorm to the queries and keys of every head, which bounds attention scores."""
-    sliding_window: int = _setting(0, minimum=0, changes_function=True)
+    sliding_window: NonNegativeInt = _setting(0, changes_function=True)
     """Number of tokens that a token sees in self-attention, including itself; 0 = all preceding tokens."""
     positions: PositionScheme = _setting("rope", changes_function=True)
     """Relative positions: `rope` (rotary), `alibi` (scores fall with distance) or `transformer-xl` as in the paper (slower, more
     parameters). Absolute positions: `learned`."""
-    max_positions: int = _setting(2048, minimum=1)
+    max_positions: PositiveInt = _setting(2048)
     """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
     smeared_keys: bool = _setting(False)
     """Mix the preceding key into every key of the decoder's attentions, with a learned weight per head. So a single layer can
     find what followed a token, in the preceding text or in a neighbor. Not in the paper; copying is learned sooner
     (docs/results/copying.md)."""
-    smeared_tokens: int = _setting(1, minimum=1)
+    smeared_tokens: PositiveInt = _setting(1)
     """Number of preceding tokens mixed into each key, with smeared_keys here or in `[model.retrieval]`. With 2 or more, queries
     mix in as many tokens, including their own, so one head can find what followed several tokens. At most `chunk_length`."""
 
     def __post_init__(self) -> None:
-        """As `_Section`; and check that query heads can share heads of keys and values."""
-        super().__post_init__()
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"a divisor of {self.key}.num_heads = {self.num_heads}, or 0 for as many")
 
@@ -131,58 +100,54 @@ class AttentionSettings(_Section):
         return self.num_kv_heads or self.num_heads
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RopeSettings(_Section):
     """Rotary positions of the decoder's self-attention, with `attention.positions = "rope"`."""
 
     key: ClassVar = "model.rope"
 
-    theta: float = _setting(10_000.0, above=0, changes_function=True)
+    theta: PositiveFloat = _setting(10_000.0, changes_function=True)
     """Base of the frequencies: the slowest pair of features has a period of about 2π * theta tokens."""
-    partial_rotary_factor: float = _setting(1.0, above=0, changes_function=True)
+    partial_rotary_factor: PositiveFraction = _setting(1.0, changes_function=True)
     """Fraction of the features of a head that are rotated, the first ones. The others carry no position (GPT-NeoX)."""
     scaling: RopeScaling = _setting("none", changes_function=True)
     """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow ones
     (`llama3`)."""
-    factor: float = _setting(1.0, above=0, changes_function=True)
+    factor: PositiveFloat = _setting(1.0, changes_function=True)
     """How many times more slowly."""
-    low_freq_factor: float = _setting(1.0, above=0, changes_function=True)
+    low_freq_factor: PositiveFloat = _setting(1.0, changes_function=True)
     """With `llama3`: pairs with fewer turns than this in original_max_positions tokens are slowed in full."""
-    high_freq_factor: float = _setting(4.0, above=0, changes_function=True)
+    high_freq_factor: PositiveFloat = _setting(4.0, changes_function=True)
     """With `llama3`: pairs with more turns than this stay unchanged. Pairs in between are slowed in part."""
-    original_max_positions: int = _setting(8192, minimum=1, changes_function=True)
+    original_max_positions: PositiveInt = _setting(8192, changes_function=True)
     """With `llama3`: tokens of a sequence in the original training."""
 
     def __post_init__(self) -> None:
-        """As `_Section`; and check factors that limit each other."""
-        super().__post_init__()
-        if self.partial_rotary_factor > 1:
-            self.refuse("partial_rotary_factor", "a number above 0, up to 1")
         if self.high_freq_factor <= self.low_freq_factor:
             self.refuse("high_freq_factor", f"more than {self.key}.low_freq_factor = {self.low_freq_factor}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class EncoderSettings(_Section):
     """The encoder of neighbors."""
 
     key: ClassVar = "model.encoder"
 
-    d_model: int = _setting(128, minimum=1, size=True, with_base="retrieval")
+    d_model: PositiveInt = _setting(128, size=True, with_base="retrieval")
     """Width of the encoder."""
-    d_ffw: int = _setting(512, minimum=1, size=True, with_base="retrieval")
+    d_ffw: PositiveInt = _setting(512, size=True, with_base="retrieval")
     """Inner width of the feed-forward blocks."""
-    num_heads: int = _setting(2, minimum=1, size=True, with_base="retrieval", changes_function=True)
+    num_heads: PositiveInt = _setting(2, size=True, with_base="retrieval", changes_function=True)
     """Heads of every attention in the encoder."""
-    head_dim: int = _setting(64, minimum=1, size=True, with_base="retrieval")
+    head_dim: PositiveInt = _setting(64, size=True, with_base="retrieval")
     """Features of a head."""
-    num_layers: int = _setting(2, minimum=1, size=True, with_base="retrieval")
+    num_layers: PositiveInt = _setting(2, size=True, with_base="retrieval")
     """Number of layers."""
     cca_layers: tuple[int, ...] = _setting((1,), size=True, with_base="retrieval")
     """Encoder layers that attend to the querying chunk, counted from 1. Empty = neighbors are encoded independently of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RetrievalSettings(_Section):
     """How the decoder reads neighbors: chunked cross-attention (CCA)."""
 
@@ -197,7 +162,7 @@ class RetrievalSettings(_Section):
     (docs/how-to/retrofit.md)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class CopyHeadSettings(_Section):
     """Copying: the prediction is a mixture of the vocabulary's and of tokens that followed the same text before. Not in the paper."""
 
@@ -210,7 +175,7 @@ class CopyHeadSettings(_Section):
     """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a model with
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
-    content_width: int = _setting(0, minimum=0, with_base="switch")
+    content_width: NonNegativeInt = _setting(0, with_base="switch")
     """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
     token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
 
@@ -218,34 +183,32 @@ class CopyHeadSettings(_Section):
 NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ExpertSettings(_Section):
     """Mixture of experts in place of feed-forward blocks of the decoder."""
 
     key: ClassVar = "model.experts"
 
-    num_experts: int = _setting(0, minimum=0)
+    num_experts: NonNegativeInt = _setting(0)
     """Experts of a layer; 0 = none."""
-    every: int = _setting(2, minimum=1)
+    every: PositiveInt = _setting(2)
     """Every n-th decoder layer has experts: 1 = all layers; 2 = layers 2, 4, 6 … (GShard)."""
-    per_token: int = _setting(2, minimum=1)
+    per_token: PositiveInt = _setting(2)
     """Experts that each token is sent to."""
-    capacity_factor: float = _setting(1.25, above=0, with_base="free")
+    capacity_factor: PositiveFloat = _setting(1.25, with_base="free")
     """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
     token is dropped with num_experts / per_token or more, nor in evaluation."""
-    balance_loss_weight: float = _setting(0.01, minimum=0, with_base="free")
+    balance_loss_weight: NonNegativeFloat = _setting(0.01, with_base="free")
     """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/options.md)."""
 
     def __post_init__(self) -> None:
-        """As `_Section`; and check the number of experts."""
-        super().__post_init__()
         if self.num_experts == 1:
             self.refuse("num_experts", "2 or more, or 0 for none")
         if self.per_token > (self.num_experts or math.inf):
             self.refuse("per_token", f"a number from 1 to {self.key}.num_experts = {self.num_experts}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ModelSettings(_Section):
     """Sizes and options of a model."""
 
@@ -257,15 +220,15 @@ class ModelSettings(_Section):
     and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has none, every third
     layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of the decoder's
     width, up to 896."""
-    vocab_size: int = _setting(0, minimum=0)
+    vocab_size: NonNegativeInt = _setting(0)
     """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
-    d_model: int = _setting(256, minimum=1, size=True)
+    d_model: PositiveInt = _setting(256, size=True)
     """Width of the decoder."""
-    d_ffw: int = _setting(1024, minimum=1, size=True)
+    d_ffw: PositiveInt = _setting(1024, size=True)
     """Inner width of the decoder's feed-forward blocks."""
-    num_layers: int = _setting(6, minimum=1, size=True)
+    num_layers: PositiveInt = _setting(6, size=True)
     """Layers of the decoder."""
-    chunk_length: int = _setting(0, minimum=0, with_base="free")
+    chunk_length: NonNegativeInt = _setting(0, with_base="free")
     """Tokens of a chunk (m); 0 = the datastore's."""
     activation: Activation = _setting("gelu", changes_function=True)
     """Activation of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`.
@@ -273,7 +236,7 @@ class ModelSettings(_Section):
     norm: Norm = _setting("rms", changes_function=True)
     """Norms of the decoder's self-attention and feed-forward blocks: RMSNorm, or LayerNorm with gains and biases. Encoder and
     cross-attention use RMSNorm."""
-    norm_eps: float = _setting(1e-6, above=0, changes_function=True)
+    norm_eps: PositiveFloat = _setting(1e-6, changes_function=True)
     """Epsilon of these norms and of the `qk_norm` of self-attention."""
     feed_forward_bias: bool = _setting(False, changes_function=True)
     """Biases of the decoder's feed-forward blocks."""
@@ -285,9 +248,9 @@ class ModelSettings(_Section):
     init: Initialization = _setting("depth-scaled", changes_function=True)
     """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
     learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/options.md)."""
-    mup_base_width: int = _setting(256, minimum=1, changes_function=True)
+    mup_base_width: PositiveInt = _setting(256, changes_function=True)
     """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
-    dropout: float = _setting(0.0, minimum=0, with_base="free")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = _setting(0.0, with_base="free")
     """Fraction of the features dropped from the output of every block in training."""
     tied_embeddings: bool = _setting(True)
     """Use the decoder's embedding table as its output layer too."""
@@ -305,8 +268,6 @@ class ModelSettings(_Section):
     experts: ExpertSettings = field(default_factory=ExpertSettings)
 
     def __post_init__(self) -> None:
-        """As `_Section`; and check settings of several sections against each other."""
-        super().__post_init__()
         self._check_positions()
         self._check_layers()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
@@ -317,8 +278,6 @@ class ModelSettings(_Section):
             self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
         if self.experts.num_experts and self.feed_forward_bias:
             self.refuse("feed_forward_bias", "false: experts have no biases")
-        if self.dropout >= 1:
-            self.refuse("dropout", "a number from 0 up to, not including, 1")
 
     @property
     def retrieves(self) -> bool:
@@ -383,26 +342,25 @@ class ModelSettings(_Section):
 
 # ------------------------------------------------------------------------------------- all settings, by dotted key
 
-_SECTIONS: dict[str, type[Any]] = {
-    name: hint for name, hint in get_type_hints(ModelSettings).items() if isinstance(hint, type) and is_dataclass(hint)
+_SECTIONS = {name: hint for name, hint in get_type_hints(ModelSettings).items() if is_dataclass(hint)}
+_FIELDS = {
+    f"{section}.{leaf.name}".removeprefix("."): leaf
+    for section, kind in {"": ModelSettings, **_SECTIONS}.items()
+    for leaf in fields(kind)
+    if leaf.name not in _SECTIONS
 }
 
 
 def flatten(settings: ModelSettings) -> dict[str, Any]:
     """Every setting by its key: `{"d_model": 256, …, "attention.num_heads": 4, …}`."""
-    flat: dict[str, Any] = {}
-    for name, section in (("", settings), *((name, getattr(settings, name)) for name in _SECTIONS)):
-        prefix = f"{name}." if name else ""
-        flat |= {prefix + each.name: getattr(section, each.name) for each in fields(section)}
-    return {key: value for key, value in flat.items() if key not in _SECTIONS}
+    return {key: attrgetter(key)(settings) for key in _FIELDS}
 
 
 def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings:
     """Settings with other values, by key: `updated(settings, {"attention.num_heads": 8})`.
 
     Raises:
-        InputError: a value is not accepted.
-        TypeError: there is no such key.
+        InputError: there is no such key, or a value is not accepted.
     """
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -413,33 +371,21 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what JSON makes of `dataclasses.asdict`: lists are tuples again.
+    """Settings from what JSON makes of `dataclasses.asdict`.
 
     What was stored before copy heads existed has none.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-
-    def made(kind: type[Any], section: Mapping[str, Any], made_sections: Mapping[str, Any]) -> Any:
-        for name in section:
-            if name not in {each.name for each in fields(kind)}:
-                raise InputError(f"{kind.key}.{name}: this version of retro has no such setting.")
-        read = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-        return kind(**{**read, **made_sections})
-
-    values = {**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
-    sections = {name: made(kind, values[name], {}) for name, kind in _SECTIONS.items() if name in values}
-    settings: ModelSettings = made(ModelSettings, values, sections)
-    return settings
+    return ModelSettings(
+        **{**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
+    )
 
 
 def keys_with(role: str, *values: Any) -> set[str]:
     """Keys of the settings whose metadata have one of some values, `keys_with("with_base", "free")`; True by default."""
-    found = {each.name for each in fields(ModelSettings) if each.metadata.get(role) in (values or (True,))}
-    for name, kind in _SECTIONS.items():
-        found |= {f"{name}.{each.name}" for each in fields(kind) if each.metadata[role] in (values or (True,))}
-    return found
+    return {key for key, leaf in _FIELDS.items() if leaf.metadata[role] in (values or (True,))}
 
 
 def keys_without_effect(settings: ModelSettings) -> set[str]:

@@ -1,43 +1,41 @@
 """Settings of `[parallel]`: how the processes of a training run share a model and its batches."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 from retro.model.settings import ModelSettings, flatten, updated
 
 Checkpointing = Literal["none", "selective", "full"]
-Zero = Literal[0, 1, 2, 3]
 
 
-@dataclass(frozen=True)
+@settings
 class ParallelSettings:
     """Parallelism of a training run. It does not change what the run computes."""
 
-    data: int = 0
+    data: NonNegativeInt = 0
     """Number of processes that share the sequences of a batch; 0 = all processes / (tensor * pipeline)."""
-    zero: Zero = 0
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data-parallel processes shard (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and moments in the host's memory and run the optimizer there. Needs `zero` 1 or more."""
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Number of processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Number of processes (stages) that share the layers, one after another."""
     pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """Pipeline schedule: `1f1b`, one stage per process; `interleaved`, two stages per process (less waiting, more communication)."""
-    microbatches: int = 0
+    microbatches: NonNegativeInt = 0
     """Parts of a batch that pass through a pipeline one after another; 0 = 2 * pipeline, if the batch is divisible by it."""
-    expert: int = 1
+    expert: PositiveInt = 1
     """Number of data-parallel processes that share the experts of a layer. Tokens are sent to the process with their experts."""
     activation_checkpointing: Checkpointing = "none"
     """Activations that the backward pass recomputes: `none`; `selective`, all but those of matrix products and attention; `full`,
     all within a block."""
 
     def __post_init__(self) -> None:
-        for key, least in (("data", 0), ("tensor", 1), ("pipeline", 1), ("microbatches", 0), ("expert", 1)):
-            if getattr(self, key) < least:
-                raise InputError(f"parallel.{key} = {getattr(self, key)}: must be {least} or more.")
         if self.cpu_offload and not self.zero:
             raise InputError(
                 "parallel.cpu_offload = true needs parallel.zero of 1 or more: only sharded tensors are offloaded."

@@ -5,41 +5,38 @@ questions → chunks, best first → their documents, each ranked by its best ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.progress import Advance
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.settings import settings
 from retro.question_answering.question_sets import Question
 
 _BLOCK_QUESTIONS = 64
 
 
-@dataclass(frozen=True)
+@settings
 class RetrievalSettings:
     """Settings of a measurement of retrieval."""
 
-    retrieval: tuple[Retrieval, ...] = ("dense", "sparse", "hybrid")
+    retrieval: Annotated[tuple[Retrieval, ...], Field(min_length=1)] = ("dense", "sparse", "hybrid")
     """Ways of retrieval to compare: by embeddings (`dense`), by terms (`sparse`), by both (`hybrid`)."""
-    k: tuple[int, ...] = (1, 5, 20)
+    k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 20)
     """Values of k in hit@k and recall@k: number of documents to search for a right one."""
     chunks: int = 100
     """Chunks to find for each question; their documents are ranked. Use a few times the largest k."""
-    max_questions: int = 0
+    max_questions: NonNegativeInt = 0
     """Use only the first n questions; 0 = all."""
 
     def __post_init__(self) -> None:
-        if not self.retrieval or not self.k or min(self.k) < 1:
-            raise InputError(
-                f"retrieval = {self.retrieval}, k = {self.k}: give at least one of each; every k must be at least 1."
-            )
         if self.chunks < max(self.k):
-            raise InputError(f"chunks = {self.chunks}: must be at least the largest k, {max(self.k)}.")
-        if self.max_questions < 0:
-            raise InputError(f"max_questions = {self.max_questions}: must be 0 (all) or more.")
+            raise InputError(f"chunks = {self.chunks}: should be at least the largest k, {max(self.k)}.")
 
 
 @dataclass(frozen=True)

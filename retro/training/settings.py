@@ -1,44 +1,45 @@
 """Settings of training: steps, optimizer, schedule, device, evaluation and checkpoints."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from indexing.machine import Precision
-from indexing.store.errors import InputError
+from indexing.store.settings import Fraction, PositiveFraction, settings
 
 OnNan = Literal["stop", "skip"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
-@dataclass(frozen=True)
+@settings
 class TrainSettings:
     """How long and how fast a model learns."""
 
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Optimizer steps of the whole run. A run can be extended if the finished steps keep their learning rates: with
     `constant`, and with `wsd` before it decays."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Sequences of one forward pass."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: PositiveInt = 1
     """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all labels."""
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Last learning rate as a fraction of the peak."""
-    warmup_steps: int = 100
+    warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up from 1e-7 (paper: 750). A run with fewer `steps` warms up in a tenth of them."""
     lr_schedule: Schedule = "cosine"
     """After the warm-up: `cosine`, `linear`, `constant`, or `wsd` (constant, then a linear decay). A `constant` run can be
     continued as `wsd`."""
-    decay_ratio: float = 0.2
+    decay_ratio: PositiveFraction = 0.2
     """Fraction of the steps in which `wsd` decays, the last ones."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """AdamW's weight decay (paper: 0.1), for matrices and embeddings. Gains, biases and vectors of heads do not decay."""
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """AdamW's beta of the first moment (paper: 0.9)."""
-    beta2: float = 0.95
+    beta2: Fraction = 0.95
     """AdamW's beta of the second moment (paper: 0.95)."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Clip the norm of the gradient to this value; 0 = no clipping."""
     seed: int = 0
     """Seed of the initial weights and of dropout."""
@@ -51,7 +52,7 @@ class TrainSettings:
     on_nan: OnNan = "stop"
     """If loss or gradient are not finite: `stop` before the update and save a checkpoint, or `skip` the batch and continue.
     In both cases `bad_batches/` in the run's folder names the samples, chunks and documents."""
-    monitor_every: int = 50
+    monitor_every: NonNegativeInt = 50
     """Log gradient norm, update ratio, overflow and underflow of each layer group every n steps, and in steps 1, 2, 4, 8 … of
     the beginning; 0 = never. Loss and gradient norm are watched in every step. The monitor warns of signs of divergence."""
     device: str = "auto"
@@ -59,60 +60,24 @@ class TrainSettings:
     compile: Literal["auto", "yes", "no"] = "auto"
     """Compile the model with `torch.compile`: `yes`, `no`, or `auto`. `auto` compiles on CUDA, and on a CPU with a C++ compiler in
     runs that take long (1e15 FLOPs and more). On a CPU compilation takes one to four minutes, then steps are 10% to 25% faster."""
-    num_workers: int = -1
+    num_workers: Annotated[int, Field(ge=-1)] = -1
     """Processes that prepare batches ahead of time; 0 = in the training process; -1 = 2 on CUDA, else 0."""
-    peak_tflops: float = 0.0
+    peak_tflops: NonNegativeFloat = 0.0
     """Peak of the device for MFU, in 10^12 operations per second; 0 = the maker's figure, or measured (docs/explanation/training-step.md)."""
-    num_threads: int = 0
+    num_threads: NonNegativeInt = 0
     """CPU threads of torch; 0 = torch's default."""
-    eval_every: int = 500
+    eval_every: NonNegativeInt = 500
     """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
-    eval_tokens: int = 100_000
+    eval_tokens: NonNegativeInt = 100_000
     """Tokens of each evaluation set that are scored during training; 0 = all."""
-    checkpoint_every: int = 500
+    checkpoint_every: PositiveInt = 500
     """Steps between checkpoints. The last step, a new best evaluation and SIGTERM save one too."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to the best one (`RUN@best`)."""
-    log_every: int = 10
+    log_every: PositiveInt = 10
     """Steps between lines of `metrics.jsonl`. `loss` and `tokens_per_second` are means over these steps."""
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Additional places for metrics: `tensorboard`, `wandb` (without a network: WANDB_MODE=offline)."""
-
-    def __post_init__(self) -> None:
-        for key in (
-            "steps",
-            "batch_size",
-            "gradient_accumulation_steps",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "log_every",
-        ):
-            if getattr(self, key) < 1:
-                raise InputError(f"train.{key} = {getattr(self, key)}: must be at least 1.")
-        not_negative = (
-            "warmup_steps",
-            "eval_every",
-            "eval_tokens",
-            "num_threads",
-            "max_grad_norm",
-            "weight_decay",
-            "peak_tflops",
-        )
-        for key in (*not_negative, "monitor_every"):
-            if getattr(self, key) < 0:
-                raise InputError(f"train.{key} = {getattr(self, key)}: must be 0 or more.")
-        for key in ("min_lr_ratio", "beta1", "beta2"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise InputError(f"train.{key} = {getattr(self, key)}: must be between 0 and 1.")
-        if self.num_workers < -1:
-            raise InputError(f"train.num_workers = {self.num_workers}: must be 0 or more, or -1 to choose by device.")
-        if self.lr <= 0:
-            raise InputError(f"train.lr = {self.lr}: must be above 0.")
-        if not 0 < self.decay_ratio <= 1:
-            raise InputError(f"train.decay_ratio = {self.decay_ratio}: must be above 0 and at most 1.")
-        unknown = set(self.report_to) - {"tensorboard", "wandb"}
-        if unknown:
-            raise InputError(f"train.report_to has {sorted(unknown)}: accepted are 'tensorboard' and 'wandb'.")
 
     @property
     def warmup(self) -> int:

@@ -1,9 +1,11 @@
 """Settings of `[tuning]`: which weights are trained, and adapters."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from indexing.store.errors import InputError
+from indexing.store.settings import settings
 
 Weights = Literal["all", "retrieval", "none"]
 Adapter = Literal["none", "lora", "prefix", "prompt"]
@@ -12,7 +14,7 @@ RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.")
 """Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
 
 
-@dataclass(frozen=True)
+@settings
 class TuningSettings:
     """Which weights of a model are trained, and which adapter is added. Frozen weights stay bit-identical."""
 
@@ -23,36 +25,21 @@ class TuningSettings:
     """Small weights added to the model: `lora`, low-rank matrices added to its matrices (Hu et al. 2021); `prefix`, keys and
     values that precede every sequence, in each layer of the decoder (Li & Liang 2021); `prompt`, embeddings that pass through
     the layers before every sequence (Lester et al. 2021). Needs the package peft."""
-    rank: int = 8
+    rank: PositiveInt = 8
     """Rank of LoRA's matrices."""
-    alpha: float = 16.0
+    alpha: PositiveFloat = 16.0
     """LoRA's products are scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of features dropped before LoRA's matrices in training."""
     targets: tuple[str, ...] = ("attention", "feed_forward")
     """Matrices with LoRA, by the beginning of their name without numbers: `attention` (q_proj, k_proj, v_proj and o_proj of the
     decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
-    virtual_tokens: int = 20
+    virtual_tokens: PositiveInt = 20
     """Number of virtual tokens of a prefix or prompt. They belong to no chunk or document: every token sees them."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            InputError: with the key, the value found, and what is accepted.
-        """
-        for key, choices in (("weights", Weights), ("adapter", Adapter)):
-            if getattr(self, key) not in get_args(choices):
-                raise InputError(f"tuning.{key} = {getattr(self, key)!r}: accepted are {', '.join(get_args(choices))}.")
         if self.weights == "none" and self.adapter == "none":
             raise InputError("tuning.weights = 'none' trains nothing without an adapter: set tuning.adapter.")
-        for key in ("rank", "virtual_tokens"):
-            if getattr(self, key) < 1:
-                raise InputError(f"tuning.{key} = {getattr(self, key)}: must be at least 1.")
-        if self.alpha <= 0:
-            raise InputError(f"tuning.alpha = {self.alpha}: must be above 0.")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"tuning.dropout = {self.dropout}: must be from 0 up to, not including, 1.")
         if self.adapter == "lora" and not self.targets:
             raise InputError("tuning.targets is empty: name the matrices with LoRA, for example 'attention'.")
 

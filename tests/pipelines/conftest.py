@@ -1,6 +1,7 @@
 """One Ray cluster of three nodes on this machine, shared by all tests that need one: starting it takes 15 seconds."""
 
 import contextlib
+import io
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,13 @@ import pytest
 from tests.conftest import PATIENCE
 
 _USUAL_AGENT_PORT = 52365
+
+
+class Terminal(io.StringIO):
+    """A stream that reports itself as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """Defaults of a configuration that depend on other settings: what pays, or the paper."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
+from indexing.store.errors import InputError
 from pipelines.config import Config
-from pipelines.settings.load import load
+from pipelines.settings.load import leaf_types, load
 from retro.model.presets import PRESETS
 from retro.model.settings import PAPER_PRESETS, ModelSettings
 
@@ -29,3 +33,25 @@ def test_a_set_chunk_length_and_order_stay(preset: str) -> None:
     config = load(Config, None, options, verb="index")
     assert (config.chunks.chunk_length, config.neighbors.rerank) == (48, "none")
     assert Config(neighbors=NeighborSettings(rerank="embeddings")).neighbors.rerank == "embeddings"
+
+
+def numbers() -> list[str]:
+    """Options that take one number, except those that can be negative."""
+    bare = {key: hint.__origin__ if hasattr(hint, "__metadata__") else hint for key, hint in leaf_types(Config).items()}
+    return [key for key, hint in bare.items() if hint in (int, float) and key not in UNLIMITED]
+
+
+UNLIMITED = ("data.seed", "train.seed", "evaluation.seed", "index.flat_below")
+
+
+@pytest.mark.parametrize("key", numbers())
+def test_every_number_has_a_least_value(key: str) -> None:
+    option = "--" + key.replace("_", "-")
+    with pytest.raises(InputError, match=key.replace("_", "[-_]")):
+        load(Config, None, [option, "-2"], verb="index")
+
+
+def test_names_of_files_that_are_not_utf_8_are_accepted() -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    config = load(Config, None, ["--corpus.paths", name, "--datastore", name], verb="index")
+    assert (config.corpus.paths, config.datastore) == ((name,), Path(name))

@@ -21,15 +21,11 @@ from pipelines.terminal import (
     summary_rows,
 )
 from tests.conftest import wait_until
+from tests.pipelines.conftest import Terminal
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Replace standard error by a stream that reports itself as a terminal."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")

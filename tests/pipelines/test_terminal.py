@@ -19,6 +19,7 @@ from pipelines.terminal import echo_shaded, one_line, print_rows, printable
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
+from tests.pipelines.conftest import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACK = "\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[31mred \x9b2J \x7f\b \u202egnp.exe"
@@ -44,11 +45,6 @@ def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
 
 def test_name_with_line_breaks_is_printed_on_one_line() -> None:
     assert one_line("a\nb\tc\x1b") == "a\\u000ab\\u0009c\\u001b"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def shaded(file: io.StringIO) -> str:

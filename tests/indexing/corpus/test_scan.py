@@ -81,7 +81,7 @@ def write(path: Path, data: bytes) -> Path:
     ],
 )
 def test_invalid_setting_is_refused_with_its_key(field, value):
-    with pytest.raises(InputError, match=f"corpus.{field}|and corpus.{field}"):
+    with pytest.raises(InputError, match=field):
         CorpusSettings(**{field: value})
 
 

@@ -169,12 +169,12 @@ def test_chinese_documents_are_compared_by_characters(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ngram": 0}, r"dedup\.ngram = 0"),
-        ({"threshold": 0.0}, r"dedup\.threshold = 0\.0"),
-        ({"threshold": 1.5}, r"dedup\.threshold = 1\.5"),
-        ({"permutations": 0}, r"dedup\.permutations = 0"),
+        ({"ngram": 0}, "ngram = 0"),
+        ({"threshold": 0.0}, r"threshold = 0\.0"),
+        ({"threshold": 1.5}, r"threshold = 1\.5"),
+        ({"permutations": 0}, "permutations = 0"),
         ({"permutations": 4, "threshold": 0.3}, r"dedup\.permutations = 4: too few"),
-        ({"paths": ("",)}, r"dedup\.paths"),
+        ({"paths": ("",)}, r"paths\[0\]"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(change, message) -> None:

@@ -316,8 +316,8 @@ def test_word_pieces_are_accepted_as_lossy(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"kind": "wordpiece"}, r"tokenizer\.kind"), ({"kind": "sentencepiece"}, r"tokenizer\.path is empty"),
-     ({"path": "x.model"}, r"tokenizer\.path"), ({"vocab_size": 256}, r"tokenizer\.vocab_size"),
+    [({"kind": "wordpiece"}, "kind"), ({"kind": "sentencepiece"}, r"tokenizer\.path is empty"),
+     ({"path": "x.model"}, r"tokenizer\.path"), ({"vocab_size": 256}, "vocab_size = 256"),
      ({"sample_bytes": 0}, "sample_bytes")],
 )  # fmt: skip
 def test_invalid_setting_is_refused_with_its_key(options, message):

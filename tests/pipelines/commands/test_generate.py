@@ -1,6 +1,5 @@
 """`retro generate`: text appears as it is generated, copied words are marked on a terminal, and their sources are named."""
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +13,10 @@ from pipelines.cli import main
 from pipelines.commands.generate import in_order
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
+from tests.pipelines.conftest import Terminal
 
 PROMPT = "the index of a chunk and the neighbor in memory with a vector from the store\n"
 BLUE, END = "\x1b[38;5;33m", "\x1b[0m"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")

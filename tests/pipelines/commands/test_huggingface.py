@@ -117,7 +117,7 @@ def test_invalid_import_options_are_refused_before_weights_are_read(
 ) -> None:
     for options, words in (
         (["--output", "base.bin"], "must end in .safetensors"),
-        (["--output", str(tmp_path / "a.safetensors"), "--context", "128"], "model.attention.max_positions is 72"),
+        (["--output", str(tmp_path / "a.safetensors"), "--context", "128"], "model.attention.max_positions = 72"),
         (["--output", str(tmp_path / "a.safetensors"), "--chunk-length", "80"], "fewer than model.chunk_length = 80"),
     ):
         assert main(["import", str(folder), "--no-verify", *options]) == 2

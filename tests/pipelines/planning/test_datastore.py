@@ -202,7 +202,7 @@ def test_plan_without_a_corpus_requires_the_number_of_tokens(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "named"),
-    [("--tokens=-1", "tokens = -1"), ("--machines=0", "machines = 0"), ("--sample-bytes=1", "sample_bytes = 1")],
+    [("--tokens=-1", "tokens = -1"), ("--machines=0", "machines = 0"), ("--sample-bytes=1", "sample-bytes = 1")],
 )
 def test_invalid_options_are_refused_by_name(option: str, named: str, capsys) -> None:
     assert main(["plan", "datastore", option]) == 2

@@ -122,9 +122,7 @@ def test_changing_the_number_of_materialized_neighbors_is_rejected(config: Confi
     assert Datastore.open(config.datastore).has("materialize")
     with pytest.raises(InputError, match=r"neighbors\.materialized = 0"):
         build_local(none, only="materialize")
-    with pytest.raises(
-        InputError, match=r"neighbors\.materialized = 9: must be between 0 \(none\) and neighbors\.stored = 6"
-    ):
+    with pytest.raises(InputError, match=r"neighbors\.materialized = 9: .*neighbors\.stored = 6"):
         replace(config.neighbors, materialized=9)
 
 

@@ -170,5 +170,5 @@ def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: Ev
 
 @pytest.mark.parametrize("fractions", [(0.0,), (0.5, 1.5), (-0.1,)])
 def test_fractions_outside_0_to_1_are_rejected(fractions: tuple[float, ...]) -> None:
-    with pytest.raises(InputError, match=r"evaluation\.datastore_fractions"):
+    with pytest.raises(InputError, match="datastore_fractions"):
         EvaluationSettings(datastore_fractions=fractions)

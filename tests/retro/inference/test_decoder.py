@@ -163,7 +163,7 @@ def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, con
 
 
 def test_a_context_longer_than_the_position_table_is_rejected() -> None:
-    with pytest.raises(InputError, match=r"model\.attention\.max_positions is 64: set it to 68 or more"):
+    with pytest.raises(InputError, match=r"model\.attention\.max_positions = 64: should be 68"):
         Decoder(cached_model("learned"), FLOAT32, 4 * T + M)
 
 

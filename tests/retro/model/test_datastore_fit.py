@@ -44,7 +44,7 @@ def test_another_tokenizer_of_the_same_size_is_rejected() -> None:
 
 def test_limits_by_chunk_length_are_checked_once_it_is_known() -> None:
     settings = ModelSettings(attention=AttentionSettings(smeared_tokens=17))
-    with pytest.raises(InputError, match=r"model\.attention\.smeared_tokens is 17: set it to .* 16"):
+    with pytest.raises(InputError, match=r"model\.attention\.smeared_tokens = 17: .* 16"):
         fit_to(settings, MANIFEST, "here")
 
 

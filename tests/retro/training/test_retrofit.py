@@ -268,7 +268,7 @@ def test_impossible_retrofits_are_rejected_with_their_keys(config: Config, base:
         (r"tuning\.weights = 'retrieval'.*train\.init_from", {}),
         (r"model\.preset = 'base'.*train\.init_from", {"tuning": TuningSettings()}),
         (r"model\.d_model = 48 and model\.preset = 'base'", {"d_model": 48}),
-        (r"model\.retrieval\.cca_layers is \(2, 5\).*model\.num_layers = 3", {"retrieval.cca_layers": (2, 5)}),
+        (r"model\.retrieval\.cca_layers = \(2, 5\).*model\.num_layers = 3", {"retrieval.cca_layers": (2, 5)}),
         (r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers", {"retrieval.cca_layers": ()}),
         (
             r"lacks weights.*'none' does not train: cross\.2\.",

@@ -136,13 +136,13 @@ def test_a_frozen_decoder_saves_no_activations_below_the_first_cross_attention()
 def test_settings_without_effect_are_rejected_with_their_key() -> None:
     for settings, words in [
         ({"weights": "none"}, r"tuning\.weights = 'none'.*tuning\.adapter"),
-        ({"weights": "some"}, r"tuning\.weights = 'some': accepted are all, retrieval, none"),
-        ({"adapter": "dora"}, r"tuning\.adapter = 'dora'"),
-        ({"rank": 0}, r"tuning\.rank = 0"),
-        ({"alpha": 0.0}, r"tuning\.alpha"),
-        ({"dropout": 1.0}, r"tuning\.dropout"),
+        ({"weights": "some"}, r"weights = \"some\".*'all', 'retrieval' or 'none'"),
+        ({"adapter": "dora"}, r"adapter = \"dora\""),
+        ({"rank": 0}, "rank = 0"),
+        ({"alpha": 0.0}, "alpha = 0"),
+        ({"dropout": 1.0}, "dropout = 1"),
         ({"adapter": "lora", "targets": ()}, r"tuning\.targets"),
-        ({"virtual_tokens": 0}, r"tuning\.virtual_tokens"),
+        ({"virtual_tokens": 0}, "virtual_tokens = 0"),
     ]:
         with pytest.raises(InputError, match=words):
             TuningSettings(**settings)  # type: ignore[arg-type]
