@@ -8,7 +8,6 @@ depend on the number of processes, and resuming needs no state.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,10 @@ from retro.data.datastore_mixture import MixtureEntry, announce, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The input of the model: B sequences of U chunks of m tokens, T = U·m, with K neighbors of R = 2m tokens per chunk.
-
-    Attributes:
-        tokens: [B, T] int64.
-        labels: [B, T] int64, the next token; -100 if it belongs to another document or is not scored.
-        documents: [B, U] int64, equal for chunks of one document; None if every row is a single document.
-        neighbors: [B', U, K, R] int64, of the first B' sequences; None = retrieval OFF. B' = B, except after `readers_first`.
-        neighbor_lengths: [B', U, K] int64, tokens of each neighbor without padding; 0 = no neighbor.
-        lengths: [B, U] int64, tokens of each chunk without padding.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray | None
-    neighbors: np.ndarray | None
-    neighbor_lengths: np.ndarray | None
-    lengths: np.ndarray
 
 
 # --- sequences -----------------------------------------------------------------------------------------------------
@@ -59,7 +38,7 @@ def read_sequences(
     num_chunks: int,
     use: NeighborUse,
     epochs: Sequence[int] = (),
-) -> Batch:
+) -> Inputs:
     """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
 
     Args:
@@ -99,7 +78,7 @@ def read_sequences(
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
         if real.any():
             neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
-    return Batch(
+    return Inputs(
         tokens=tokens.reshape(len(ids), -1),
         labels=_labels(tokens, lengths, documents),
         documents=documents,
@@ -109,25 +88,17 @@ def read_sequences(
     )
 
 
-def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
+def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
     """Concatenate batches; row i becomes row `rows[i]`. `documents` is None if every row is a single document."""
     order = np.argsort(rows)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])[order]
-
-    documents, retrieval = joined("documents"), parts[0].neighbors is not None
-    return Batch(
-        tokens=joined("tokens"),
-        labels=joined("labels"),
-        documents=documents if (documents != documents[:, :1]).any() else None,
-        neighbors=joined("neighbors") if retrieval else None,
-        neighbor_lengths=joined("neighbor_lengths") if retrieval else None,
-        lengths=joined("lengths"),
+    batch = Inputs(
+        *(None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True))
     )
+    several = (batch.documents != batch.documents[:, :1]).any()
+    return batch if several else batch._replace(documents=None)
 
 
-def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed: int) -> None:
+def drop_neighbors(batch: Inputs, samples: range, retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, the neighbors of a share of the sequences, drawn by sample number."""
     if retrieval_dropout and batch.neighbor_lengths is not None:
         for row, sample in enumerate(samples):
@@ -135,17 +106,17 @@ def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed:
                 batch.neighbor_lengths[row] = 0
 
 
-def without_absent_neighbors(batch: Batch) -> Batch:
-    """The batch with retrieval OFF if none of its sequences has a neighbor: the same activations for less work.
+def without_absent_neighbors(batch: Inputs) -> Inputs:
+    """Drop the neighbor arrays if no sequence has a neighbor; the result is the same.
 
     Encoder and cross-attention then have no gradient instead of one of zeros, so the optimizer leaves them as they are.
     """
     if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
         return batch
-    return replace(batch, neighbors=None, neighbor_lengths=None)
+    return batch.off()
 
 
-def readers_first(batch: Batch, num_absent: int) -> Batch:
+def readers_first(batch: Inputs, num_absent: int) -> Inputs:
     """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
 
     So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
@@ -158,13 +129,8 @@ def readers_first(batch: Batch, num_absent: int) -> Batch:
         return batch
     order = np.argsort(~reads, kind="stable")
     readers = order[: len(order) - num_absent]
-    return Batch(
-        tokens=batch.tokens[order],
-        labels=batch.labels[order],
-        documents=None if batch.documents is None else batch.documents[order],
-        neighbors=batch.neighbors[readers],
-        neighbor_lengths=batch.neighbor_lengths[readers],
-        lengths=batch.lengths[order],
+    return batch.rows(order)._replace(
+        neighbors=batch.neighbors[readers], neighbor_lengths=batch.neighbor_lengths[readers]
     )
 
 
@@ -257,7 +223,7 @@ class TrainingData:
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
         """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []

@@ -15,11 +15,12 @@ import numpy as np
 
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
-from retro.data.batches import Batch, drop_neighbors
+from retro.data.batches import drop_neighbors
 from retro.data.sample_order import permuted
 from retro.data.settings import DataSettings
 from retro.finetuning.packing import alone, pack
 from retro.finetuning.prepared_examples import Prepared
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
@@ -44,7 +45,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, numbers: Sequence[int], k: int) -> Batch:
+    def batch(self, numbers: Sequence[int], k: int) -> Inputs:
         """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
@@ -72,7 +73,7 @@ class Rows:
             neighbors[complete], neighbor_lengths[complete] = self.prepared.neighbors(
                 ids[:, :num_complete][complete], k
             )
-        return Batch(
+        return Inputs(
             tokens=tokens.reshape(len(ids), -1)[:, : self.row_length],
             labels=labels.reshape(len(ids), -1)[:, : self.row_length],
             # Padding is at the end, where causality hides it: a single example needs no documents.
@@ -173,7 +174,7 @@ class ExampleData:
         epoch, position = divmod(sample, len(self.rows))
         return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
         """See `TrainingData`."""
         batch = self.rows.batch([self.row_of(sample) for sample in samples], self.k)
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)

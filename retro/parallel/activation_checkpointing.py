@@ -9,7 +9,6 @@ import torch.nn.attention.varlen  # defines torch.ops.torch_attn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from retro.model.retro import Retro
-from retro.parallel.blocks import blocks
 from retro.parallel.settings import Checkpointing
 
 _KEPT = {
@@ -38,8 +37,8 @@ def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
     contexts: dict[str, Any] = {}
     if how == "selective":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    encoder = list(blocks(model.encoder)) if hasattr(model, "encoder") else []
-    for block in [*blocks(model), *encoder] if how != "none" else []:
+    encoder = model.encoder.blocks if hasattr(model, "encoder") else []
+    for block in [*model.blocks.values(), *encoder] if how != "none" else []:
         block.forward = _checkpointed(block.forward, contexts)
 
 

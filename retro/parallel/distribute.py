@@ -20,10 +20,9 @@ from indexing.store.errors import InputError
 from retro.model.mixture_of_experts import share_experts
 from retro.model.retro import Retro
 from retro.parallel.activation_checkpointing import checkpoint_activations
-from retro.parallel.blocks import blocks
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import check_copy_head, divided
+from retro.parallel.settings import divided
 from retro.parallel.tensor_parallel import divide_layers
 
 
@@ -48,7 +47,6 @@ def distribute(
     """
     settings = processes.settings
     divided(model.settings, settings.tensor)  # raises if it is not divisible
-    check_copy_head(model.settings, settings)
     if settings.expert > 1 and not model.settings.experts.num_experts:
         raise InputError(
             f"parallel.expert = {settings.expert}: the model has no experts (model.experts.num_experts = 0)."
@@ -66,7 +64,7 @@ def distribute(
         # compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole model is an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     if compiled and processes.count > 1:
-        for block in blocks(model):
+        for block in model.blocks.values():
             block.compile(dynamic=False)
     if processes.count > 1:
         share_data(model, root or model, processes, dtype)

@@ -9,15 +9,16 @@ token depends on them only through what a forward pass gives once: the loss with
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.model.copy_head import CopyHead, CopySource
 from retro.model.copy_matches import count_votes, longest_match
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
@@ -64,7 +65,7 @@ class Tokens(NamedTuple):
     agree: Tensor
 
 
-def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Placement) -> CopyFit:
+def fit_copy_head(model: Retro, batches: Iterable[Inputs], placement: Placement) -> CopyFit:
     """Set the tables of copying from neighbors. All other weights stay the same.
 
     Args:
@@ -76,11 +77,7 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
     assert head is not None
     assert head.neighbors is not None
     model.eval()
-    reads = [
-        _read(model, head, batch, placement)
-        for batch in batches
-        if batch["neighbors"] is not None and batch["neighbors"].numel()
-    ]
+    reads = [_read(model, head, batch, placement) for batch in batches if batch.retrieves]
     model.train(training)
     if not reads:
         log.warning("copying from neighbors is not fitted: the batches have no neighbors")
@@ -99,22 +96,21 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
 
 
 @torch.no_grad()
-def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> tuple[Tokens, Tensor]:
+def _read(model: Retro, head: CopyHead, batch: Inputs, placement: Placement) -> tuple[Tokens, Tensor]:
     """The tokens of a batch that can read a neighbor, and their losses with retrieval OFF, float32 [n]."""
-    labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
-    read: dict[str, Any] = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
-    *others, own = model.found(**read)
+    *others, own = model.copy_sources(batch)
+    labels = batch.labels
     with placement.autocast():
-        hidden = model.hidden(**inputs)
-        copying = head.mixture_of(hidden, labels, others)
-        off = nats = token_losses(hidden, model.output_weight, labels, copying)
+        hidden, _ = model.hidden(batch)
+        mixture = head.mixture(hidden, labels, others)
+        off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.retrieval.cca_layers:
-            off = model.token_losses(labels, **inputs | {"neighbors": None, "neighbor_lengths": None})
+            off = model.token_losses(batch.off())
     longest, agree = longest_match(own.matches)
     counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)
     by_query = (
         own.split(nats),
-        own.split(copying.log_keep),
+        own.split(mixture.log_keep),
         *count_votes(own.matches, own.split(labels)),
         longest,
         agree,

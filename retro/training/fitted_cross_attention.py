@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.model.attention import Attention
+from retro.model.inputs import Inputs
 from retro.model.positions import DEFAULT_ROPE, frequencies
 from retro.model.retro import Retro
 
@@ -41,7 +42,7 @@ def can_be_fitted(model: Retro) -> bool:
 
 
 @torch.no_grad()
-def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
+def fit_copying(model: Retro, batch: Inputs, placement: Placement) -> None:
     """Set the weights of encoder and cross-attention, from the last layer to the first. The decoder does not change.
 
     Args:
@@ -49,7 +50,6 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
         batch: sequences with neighbors, as for training; a few thousand tokens.
         placement: device of the model and the batch, and precision.
     """
-    labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
     training = model.training
     model.eval()
     for name, parameter in model.encoder.named_parameters():
@@ -59,12 +59,12 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     attentions: dict[int, Any] = {int(n): cross.block.attention for n, cross in crosses.items()}
     for attention in attentions.values():
         attention.o_proj.weight.zero_()
-    loss = partial(_loss, model, inputs, labels, placement)
-    streams, size = _streams(model, inputs, placement)
+    loss = partial(_loss, model, batch, placement)
+    streams, size = _streams(model, batch, placement)
     without = loss()
     for layer, attention in reversed(attentions.items()):
-        _match_tokens(model, attention, streams[str(layer)], inputs["tokens"])
-        _set_output(model, attention, inputs["tokens"].unique(), size)
+        _match_tokens(model, attention, streams[str(layer)], batch.tokens)
+        _set_output(model, attention, batch.tokens.unique(), size)
         sharpness, nats, found = _choose_strength(attention, loss)
         log.info(
             "cross-attention of layer %d is fitted to copy: sharpness %g, %g nats; loss %.4f, without it %.4f",
@@ -73,14 +73,14 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     model.train(training)
 
 
-def _loss(model: Retro, inputs: TensorBatch, labels: Tensor, placement: Placement) -> float:
+def _loss(model: Retro, batch: Inputs, placement: Placement) -> float:
     """Nats per token."""
     with placement.autocast():
-        losses = model.token_losses(labels, **inputs)
-    return float(losses.sum() / (labels >= 0).sum())
+        losses = model.token_losses(batch)
+    return float(losses.sum() / (batch.labels >= 0).sum())
 
 
-def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
+def _streams(model: Retro, batch: Inputs, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
     """The input of each cross-attention, [B·T, D] float32, and the RMS of the input of the final norm."""
     kept: dict[str, Tensor] = {}
 
@@ -90,7 +90,7 @@ def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[d
     crosses: dict[str, Any] = dict(model.cross.items())
     hooks = [keep("", model.norm), *(keep(name, cross.norm) for name, cross in crosses.items())]
     with placement.autocast():
-        model.hidden(**inputs)
+        model.hidden(batch)
     for hook in hooks:
         hook.remove()
     size = kept.pop("").float().square().mean(-1).sqrt().mean()

@@ -29,7 +29,8 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.loader import load
-from retro.device import TensorBatch, choose_training_placement
+from retro.device import choose_training_placement
+from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
@@ -320,7 +321,7 @@ class Trainer:
             self.run / "settings.json", {**self.metadata["settings"], "parallel": asdict(self.settings.parallel)}
         )
 
-    def _load_batches(self) -> Iterator[TensorBatch]:
+    def _load_batches(self) -> Iterator[Inputs]:
         """This process's rows of the batches from the current step to the end of the run."""
         settings = self.settings.train
         count = settings.gradient_accumulation_steps

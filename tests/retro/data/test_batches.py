@@ -9,10 +9,11 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import Batch, TrainingData
+from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.evaluation.windows import document_windows, window_batches
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 
@@ -41,7 +42,7 @@ def test_no_neighbor_comes_from_a_document_of_its_sequence(data: TrainingData) -
     assert crowded > 5  # includes sequences of several documents
 
 
-def arrays_of_row(batch: Batch, row: int) -> list[list]:
+def arrays_of_row(batch: Inputs, row: int) -> list[list]:
     """All arrays of one row of a batch."""
     arrays = (batch.tokens, batch.labels, batch.neighbors, batch.neighbor_lengths)
     return [array[row].tolist() for array in arrays if array is not None]

@@ -10,7 +10,6 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
@@ -21,6 +20,7 @@ from retro.finetuning.prepare import prepare
 from retro.finetuning.prepared_examples import Prepared
 from retro.finetuning.settings import FinetuneSettings
 from retro.finetuning.trainer import answer_loss
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.question_answering.neighbor_prompts import QuestionFormat, find_passages
@@ -55,7 +55,7 @@ def rows_of(prepared: Prepared, length: int, *, packed: bool) -> Rows:
     return arrange(prepared, DataSettings(sequence_length=length), 0, held_out=0.0, packed=packed)[0]
 
 
-def losses_by_label(model: Retro, batch: Batch) -> dict[tuple[int, int], float]:
+def losses_by_label(model: Retro, batch: Inputs) -> dict[tuple[int, int], float]:
     """The loss of every label, by (row, position)."""
     nats = _token_losses(model, choose_placement("cpu", "float32"), as_tensors(batch))
     scored = batch.labels != IGNORED_LABEL

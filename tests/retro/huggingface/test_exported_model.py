@@ -25,6 +25,7 @@ from retro.huggingface.import_folder import tokenizer_size
 from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import from_json
 from retro.server.app import make_app
@@ -197,7 +198,7 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
         with torch.no_grad():
             expected = ours(tokens, None, *given)
             output = model(tokens, labels=tokens, **neighbors)
-            losses = ours.token_losses(tokens.roll(-1, 1), tokens=tokens, **neighbors)[:, :-1]
+            losses = ours.token_losses(Inputs(tokens, labels=tokens.roll(-1, 1), **neighbors))[:, :-1]
         assert torch.equal(output.logits, expected)
         assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     model.retrieve_from(str(tiny_datastore.folder), k=2)

@@ -23,6 +23,7 @@ from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
+from retro.model.inputs import Inputs
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -38,10 +39,11 @@ from retro.training.step import OptimizerStep
 from retro.training.trainer import train
 from retro.tuning.settings import ALL, TuningSettings
 from tests.conftest import PATIENCE, forkserver, tiny_config
-from tests.retro.small_model import M, T, answers_only, batch, build, split_batch
+from tests.retro.small_model import M, T, answers_only, batch, build, inputs, split_batch
 
 WORLD = 4
 
+COPYING = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     # All position schemes, grouped queries, position tables, embeddings on three stages, options of other families.
@@ -70,7 +72,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
-    "copying": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
+    "copying": COPYING,
+    "copying, untied": {**COPYING, "tied_embeddings": False, "attention.positions": "transformer-xl"},
+    "copying, experts": {**COPYING, "copy_head.content_width": 0, "experts.num_experts": 4, "experts.every": 2},
+    "copying from the context": {"copy_head.context": True, "tied_embeddings": False},
+    "copying without cross-attention": {**COPYING, "retrieval.cca_layers": ()},
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
@@ -104,6 +110,16 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix-zero-3": ("prefix", {"zero": 3}),
     "copying": ("copying", {}),
     "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
+    "copying-tensor": ("copying", {"tensor": 4}),
+    "copying-tensor-zero-3": ("copying", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
+    "copying-pipeline-zero-2": ("copying", {"pipeline": 2, "zero": 2}),
+    "copying-interleaved-tensor": (
+        "copying, untied",
+        {"pipeline": 2, "pipeline_schedule": "interleaved", "tensor": 2},
+    ),
+    "copying-experts-pipeline": ("copying, experts", {"pipeline": 2}),
+    "copying-context-pipeline": ("copying from the context", {"pipeline": 4}),
+    "copying-neighbors-pipeline-tensor": ("copying without cross-attention", {"pipeline": 2, "tensor": 2}),
 }
 """Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 4
@@ -153,7 +169,7 @@ def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict
     )
     processes = Processes(parallel, placement.device)
     tokens, neighbors, _ = batch()
-    own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    own = Inputs(tokens, None, neighbors, labels=tokens)
     passes = WholeModel(model, processes, placement)
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
@@ -176,10 +192,7 @@ def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, flo
     piped = parallel.pipeline > 1
     passes: DistributedModel = Pipeline(*shared, size) if piped else WholeModel(*shared)
     rows = processes.rows(size)
-    own = [
-        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
-        for part in split_batch(answers_only(8), accumulation)
-    ]
+    own = [part.rows(slice(rows.start, rows.stop)) for part in split_batch(answers_only(8), accumulation)]
     parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
@@ -193,14 +206,10 @@ def count_graphs() -> dict[str, int]:
     processes = Processes(ParallelSettings(zero=2, activation_checkpointing="full"), placement.device)
     passes = WholeModel(build().train(), processes, placement, compiled=True)
     tokens, neighbors, _ = batch()
-    inputs = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
     counts = {}
     for name, lengths in (("training", [T]), ("evaluation", range(M, T, M))):
         for length in lengths:
-            cut = {
-                key: one if one is None else one[:, : length if one is not neighbors else length // M]
-                for key, one in inputs.items()
-            }
+            cut = Inputs(tokens[:, :length], None, neighbors[:, : length // M], labels=tokens[:, :length])
             if name == "evaluation":
                 passes.token_losses(cut)
             else:
@@ -411,8 +420,7 @@ def test_impossible_parallel_settings_are_rejected() -> None:
 
 
 def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None:
-    tokens, neighbors, lengths = batch()
-    inputs = {"tokens": tokens, "documents": None, "neighbors": neighbors, "neighbor_lengths": lengths}
+    given = inputs()
     kept, operations, gradients = {}, {}, {}
     for how in ("none", "selective", "full"):
         model, sizes = build(), []
@@ -424,11 +432,11 @@ def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            passes.model.hidden_and_routing(**inputs)
+            passes.model.hidden(given)
         kept[how] = sum(sizes)
         with FlopCounterMode(display=False) as counter:
-            share = StepContext(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
-            passes.forward_backward({**inputs, "labels": tokens}, share)
+            share = StepContext(torch.tensor(given.tokens.numel()), len(given.tokens), 1.0, last=True)
+            passes.forward_backward(given, share)
         operations[how] = counter.get_total_flops()
         gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert kept["full"] < kept["none"] / 2

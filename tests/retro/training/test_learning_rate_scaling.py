@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -37,12 +38,14 @@ def movement(width: int, **changes: Any) -> dict[str, float]:
 
     def current_activations() -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            found["logits"] = model(tokens, None, neighbors, lengths)
+            found["logits"] = model(Inputs(tokens, None, neighbors, lengths))
         return dict(found)
 
     before = current_activations()
     for _ in range(3):
-        loss(model.hidden(tokens, None, neighbors, lengths), model.output_weight, tokens.roll(-1, 1)).backward()
+        loss(
+            model.hidden(Inputs(tokens, None, neighbors, lengths))[0], model.output_weight, tokens.roll(-1, 1)
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     after = current_activations()

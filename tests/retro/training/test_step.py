@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.training.learning_rate_scaling import learning_rate_factors
@@ -19,7 +20,7 @@ def test_the_logged_loss_is_the_mean_cross_entropy() -> None:
     tokens, _, _ = batch()
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, gradient_accumulation_steps=2, lr=1e-3)
-    expected = loss(model.hidden(tokens), model.output_weight, tokens)
+    expected = loss(model.hidden(Inputs(tokens))[0], model.output_weight, tokens)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
