@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, say, seconds, write
+from benchmarks.speed.traffic import Communication
 from indexing.store.errors import InputError
 from retro.device import Placement
 from retro.model.inputs import Inputs
@@ -51,7 +52,6 @@ from retro.parallel.gradient_norms import local
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, Checkpointing, ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep

@@ -18,7 +18,6 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from retro.data.datastore_mixture import MixtureEntry, announce, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -191,21 +190,21 @@ class TrainingData:
         """Fingerprints of the datastores, in order. A run can resume after a deletion."""
         return [datastore.built for datastore in self.datastores]
 
-    def plan(self, num_samples: int) -> list[MixtureEntry]:
-        """Compute and log what a run of `num_samples` samples reads from each datastore."""
+    def announce(self, num_samples: int) -> None:
+        """Log what a run of `num_samples` samples reads from each datastore."""
         m = self.datastores[0].chunk_length
         tokens = num_samples * self.num_chunks * m
-        folders = [datastore.folder for datastore in self.datastores]
-        sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
-        found = shares(folders, sizes, self.weights, tokens)
-        announce(found)
-        for datastore in self.datastores:
+        for datastore, weight in zip(self.datastores, self.weights, strict=True):
+            own, chunks = tokens * weight / sum(self.weights), datastore.train.num_chunks
+            log.info(
+                "data: %s: %.1f%% of the sequences, %s tokens, %.2f epochs",
+                *(datastore.folder, 100 * own / tokens, f"{round(own):,}", own / (chunks * m)),
+            )
             if deleted := int(np.diff(datastore.train.deleted).sum()):
-                total = f"{deleted:,} of {datastore.train.num_chunks:,}"
                 log.info(
-                    "data: %s: %s chunks of deleted documents are padding until a rebuild", datastore.folder, total
+                    "data: %s: %s chunks of deleted documents are padding until a rebuild",
+                    *(datastore.folder, f"{deleted:,} of {chunks:,}"),
                 )
-        return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch starts at another offset."""

@@ -109,8 +109,6 @@ def score_passage(
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
     own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
-    assert batch.neighbors is not None
-    assert batch.neighbor_lengths is not None
     read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
     as_array = {name: each[0, own].cpu().numpy() for name, each in origins._asdict().items()}
     return Passage(

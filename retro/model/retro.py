@@ -198,7 +198,7 @@ class Retro(nn.Module):
         outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of the first block,
         and copying from neighbors took more than twice as many steps to learn.
 
-        `init` = mup changes only the std of the output layer here; see `training/learning_rate_scaling.py`.
+        `init` = mup changes only the std of the output layer here; see `training/optimizer.py`.
         """
         num_blocks = 2 * self.settings.num_layers + len(self.settings.retrieval.cca_layers)
         for name, module in self.named_modules():

@@ -59,7 +59,7 @@ class DocumentTask:
         """
         data, retrieval = settings.data, settings.model.retrieves
         self.data = TrainingData(data.datastores, data, retrieval=retrieval)
-        self.data.plan(settings.train.steps * settings.samples_per_step)
+        self.data.announce(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]
         self.settings = replace(settings, model=fit_to(settings.model, datastore.manifest, datastore.folder))
         self.extra_sections: Mapping[str, Any] = {}

@@ -82,6 +82,12 @@ def test_tensor_parallelism_divides_only_the_blocks() -> None:
         {"attention.positions": "learned", "shared_embeddings": True},
         {"attention.positions": "learned", "retrieval.positions": "rope", "norm": "layer", "attention.bias": "all"},
         {"tied_embeddings": False},
+        {
+            "tied_embeddings": False,
+            "copy_head.context": True,
+            "copy_head.neighbors": True,
+            "copy_head.content_width": 8,
+        },
     ],
 )
 def test_a_pipeline_process_holds_the_parameters_of_its_stages(schedule: str, changes: dict[str, Any]) -> None:
@@ -234,6 +240,10 @@ def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(heads: dict[st
     head = CopyHead(settings.copy_head, settings.d_model, 32)
     tokens, neighbors, hidden = torch.zeros(2, 512).long(), torch.zeros(2, 16, 8, 64).long(), torch.zeros(2, 512, 32)
     with LiveBytes() as counted:
-        head.mixture(hidden, tokens, head.sources(Inputs(tokens, None, neighbors), torch.nn.Embedding(50, 32)))
+        head.mixture(
+            hidden,
+            tokens,
+            head.sources(Inputs(tokens, None, neighbors), torch.nn.Embedding(50, 32).requires_grad_(False)),
+        )
     expected = copy_head_bytes(settings, Pass(num_sequences=2, sequence_length=512, k=8))
     assert 0.9 * expected < counted.peak < 1.05 * expected

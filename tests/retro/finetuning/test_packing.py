@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retro.finetuning.packing import pack
+from retro.finetuning.example_batches import pack
 
 M = 4
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.speed.traffic import Communication
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
@@ -33,7 +34,6 @@ from retro.parallel.forward_backward import DistributedModel, StepContext, Whole
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from retro.training.trainer import train

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.speed.traffic import Communication
 from retro.device import choose_placement
 from retro.parallel import data_parallel
 from retro.parallel.data_parallel import matrices
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from tests.conftest import PATIENCE, forkserver

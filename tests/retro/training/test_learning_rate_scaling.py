@@ -9,8 +9,7 @@ from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from retro.training.learning_rate_scaling import learning_rate_factors
-from retro.training.optimizer import make_optimizer
+from retro.training.optimizer import learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, batch
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
