@@ -78,7 +78,8 @@ class Stage(nn.Module):
         sent: Sequence[Tensor] = [encoded] if self.sends_encoded and encoded is not None else []
         if self.is_last:
             h = self.model.finish(h)
-            sent = mixture_of(self.model, self.tensor_mesh, h, batch) or []
+            mixture = mixture_of(self.model, self.tensor_mesh, h, batch)
+            sent = [] if mixture is None else [values.clone() for values in mixture]  # FSDP warns of views
         else:
             h = local(h)
         return (h, *sent, *([] if routing is None else [routing]))

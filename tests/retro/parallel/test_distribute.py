@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.traffic import Communication
@@ -25,6 +27,7 @@ from pipelines.config import Config
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
 from retro.model.inputs import Inputs
+from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -129,6 +132,11 @@ COUNTED: list[tuple[ParallelSettings, int]] = [
     for accumulation in (1, 2)
 ] + [(ParallelSettings(zero=3, activation_checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
 """Parallel settings and number of accumulated batches of the steps whose communication is measured."""
+COPYING_MODES = {
+    "gradients-tensor": ParallelSettings(tensor=2),
+    "gradients-pipeline": ParallelSettings(pipeline=4),
+    "gradients-both": ParallelSettings(pipeline=2, tensor=2),
+}
 ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
 """Parallel settings of steps with one batch and with two accumulated ones."""
 CPU = torch.device("cpu")
@@ -180,19 +188,31 @@ def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
-def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
-    """Metrics of a step of eight rows with labels on answers only, split into `accumulation` batches."""
-    model, placement, processes = (
-        build(**{"experts.num_experts": 4}).train(),
-        choose_placement("cpu", "float32"),
-        Processes(parallel, CPU),
-    )
-    size = 8 // accumulation
-    shared: Any = (model, processes, placement)
-    piped = parallel.pipeline > 1
-    passes: DistributedModel = Pipeline(*shared, size) if piped else WholeModel(*shared)
+def distributed(
+    parallel: ParallelSettings, accumulation: int, **options: Any
+) -> tuple[DistributedModel, Processes, list[Inputs]]:
+    """A model, and its own rows of eight rows with labels on answers only, split into `accumulation` batches."""
+    placement, processes, size = choose_placement("cpu", "float32"), Processes(parallel, CPU), 8 // accumulation
+    shared: Any = (build(**options).train(), processes, placement)
+    passes: DistributedModel = Pipeline(*shared, size) if parallel.pipeline > 1 else WholeModel(*shared)
     rows = processes.rows(size)
     own = [part.rows(slice(rows.start, rows.stop)) for part in split_batch(answers_only(8), accumulation)]
+    return passes, processes, own
+
+
+def gradients_of_copying(parallel: ParallelSettings) -> dict[str, torch.Tensor]:
+    """Whole gradients of the parameters that this process holds, for a model with a copy head."""
+    passes, _, (own,) = distributed(parallel, 1, **COPYING)
+    num_labels = (answers_only(8).labels != IGNORED_LABEL).sum()
+    passes.forward_backward(own, StepContext(num_labels, 8, 1.0, last=True))
+    gradients = {name: one.grad for name, one in all_parameters(passes.model_parts) if one.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+
+
+def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """Metrics of a step of `accumulation` batches."""
+    passes, processes, own = distributed(parallel, accumulation, **{"experts.num_experts": 4})
+    placement = choose_placement("cpu", "float32")
     parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
@@ -247,6 +267,8 @@ def run_process(rank: int, folder: Path, config: Config) -> None:
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
     steps = [measure_step(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
     (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
+    for name, divided in COPYING_MODES.items():
+        save_file(gradients_of_copying(divided), folder / f"{name}.{rank}.safetensors")
     (folder / f"graphs.{rank}.json").write_text(json.dumps(count_graphs()))
 
 
@@ -383,6 +405,17 @@ def test_a_step_averages_over_its_labels_for_any_number_of_batches_and_processes
     for rank in range(WORLD):
         for found in json.loads((folder / f"accumulated.{rank}.json").read_text()):
             assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COPYING_MODES)
+def test_every_gradient_of_a_divided_model_that_copies_equals_that_of_one_process(name: str, folder: Path) -> None:
+    expected, seen = gradients_of_copying(ALONE), set()
+    for rank in range(WORLD):
+        for key, gradient in load_file(folder / f"{name}.{rank}.safetensors").items():
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6, msg=key)
+            seen.add(key)
+    assert seen == set(expected)
 
 
 @pytest.mark.slow
