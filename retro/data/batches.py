@@ -176,7 +176,8 @@ class TrainingData:
             _check_datastore(datastore, first, self.use)
         # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [
-            RetrievalSet.of(each) if self.use.k else RetrievalSet((each.train,)) for each in self.datastores
+            RetrievalSet.of(datastore) if self.use.k else RetrievalSet((datastore.train,))
+            for datastore in self.datastores
         ]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
@@ -213,10 +214,10 @@ class TrainingData:
 
     def _locate(self, sample: int) -> tuple[int, int, tuple[int, int]]:
         """The datastore of a sample, the epoch of that datastore, and the chunks [first, stop)."""
-        chosen, number = mixture(sample, self.weights, self.seed)
+        chosen, earlier = mixture(sample, self.weights, self.seed)
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
-        epoch, position = divmod(number, per_epoch)
+        epoch, position = divmod(earlier, per_epoch)
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
@@ -226,9 +227,9 @@ class TrainingData:
         """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
-        for number in sorted({chosen for chosen, _, _ in located}):
-            retrieval = self.retrieval[number]
-            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == number])
+        for index in sorted({chosen for chosen, _, _ in located}):
+            retrieval = self.retrieval[index]
+            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == index])
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
             parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, self.use, epochs))
         batch = join(parts, np.concatenate(rows))
@@ -242,16 +243,16 @@ class TrainingData:
         """
         chosen, (first, stop) = self.locate(sample)
         datastore = self.datastores[chosen]
-        numbers = np.unique(datastore.train.documents_of(np.arange(first, stop))[0]).tolist()
+        documents = np.unique(datastore.train.documents_of(np.arange(first, stop))[0]).tolist()
         try:
-            ids = [row["id"] for row in datastore.train.metadata(numbers)]
+            ids = [row["id"] for row in datastore.train.metadata(documents)]
         except ImportError:
             ids = None
         return {
             "sample": sample,
             "datastore": str(datastore.folder),
             "chunks": [first, stop],
-            "document_numbers": numbers,
+            "document_numbers": documents,
             "document_ids": ids,
         }
 
@@ -270,9 +271,9 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
         )
     if datastore.train.num_chunks == np.diff(datastore.train.deleted).sum():
         raise InputError(f"{datastore.folder} has no training chunks that are not deleted.")
-    if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
+    if stored and (count := datastore.train.neighbor_ids.row_shape[0]) < use.k:
         raise InputError(
-            f"data.k = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored)."
+            f"data.k = {use.k}: {datastore.folder} stores {count} neighbors of each chunk (neighbors.stored)."
         )
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:

@@ -41,8 +41,8 @@ class _Batches(Dataset):
         # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of batches.
         self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
-    def __getitem__(self, number: int) -> Inputs:
-        first = number * self.size
+    def __getitem__(self, index: int) -> Inputs:
+        first = index * self.size
         batch = self.data.batch(range(first + self.rows.start, first + self.rows.stop), self.retrieval_dropout)
         if len(self.rows) == self.size:  # processes that share a batch run the same layers
             batch = without_absent_neighbors(batch)

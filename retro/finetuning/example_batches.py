@@ -44,16 +44,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, numbers: Sequence[int], k: int) -> Inputs:
-        """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
+    def batch(self, indexes: Sequence[int], k: int) -> Inputs:
+        """The rows of these indexes with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
         # Chunk and example at each position of a row, -1 = padding.
-        ids, documents = np.full((2, len(numbers), num_chunks), -1, dtype=np.int64)
+        ids, documents = np.full((2, len(indexes), num_chunks), -1, dtype=np.int64)
         lengths = np.zeros(ids.shape, dtype=np.int64)
-        for row, number in enumerate(numbers):
+        for row, index in enumerate(indexes):
             at = 0
-            for example in self.rows[number]:
+            for example in self.rows[index]:
                 first, stop = self.prepared.first_chunks[example : example + 2].tolist()
                 count = min(stop - first, num_chunks - at)
                 ids[row, at : at + count] = np.arange(first, first + count)
@@ -63,7 +63,7 @@ class Rows:
         real = ids >= 0
         tokens = np.full((*ids.shape, m), self.pad_id, dtype=np.int64)
         labels = np.full((*ids.shape, m), IGNORED_LABEL, dtype=np.int64)
-        tokens[real], labels[real] = (each.gather(ids[real]) for each in (self.prepared.tokens, self.prepared.labels))
+        tokens[real], labels[real] = (table.gather(ids[real]) for table in (self.prepared.tokens, self.prepared.labels))
         neighbors = neighbor_lengths = None
         if k:
             complete = real[:, :num_complete]
@@ -76,7 +76,7 @@ class Rows:
             tokens=tokens.reshape(len(ids), -1)[:, : self.row_length],
             labels=labels.reshape(len(ids), -1)[:, : self.row_length],
             # Padding is at the end, where causality hides it: a single example needs no documents.
-            documents=documents if any(len(self.rows[number]) > 1 for number in numbers) else None,
+            documents=documents if any(len(self.rows[index]) > 1 for index in indexes) else None,
             neighbors=neighbors,
             neighbor_lengths=neighbor_lengths,
             lengths=lengths,

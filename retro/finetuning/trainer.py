@@ -77,7 +77,7 @@ class ExampleTask:
             _prepared(run, data.datastores, finetuning, k),
             finetuning.examples,
             data,
-            [each.built for each in datastores],
+            [datastore.built for datastore in datastores],
             int(datastores[0].manifest["pad_id"]),
             held_out=finetuning.held_out,
             # Virtual tokens are prepended to a row, not to each example in it.

@@ -97,7 +97,7 @@ def without_ignored(
     counts = labels != IGNORED_LABEL
     if not 0 < 2 * int(counts.sum()) < labels.numel():
         return hidden, labels, mixture
-    return hidden[counts], labels[counts], mixture and Mixture(*(each[counts] for each in mixture))
+    return hidden[counts], labels[counts], mixture and Mixture(*(values[counts] for values in mixture))
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -132,21 +132,23 @@ class _SummedLoss(torch.autograd.Function):
             if of_mixture is not None:
                 to_mixture[:, rows] = of_mixture
         shape = labels.shape if mixture else (0,)
-        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight, *(each.view(shape) for each in to_mixture))
+        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight, *(values.view(shape) for values in to_mixture))
         ctx.types = hidden.dtype, weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors, (*ctx.types, torch.float32, torch.float32), strict=True)
-        to_hidden, to_weight, *to_mixture = ((each * upstream).to(dtype) for each, dtype in gradients)
+        to_hidden, to_weight, *to_mixture = ((gradient * upstream).to(dtype) for gradient, dtype in gradients)
         all_gradients = to_hidden, to_weight, None, None, *to_mixture
-        return tuple(each if needed else None for each, needed in zip(all_gradients, ctx.needs_input_grad, strict=True))
+        return tuple(
+            gradient if needed else None for gradient, needed in zip(all_gradients, ctx.needs_input_grad, strict=True)
+        )
 
 
 def _rows(mixture: Mixture | None, rows: slice) -> Mixture | None:
     """A block of rows."""
-    return mixture and Mixture(*(each.flatten()[rows] for each in mixture))
+    return mixture and Mixture(*(values.flatten()[rows] for values in mixture))
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

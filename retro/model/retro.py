@@ -62,12 +62,12 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
             x: decoder activations, [B, T, D].
-            places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
+            positions: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
             encoded: encoded neighbors of the complete chunks, [B', U, K, R, E].
             mask: bool, which of their tokens are real, [B', U, K, R]; None = all.
         """
@@ -79,20 +79,20 @@ class ChunkedCrossAttention(nn.Module):
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         mask = None if mask is None else mask.flatten(0, 1)
-        read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask)
+        read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
 
-    def keys_values(self, encoded: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
+    def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
         starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
         k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
-        return self.attention.finish_keys(k, places, starts[None]), v
+        return self.attention.finish_keys(k, positions, starts[None]), v
 
     def attend(
         self,
         q: Tensor,
-        places: Positions,
+        positions: Positions,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
@@ -103,9 +103,9 @@ class ChunkedCrossAttention(nn.Module):
         The mask is [N, K, R], or None if all tokens are real; the rest as in `Attention`.
         """
         if mask is None:
-            return self.attention.attend(q, places, k, v, distance_keys=distance_keys)
+            return self.attention.attend(q, positions, k, v, distance_keys=distance_keys)
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
-        read = self.attention.attend(q, places, k, v, some_key(mask), distance_keys=distance_keys)
+        read = self.attention.attend(q, positions, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
 
 
@@ -359,14 +359,14 @@ class Retro(nn.Module):
         num_tokens, m = h.shape[1], self.settings.chunk_length
         documents, neighbors = inputs.documents, inputs.neighbors
         virtual, num_virtual = self.virtual()
-        here = positions_of(
+        self_positions = positions_of(
             *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
         )
         mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
         if inputs.retrieves and self.settings.retrieval.cca_layers:
             k, r = neighbors.shape[2:]
-            there = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
             whole = (
                 inputs.neighbor_lengths is None
             )  # faster kernels; the encoder needs no mask for other documents either
@@ -376,12 +376,12 @@ class Retro(nn.Module):
         for layer in self.layers:
             reads = h if self.settings.parallel_residual else None
             h = layer.attention(
-                h, here, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(layer.name)
+                h, self_positions, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(layer.name)
             )
             if layer.cross is not None and inputs.retrieves:
                 if encoded is None:
                     encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
-                h = layer.cross(h, there, encoded, real)
+                h = layer.cross(h, cross_positions, encoded, real)
             if not isinstance(layer.feed_forward.block, Experts):
                 h = layer.feed_forward(h, reads=reads)
             else:

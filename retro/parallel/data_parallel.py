@@ -65,9 +65,9 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of matrix products, by name: those that autocast narrows. Routers of experts multiply in float32."""
     return {
         f"{name}.{key}".removeprefix("."): parameter
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear | ExpertLinear) and name.rpartition(".")[2] != "router"
-        for key, parameter in each.named_parameters(recurse=False)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | ExpertLinear) and name.rpartition(".")[2] != "router"
+        for key, parameter in part.named_parameters(recurse=False)
     }
 
 

@@ -36,19 +36,19 @@ from retro.parallel.tensor_parallel import mixture_of, own_tokens
 class Stage(nn.Module):
     """Consecutive layers, with the embedding before the first and the norm after the last."""
 
-    def __init__(self, model: Retro, number: int, count: int, processes: Processes) -> None:
+    def __init__(self, model: Retro, index: int, count: int, processes: Processes) -> None:
         """Take the part of a model that a stage needs.
 
         Args:
             model: the whole model, from which the other layers are removed.
-            number: of the stage, from 0.
+            index: of the stage, from 0.
             count: number of stages.
             processes: with the mesh of tensor parallelism.
         """
         super().__init__()
-        self.is_first, self.is_last = number == 0, number == count - 1
+        self.is_first, self.is_last = index == 0, index == count - 1
         self.tensor_mesh = processes.along("tensor")
-        layers = stage_layers(model.settings, number, count)
+        layers = stage_layers(model.settings, index, count)
         first_cca = min(model.settings.retrieval.cca_layers, default=0)
         self.sends_encoded = bool(first_cca) and first_cca <= layers.stop and not self.is_last
         first_experts = min(model.settings.expert_layers, default=model.settings.num_layers + 1)
@@ -91,9 +91,9 @@ def _outputs(out: Any) -> tuple[Tensor, Mixture | None, Tensor | None]:
     return hidden, Mixture(*others[:2]) if len(others) > 1 else None, others[-1] if len(others) % 2 else None
 
 
-def stage_layers(model: ModelSettings, number: int, count: int) -> range:
+def stage_layers(model: ModelSettings, index: int, count: int) -> range:
     """The layers of a stage, from 0, divided as evenly as possible."""
-    return range(model.num_layers * number // count, model.num_layers * (number + 1) // count)
+    return range(model.num_layers * index // count, model.num_layers * (index + 1) // count)
 
 
 def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
@@ -152,10 +152,10 @@ class Pipeline:
         self.rank, size = self.mesh.get_local_rank(), self.mesh.size()
         self.num_stages = num_stages(settings, model.settings.num_layers)
         self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
-        self.numbers = range(self.rank, self.num_stages, size)
+        self.indexes = range(self.rank, self.num_stages, size)
         self.stages = []
-        for number in self.numbers:
-            stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
+        for index in self.indexes:
+            stage = Stage(copy.deepcopy(model), index, self.num_stages, processes)
             distribute(stage.model, processes, root=stage, compiled=compiled, dtype=placement.dtype)
             self.stages.append(stage)
         self._holders = self._embedding_holders()
@@ -206,7 +206,7 @@ class Pipeline:
         # An embedding table held by several stages is one parameter: only that of the first stage counts.
         copies = {
             id(part.embedding.weight)
-            for n, part in zip(self.numbers, self.model_parts, strict=True)
+            for n, part in zip(self.indexes, self.model_parts, strict=True)
             if n and part.embedding
         }
         own = [parameter for _, parameter in all_parameters(self.model_parts) if id(parameter) not in copies]
@@ -231,8 +231,8 @@ class Pipeline:
 
         key = inputs.tokens.shape, None if inputs.neighbors is None else inputs.neighbors.shape[1:], training
         if key not in self._schedules:
-            numbered = zip(self.stages, self.numbers, strict=True)
-            stages = [self._pipeline_stage(stage, number, inputs) for stage, number in numbered]
+            indexed = zip(self.stages, self.indexes, strict=True)
+            stages = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
             loss = self._loss if training else None
             if len(stages) > 1:
                 schedule: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
@@ -241,14 +241,14 @@ class Pipeline:
             self._schedules[key] = schedule
         return self._schedules[key]
 
-    def _pipeline_stage(self, stage: Stage, number: int, inputs: Inputs) -> Any:
+    def _pipeline_stage(self, stage: Stage, index: int, inputs: Inputs) -> Any:
         """PyTorch's wrapper of a stage, with its inputs and outputs for a microbatch as meta tensors."""
         from torch.distributed.pipelining import PipelineStage
 
         settings, (rows, num_tokens) = self.settings, inputs.tokens.shape
         rows, tensor = rows // self.num_microbatches, self.processes.settings.tensor
         first_cca = min(settings.retrieval.cca_layers, default=settings.num_layers + 1)
-        receives_encoded = first_cca <= stage_layers(settings, number, self.num_stages).start
+        receives_encoded = first_cca <= stage_layers(settings, index, self.num_stages).start
 
         def of(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", requires_grad=True)
@@ -266,7 +266,7 @@ class Pipeline:
             received = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
         return PipelineStage(
             stage,
-            number,
+            index,
             self.num_stages,
             self.placement.device,
             input_args=received,
@@ -279,11 +279,11 @@ class Pipeline:
     def _embedding_holders(self) -> Any:
         """Group of the processes of this pipeline that hold the embedding table; None for a process without it, or the only one."""
         holds = any(part.embedding is not None for part in self.model_parts)
-        found: list[Any] = [None] * self.processes.count
-        dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
+        gathered: list[Any] = [None] * self.processes.count
+        dist.all_gather_object(gathered, (holds, self.mesh.mesh.tolist()))
         own = None
-        for ranks in sorted({tuple(pipeline) for _, pipeline in found}):
-            holders = [rank for rank in ranks if found[rank][0]]
+        for ranks in sorted({tuple(pipeline) for _, pipeline in gathered}):
+            holders = [rank for rank in ranks if gathered[rank][0]]
             group = dist.new_group(holders) if len(holders) > 1 else None
             if self.processes.rank in holders:
                 own = group

@@ -1,7 +1,7 @@
 """Fit copying from neighbors to a trained model with a few forward passes, without training.
 
 The scores of positions and the gates of a copy head are 51 numbers, tables by match length (`CopySource.tables`). The loss of a
-token depends on them only through what a forward pass gives once: the loss without this source, and which votes were found.
+token depends on them only through what a forward pass gives once: the loss without this source, and the votes.
 
     batches ─ forward passes ─► 38 numbers per token ─ L-BFGS on the mean loss ─► tables
 """
@@ -83,7 +83,7 @@ def fit_copy_head(model: Retro, batches: Iterable[Inputs], placement: Placement)
         log.warning("copying from neighbors is not fitted: the batches have no neighbors")
         return CopyFit(0, 0.0, 0.0, 0.0)
     parts, off = zip(*reads, strict=True)
-    tokens = Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    tokens = Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
     source = copy.deepcopy(head.neighbors).cpu()
     before, after = fit_source(source, tokens)
     head.neighbors.load_state_dict(source.state_dict())
@@ -115,19 +115,19 @@ def _read(model: Retro, head: CopyHead, batch: Inputs, placement: Placement) -> 
         longest,
         agree,
     )
-    return Tokens(*(each[counted].cpu() for each in by_query)), own.split(off)[counted].cpu()
+    return Tokens(*(values[counted].cpu() for values in by_query)), own.split(off)[counted].cpu()
 
 
 def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
     """Fit the tables of a source on the CPU; returns the mean loss before and after."""
     tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
     optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
-    number = max(1, len(tokens.nats))
+    count = max(1, len(tokens.nats))
 
     def objective() -> Tensor:
         optimizer.zero_grad()
         value = (
-            nats_with_copying(source, tokens).sum() / number + _PULL / number * (source.tables - initial).square().sum()
+            nats_with_copying(source, tokens).sum() / count + _PULL / count * (source.tables - initial).square().sum()
         )
         value.backward()
         return value
@@ -137,7 +137,7 @@ def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(nats_with_copying(source, tokens).sum() / number)
+        after = float(nats_with_copying(source, tokens).sum() / count)
     return before, after
 
 

@@ -65,10 +65,10 @@ def fit_copying(model: Retro, batch: Inputs, placement: Placement) -> None:
     for layer, attention in reversed(attentions.items()):
         _match_tokens(model, attention, streams[str(layer)], batch.tokens)
         _set_output(model, attention, batch.tokens.unique(), size)
-        sharpness, nats, found = _choose_strength(attention, loss)
+        sharpness, nats, fitted = _choose_strength(attention, loss)
         log.info(
             "cross-attention of layer %d is fitted to copy: sharpness %g, %g nats; loss %.4f, without it %.4f",
-            *(layer, sharpness, nats, found, without),
+            *(layer, sharpness, nats, fitted, without),
         )
     model.train(training)
 
@@ -85,7 +85,9 @@ def _streams(model: Retro, batch: Inputs, placement: Placement) -> tuple[dict[st
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, of: Any) -> Any:
-        return of.register_forward_hook(lambda _, given, made: kept.update({name: given[0] if name == "" else made}))
+        return of.register_forward_hook(
+            lambda _, inputs, output: kept.update({name: inputs[0] if name == "" else output})
+        )
 
     crosses: dict[str, Any] = dict(model.cross.items())
     hooks = [keep("", model.norm), *(keep(name, cross.norm) for name, cross in crosses.items())]
@@ -102,11 +104,13 @@ def _match_tokens(model: Retro, attention: Attention, stream: Tensor, tokens: Te
     _set_taps(attention)
     read, count = _encoded(model, tokens.flatten()), len(stream)  # [N, E]
     whiten_read, whiten_stream = _whitening(read), _whitening(stream)
-    left, found, right = torch.linalg.svd(whiten_read @ (read.T @ stream / count) @ whiten_stream, full_matrices=False)
-    features = _free_features(model, attention)[: len(found)]
+    left, singular_values, right = torch.linalg.svd(
+        whiten_read @ (read.T @ stream / count) @ whiten_stream, full_matrices=False
+    )
+    features = _free_features(model, attention)[: len(singular_values)]
     num = len(features)
     of_key = (left.T @ whiten_read)[:num]
-    of_query = found[:num, None] * (right @ whiten_stream)[:num]
+    of_query = singular_values[:num, None] * (right @ whiten_stream)[:num]
     for weight, rows in ((attention.k_proj.weight, of_key), (attention.q_proj.weight, of_query)):
         weight.zero_()
         weight.unflatten(0, (-1, attention.head_dim))[:, features] = rows
@@ -162,15 +166,15 @@ def _choose_strength(attention: Attention, loss: Callable[[], float]) -> tuple[f
     def tried(sharpness: float, nats: float) -> float:
         _sharpen(attention, sharpness)
         attention.o_proj.weight.copy_(out * nats)
-        found = loss()
+        nats_per_token = loss()
         _sharpen(attention, 1 / sharpness)
-        return found
+        return nats_per_token
 
-    sharpness = min(_SHARPNESS, key=lambda each: tried(each, 1.0))
-    found, nats = min((tried(sharpness, each), each) for each in _NATS)
+    sharpness = min(_SHARPNESS, key=lambda candidate: tried(candidate, 1.0))
+    lowest, nats = min((tried(sharpness, candidate), candidate) for candidate in _NATS)
     _sharpen(attention, sharpness)
     attention.o_proj.weight.copy_(out * nats)
-    return sharpness, nats, found
+    return sharpness, nats, lowest
 
 
 def _encoded(model: Retro, tokens: Tensor) -> Tensor:

@@ -124,9 +124,9 @@ class OptimizerStep:
         num_tokens = sum(batch.tokens.numel() for batch in batches) * self.processes.data
         measured = [
             self.model.forward_backward(
-                batch, StepContext(num_labels, num_sequences, scale, last=number == len(batches))
+                batch, StepContext(num_labels, num_sequences, scale, last=index == len(batches))
             )
-            for number, batch in enumerate(batches, start=1)
+            for index, batch in enumerate(batches, start=1)
         ]
         return self.processes.sum(torch.stack(measured).sum(0)), num_tokens
 

@@ -287,7 +287,7 @@ class Trainer:
 
     def _last_checkpoint(self) -> Checkpoint | None:
         defaults = RunSettings(ModelSettings(copy_head=NO_COPY_HEAD)).recorded(
-            {name: type(each)() for name, each in self.task.extra_sections.items()}
+            {name: type(section)() for name, section in self.task.extra_sections.items()}
         )
         return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
 

@@ -80,7 +80,7 @@ class Prefix(nn.Module):
             num_layers=model.settings.num_layers,
         )
         with torch.no_grad():
-            layers = [torch.stack(each) for each in Prompt(peft, model, count)(model).values()]
+            layers = [torch.stack(pair) for pair in Prompt(peft, model, count)(model).values()]
         self.prefix = peft.PrefixEncoder(config)
         with torch.no_grad():
             flat = rearrange(torch.stack(layers), "l two 1 p g c -> p (l two g c)")  # in the layout of peft
