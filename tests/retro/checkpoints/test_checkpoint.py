@@ -43,7 +43,7 @@ def test_a_model_loads_equally_twice_in_evaluation_mode(run: Path, tmp_path: Pat
     model = checkpoints.load_model(opened, torch.device("cpu"))
     tokens = torch.arange(32)[None]
     again = checkpoints.load_model(opened, torch.device("cpu"))
-    assert torch.equal(model(Inputs(tokens)), again(tokens))
+    assert torch.equal(model(Inputs(tokens)), again(Inputs(tokens)))
     assert not model.training
 
 

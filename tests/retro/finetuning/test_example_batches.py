@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
@@ -14,7 +17,7 @@ from retro.data.settings import DataSettings
 from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import _token_losses
 from retro.finetuning import prepare as preparing
-from retro.finetuning.example_batches import ExampleData, Rows, arrange
+from retro.finetuning.example_batches import ExampleData, Rows, arrange, pack
 from retro.finetuning.prepare import prepare
 from retro.finetuning.prepared_examples import Prepared
 from retro.finetuning.settings import FinetuneSettings
@@ -243,3 +246,29 @@ def test_a_question_without_answers_is_rejected_with_its_line(tmp_path: Path, ti
     with pytest.raises(InputError, match=r'q\.jsonl:2 has no "answers"'):
         prepare(tmp_path, [tiny_datastore.folder], FinetuneSettings((path,), format="questions"), 0)
     assert not list((tmp_path / "examples").glob("*/*"))
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+PACKED_CHUNK = 4
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 30), st.integers(0, 3))
+def test_every_example_is_in_one_row_and_fits(lengths: list[int], row_length: int, seed: int) -> None:
+    rows = pack(np.array(lengths, dtype=np.int64), row_length, PACKED_CHUNK, seed)
+    assert sorted(example for row in rows for example in row) == list(range(len(lengths)))
+    for row in rows:
+        at = 0
+        for example in row:
+            end = at + min(lengths[example], row_length)
+            assert end <= row_length
+            at = -(-end // PACKED_CHUNK) * PACKED_CHUNK
+
+
+def test_rows_of_short_examples_are_almost_full() -> None:
+    lengths = np.random.default_rng(0).integers(1, 16, 500)
+    rows = pack(lengths, 32, PACKED_CHUNK, seed=0)
+    chunks = (-(-lengths // PACKED_CHUNK)).sum()
+    assert len(rows) == pytest.approx(chunks / 8, rel=0.02)
+    assert rows != pack(lengths, 32, PACKED_CHUNK, seed=1)

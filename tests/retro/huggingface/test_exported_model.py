@@ -196,7 +196,7 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
     for given in ((), tuple(found)):
         neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
         with torch.no_grad():
-            expected = ours(tokens, None, *given)
+            expected = ours(Inputs(tokens, None, *given))
             output = model(tokens, labels=tokens, **neighbors)
             losses = ours.token_losses(Inputs(tokens, labels=tokens.roll(-1, 1), **neighbors))[:, :-1]
         assert torch.equal(output.logits, expected)
@@ -287,7 +287,7 @@ def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, t
     export_folder(opened, tmp_path / "hf")
     ours, tokens = load_model(opened, placement.device).eval(), torch.arange(48)[None]
     with placement.autocast():
-        expected = ours(tokens)
+        expected = ours(Inputs(tokens))
     assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
 
 

@@ -224,7 +224,9 @@ def test_attention_options_compile_without_graph_breaks(scheme):
     compiled = torch.compile(model.hidden, fullgraph=True, dynamic=False, backend="aot_eager")
     for documents in (None, DOCUMENTS):
         expected = model.hidden(Inputs(tokens, documents, neighbors, lengths))[0]
-        torch.testing.assert_close(compiled(tokens, documents, neighbors, lengths), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            compiled(Inputs(tokens, documents, neighbors, lengths))[0], expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_baseline_has_no_encoder_and_ignores_neighbors():
