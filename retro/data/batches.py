@@ -8,6 +8,7 @@ depend on the number of processes, and resuming needs no state.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class TrainingData:
     """
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
-        self._arguments = (tuple(folders), settings, retrieval)
+        self._arguments = (partial(TrainingData, retrieval=retrieval), (tuple(folders), settings))
         self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
         self.use = settings.neighbor_use if retrieval else NeighborUse(0)
         self.seed = settings.seed
@@ -184,7 +185,7 @@ class TrainingData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
-        return _reopened, self._arguments
+        return self._arguments
 
     @property
     def fingerprints(self) -> list[str]:
@@ -255,10 +256,6 @@ class TrainingData:
             "document_numbers": documents,
             "document_ids": ids,
         }
-
-
-def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) -> TrainingData:
-    return TrainingData(folders, settings, retrieval=retrieval)
 
 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:

@@ -8,6 +8,7 @@ The examples of a row are fixed for the run. They do not attend to each other, s
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ class ExampleData:
         packed: bool,
         retrieval: bool,
     ) -> None:
-        self._arguments = (folder, files, settings, datastores, pad_id), (held_out, packed, retrieval)
+        reopen = partial(ExampleData, held_out=held_out, packed=packed, retrieval=retrieval)
+        self._arguments = reopen, (folder, files, settings, datastores, pad_id)
         self.prepared, self.files, self.seed = Prepared(folder), files, settings.seed
         self.rows, self.held_out = arrange(self.prepared, settings, pad_id, held_out=held_out, packed=packed)
         self.fingerprints = [*datastores, self.prepared.fingerprint]
@@ -177,7 +179,7 @@ class ExampleData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself."""
-        return _reopened, self._arguments
+        return self._arguments
 
     def announce(self) -> None:
         """Log the number of examples and rows."""
@@ -209,8 +211,3 @@ class ExampleData:
         """The examples of a sample number, as `file:line`."""
         lines = self.prepared.lines[self.rows.rows[self.row_of(sample)]].tolist()
         return {"sample": sample, "examples": [f"{self.files[file]}:{number}" for file, number in lines]}
-
-
-def _reopened(arguments: tuple[Any, ...], options: tuple[float, bool, bool]) -> ExampleData:
-    held_out, packed, retrieval = options
-    return ExampleData(*arguments, held_out=held_out, packed=packed, retrieval=retrieval)
