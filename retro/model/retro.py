@@ -285,15 +285,10 @@ class Retro(nn.Module):
     @property
     def layers(self) -> list[Layer]:
         """The layers that this device holds."""
-        return [
-            Layer(
-                name,
-                attention,
-                self.cross[n] if (n := str(int(name) + 1)) in self.cross else None,
-                self.feed_forward[name],
-            )
-            for name, attention in self.attention.items()
-        ]
+        layers, crosses = [], dict(self.cross.items())
+        for name, attention in self.attention.items():  # torch.compile cannot trace a comprehension here
+            layers.append(Layer(name, attention, crosses.get(str(int(name) + 1)), self.feed_forward[name]))
+        return layers
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Embed tokens [B, T] as the residual stream [B, T, D].
