@@ -11,20 +11,17 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from indexing.machine import Precision, has_bfloat16, keep_freed_memory, resolve
 from indexing.store.errors import InputError
+from retro.model.inputs import Inputs
 
 log = logging.getLogger("retro")
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-TensorBatch = dict[str, Any]
-"""A batch: the model's arguments by name, and `labels`. Each is a tensor, or None if the batch lacks it."""
-
 
 _WORTH_COMPILING = 1e15
 """FLOPs of a run on a CPU from which compilation pays. It takes one to four minutes and then saves 10% to 25% of each step
@@ -87,12 +84,9 @@ class Placement:
             if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "router":
                 module.to(self.dtype)
 
-    def put(self, tensors: TensorBatch) -> TensorBatch:
-        """Copy a batch to the device; copies of pinned tensors are asynchronous."""
-        return {
-            name: None if tensor is None else tensor.to(self.device, non_blocking=True)
-            for name, tensor in tensors.items()
-        }
+    def put(self, inputs: Inputs) -> Inputs:
+        """Copy inputs to the device; copies of pinned tensors are asynchronous."""
+        return inputs.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
 def choose_placement(device: str, precision: Precision) -> Placement:

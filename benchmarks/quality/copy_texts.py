@@ -18,10 +18,11 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.evaluation.windows import document_windows, window_batches
 from retro.model.copy_head import CopySource
 from retro.model.copy_matches import Matches, count_votes, longest_match, neighbor_matches
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import Tokens, fit_source, nats_with_copying
@@ -118,16 +119,15 @@ def read_text(
 
 
 @torch.inference_mode()
-def _scored(model: Retro, batch: TensorBatch, place: Placement) -> tuple[np.ndarray, np.ndarray]:
+def _scored(model: Retro, batch: Inputs, place: Placement) -> tuple[np.ndarray, np.ndarray]:
     """Losses and logs of the vocabulary's shares without neighbors, [B, T] each."""
-    labels = batch.pop("labels")
     head = model.copy_head
     with place.autocast():
-        hidden = model.hidden(**batch)
-        found = model.found(batch["tokens"], batch["documents"])
-        copying = None if head is None else head.mixture_of(hidden, labels, found)
-        losses = token_losses(hidden, model.output_weight, labels, copying)
-    shares = torch.zeros_like(losses) if copying is None else copying.log_keep
+        hidden, _ = model.hidden(batch)
+        sources = model.copy_sources(batch.off())
+        mixture = None if head is None else head.mixture(hidden, batch.labels, sources)
+        losses = token_losses(hidden, model.output_weight, batch.labels, mixture)
+    shares = torch.zeros_like(losses) if mixture is None else mixture.log_keep
     return losses.float().cpu().numpy(), shares.float().cpu().numpy()
 
 
@@ -196,7 +196,7 @@ class CutCorpus:
             shape = (len(asked), 1, ids.shape[1])
             both = np.concatenate([chunks.tokens[asked], chunks.tokens[asked + 1][:, :-1]], axis=1).astype(np.int64)
             neighbors = torch.from_numpy(near.reshape(*shape, 2 * m)), torch.from_numpy(lengths.reshape(shape))
-            matches = neighbor_matches(torch.from_numpy(both), *neighbors, None, m)
+            matches = neighbor_matches(Inputs(torch.from_numpy(both), None, *neighbors), m)
             labels = torch.from_numpy(chunks.tokens[asked + 1].astype(np.int64))
             place = chunks.places[asked + 1][:, None] + np.arange(m)
             real = np.arange(m) < chunks.lengths[asked + 1][:, None]

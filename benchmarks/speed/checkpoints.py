@@ -26,6 +26,7 @@ from benchmarks.common import add_minutes, add_precision, agreed, budget, placem
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
+from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, ModelSettings, RetrievalSettings
@@ -69,7 +70,7 @@ def main() -> None:
 
     def step() -> None:
         with placed.autocast():
-            value = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+            value = F.cross_entropy(model(Inputs(tokens)).flatten(0, 1), tokens.roll(-1, 1).flatten())
         value.backward()
         value.item()
         optimizer.step()

@@ -39,8 +39,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, say, seconds, write
+from benchmarks.speed.traffic import Communication
 from indexing.store.errors import InputError
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
+from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
@@ -50,7 +52,6 @@ from retro.parallel.gradient_norms import local
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, Checkpointing, ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
@@ -165,7 +166,7 @@ def build(
     return Running(lambda: step(settings.warmup_steps, batches), passes, optimizer, num_bytes)
 
 
-def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> TensorBatch:
+def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Inputs:
     """Return rows of a batch of random tokens [B, T] with two neighbors per chunk, the same in all modes."""
     generator = torch.Generator().manual_seed(0)
     m = model.chunk_length
@@ -173,8 +174,7 @@ def batch(model: ModelSettings, rows: range, options: argparse.Namespace) -> Ten
     shape = (options.sequences, options.tokens // m, 2, 2 * m)
     neighbors = torch.randint(1, VOCABULARY, shape, generator=generator)
     own = slice(rows.start, rows.stop)
-    tokens = {"tokens": both[own, :-1].contiguous(), "labels": both[own, 1:].contiguous()}
-    return {**tokens, "documents": None, "neighbors": neighbors[own], "neighbor_lengths": None}
+    return Inputs(both[own, :-1].contiguous(), None, neighbors[own], labels=both[own, 1:].contiguous())
 
 
 # --- measurements --------------------------------------------------------------------------------------------------

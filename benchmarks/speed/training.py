@@ -32,6 +32,7 @@ from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, peak_flops
+from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS, count_parameters
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings
@@ -91,14 +92,14 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def batch(case: Case, placement: Placement) -> dict[str, torch.Tensor]:
+def batch(case: Case, placement: Placement) -> Inputs:
     """Return random tokens [B, T + 1] and neighbors [B, U, K, 2m] without padding, equal for all cases of a shape."""
     generator = torch.Generator().manual_seed(0)
     s, m = case.settings, case.settings.chunk_length
     shape = (case.batch_size, case.num_tokens // m, case.k, 2 * m)
     tokens = torch.randint(1, s.vocab_size, (case.batch_size, case.num_tokens + 1), generator=generator)
     neighbors = torch.randint(1, s.vocab_size, shape, generator=generator)
-    return placement.put({"tokens": tokens, "neighbors": neighbors})
+    return placement.put(Inputs(tokens, None, neighbors))
 
 
 def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
@@ -108,8 +109,7 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     model = Retro(case.settings).to(placement.device)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-4))
     data = batch(case, placement)
-    both = data.pop("tokens")
-    data |= {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
+    data = data._replace(tokens=data.tokens[:, :-1].contiguous(), labels=data.tokens[:, 1:].contiguous())
     settings = TrainSettings(lr=1e-4, lr_schedule="constant", compile="yes" if case.compiled else "no")
     processes = Processes(ALONE, placement.device)
     passes = WholeModel(model, processes, placement, compiled=placement.compiles(settings.compile))
@@ -145,7 +145,7 @@ def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], 
 
     def step() -> None:
         with placement.autocast():
-            value = model(data["tokens"], data["neighbors"], return_loss=True)
+            value = model(data.tokens, data.neighbors, return_loss=True)
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -109,8 +109,8 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
     if name in ("embedder", "index/trained"):  # made from all shards of the first generation
         return _joint(manifests, key, generations.get("corpus", range(0)))
     if key == "chunks" and name.startswith("ngrams/"):  # made from all shards of a generation
-        homes = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
-        return _joint(manifests, key, next(homes, range(0)))
+        made_from = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
+        return _joint(manifests, key, next(made_from, range(0)))
     if key == "corpus" and name.startswith("chunks/"):
         homes = (corpus for corpus, shards in generations.items() if shard.isdigit() and int(shard) in shards)
         return _one(manifests, next(homes, ""))

@@ -25,7 +25,7 @@ from pipelines.results import ResultOptions
 from pipelines.terminal import aligned, human_bytes, human_count, long_time
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
-from retro.parallel.settings import Checkpointing, ParallelSettings, check_copy_head, num_microbatches
+from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
     vocab_size, chunk_length = options.tokenizer.vocab_size, options.chunks.chunk_length
     model = replace(model, vocab_size=model.vocab_size or vocab_size, chunk_length=model.chunk_length or chunk_length)
-    check_copy_head(model, options.parallel)
     data, train = options.data, options.train
     if data.sequence_length % model.chunk_length:
         raise InputError(

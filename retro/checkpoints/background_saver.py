@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from retro.checkpoints.checkpoint import TensorFiles
+from retro.parallel.gradient_norms import local
 
 
 class Saver:
@@ -39,7 +40,7 @@ class Saver:
         self._allocate(tensors)
         for file, values in tensors.items():
             for name, value in values.items():
-                _local(self._buffers[file][name]).copy_(_local(value), non_blocking=True)
+                local(self._buffers[file][name]).copy_(local(value), non_blocking=True)
         for device in {value.device for values in tensors.values() for value in values.values() if value.is_cuda}:
             torch.cuda.synchronize(device)
         self._running = self._thread.submit(write, self._buffers)
@@ -74,12 +75,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """A new tensor in host memory, pinned if its source is on a CUDA device; for a DTensor, one with the same local shard."""
     from torch.distributed.tensor import DTensor
 
-    local = _local(tensor)
-    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).zero_()
+    own = local(tensor)
+    buffer = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).zero_()
     # `DTensor.from_local` would move it to the mesh's device.
     return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The tensor, or this process's shard of a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -124,8 +124,8 @@ class Checkpoint:
     def check_fits(self, datastore: Mapping[str, Any], source: object, *, tokenizer: str, advice: str = ADVICE) -> None:
         """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have more rows."""
         num_ids = self.num_ids if self.datastores else 0
-        found = {**datastore, "tokenizer": tokenizer}
-        check_fits(self.model, found, source, num_ids=num_ids, tokenizer=self.known_tokenizer, advice=advice)
+        properties = {**datastore, "tokenizer": tokenizer}
+        check_fits(self.model, properties, source, num_ids=num_ids, tokenizer=self.known_tokenizer, advice=advice)
 
     def reads(self, num_ids: int) -> bool:
         """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
@@ -145,7 +145,7 @@ def weights_of(part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def parameters_of(model: Model) -> list[tuple[str, nn.Parameter]]:
-    return [(stored_name(name), each) for part in parts_of(model) for name, each in part.named_parameters()]
+    return [(stored_name(name), parameter) for part in parts_of(model) for name, parameter in part.named_parameters()]
 
 
 def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.ProcessGroup | None = None) -> Path:
@@ -161,7 +161,7 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
         OSError: no space left on the device, for example. If one process fails, all raise and nothing remains.
     """
     folder = step_folder(run, state["step"])
-    inputs = {str(number): fingerprint for number, fingerprint in enumerate(state["datastores"])}
+    inputs = {str(index): fingerprint for index, fingerprint in enumerate(state["datastores"])}
     if state["started_from"]:
         inputs["init_from"] = state["started_from"]
     recipe = Recipe(
@@ -170,8 +170,8 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
         settings={"step": state["step"], **state["settings"]},
         inputs=inputs,
     )
-    with contextlib.ExitStack() as made:
-        work, counts = on_first(group, lambda: made.enter_context(create(folder, recipe)))
+    with contextlib.ExitStack() as stack:
+        work, counts = on_first(group, lambda: stack.enter_context(create(folder, recipe)))
         for file, values in tensors.items():
             if group is None:
                 save_tensors(values, work / file)
@@ -183,7 +183,7 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
         def finish() -> None:
             write_json(work / "state.json", state)
             counts.update({"step": state["step"], "tokens": state["tokens"]})
-            made.close()
+            stack.close()
 
         on_first(group, finish)
     return folder
@@ -245,19 +245,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         InputError: there is none, or a file is missing, truncated or changed.
     """
-    found = locate(path)
-    if found is None:
+    located = locate(path)
+    if located is None:
         raise InputError(
             f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
             "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export`."
         )
-    status("opening %s", found)
-    if found.is_file():
-        return _read_exported(found)
-    problems = verify(found)
+    status("opening %s", located)
+    if located.is_file():
+        return _read_exported(located)
+    problems = verify(located)
     if problems:
-        raise InputError(f"{problems[0]}. Remove {found}, or name another checkpoint.")
-    return read(found)
+        raise InputError(f"{problems[0]}. Remove {located}, or name another checkpoint.")
+    return read(located)
 
 
 def read(folder: Path) -> Checkpoint:

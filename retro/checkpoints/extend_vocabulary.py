@@ -62,8 +62,8 @@ def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence
         tensors[name] = _extended(tensors[name], first_id, cuts)
     settings = {**state["settings"], "data": {**state["settings"]["data"], "datastores": []}}
     settings["model"] = {**settings["model"], "vocab_size": vocab_size}
-    made = fingerprint([checkpoint.fingerprint, first_id, cuts])
-    state |= {"fingerprint": made, "settings": settings, "datastores": [], "num_ids": num_ids, "tokenizer": ""}
+    extended = fingerprint([checkpoint.fingerprint, first_id, cuts])
+    state |= {"fingerprint": extended, "settings": settings, "datastores": [], "num_ids": num_ids, "tokenizer": ""}
     write_exported(state, tensors, file)
 
 

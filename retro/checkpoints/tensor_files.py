@@ -96,7 +96,7 @@ def index(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 offset = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(shape)
                 shards[key].append(TensorShard(offset, shape, file, key))
                 dtypes[key] = (header[:0] if shape else header[()]).dtype
-    return {name: StoredTensor(_whole_shape(found), dtypes[name], tuple(found)) for name, found in shards.items()}
+    return {name: StoredTensor(_whole_shape(parts), dtypes[name], tuple(parts)) for name, parts in shards.items()}
 
 
 def _whole_shape(shards: list[TensorShard]) -> torch.Size:

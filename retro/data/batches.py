@@ -8,7 +8,7 @@ depend on the number of processes, and resuming needs no state.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,13 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from retro.data.datastore_mixture import MixtureEntry, announce, shares
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The input of the model: B sequences of U chunks of m tokens, T = U·m, with K neighbors of R = 2m tokens per chunk.
-
-    Attributes:
-        tokens: [B, T] int64.
-        labels: [B, T] int64, the next token; -100 if it belongs to another document or is not scored.
-        documents: [B, U] int64, equal for chunks of one document; None if every row is a single document.
-        neighbors: [B', U, K, R] int64, of the first B' sequences; None = retrieval OFF. B' = B, except after `readers_first`.
-        neighbor_lengths: [B', U, K] int64, tokens of each neighbor without padding; 0 = no neighbor.
-        lengths: [B, U] int64, tokens of each chunk without padding.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray | None
-    neighbors: np.ndarray | None
-    neighbor_lengths: np.ndarray | None
-    lengths: np.ndarray
 
 
 # --- sequences -----------------------------------------------------------------------------------------------------
@@ -59,7 +38,7 @@ def read_sequences(
     num_chunks: int,
     use: NeighborUse,
     epochs: Sequence[int] = (),
-) -> Batch:
+) -> Inputs:
     """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
 
     Args:
@@ -99,7 +78,7 @@ def read_sequences(
         neighbor_lengths = np.zeros((*ids.shape, use.k), dtype=np.int64)  # [B, U, K]
         if real.any():
             neighbors[real], neighbor_lengths[real] = read_neighbors(split, retrieval, queries, use)
-    return Batch(
+    return Inputs(
         tokens=tokens.reshape(len(ids), -1),
         labels=_labels(tokens, lengths, documents),
         documents=documents,
@@ -109,25 +88,17 @@ def read_sequences(
     )
 
 
-def join(parts: Sequence[Batch], rows: np.ndarray) -> Batch:
+def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
     """Concatenate batches; row i becomes row `rows[i]`. `documents` is None if every row is a single document."""
     order = np.argsort(rows)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])[order]
-
-    documents, retrieval = joined("documents"), parts[0].neighbors is not None
-    return Batch(
-        tokens=joined("tokens"),
-        labels=joined("labels"),
-        documents=documents if (documents != documents[:, :1]).any() else None,
-        neighbors=joined("neighbors") if retrieval else None,
-        neighbor_lengths=joined("neighbor_lengths") if retrieval else None,
-        lengths=joined("lengths"),
+    batch = Inputs(
+        *(None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True))
     )
+    several = (batch.documents != batch.documents[:, :1]).any()
+    return batch if several else batch._replace(documents=None)
 
 
-def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed: int) -> None:
+def drop_neighbors(batch: Inputs, samples: range, retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, the neighbors of a share of the sequences, drawn by sample number."""
     if retrieval_dropout and batch.neighbor_lengths is not None:
         for row, sample in enumerate(samples):
@@ -135,17 +106,17 @@ def drop_neighbors(batch: Batch, samples: range, retrieval_dropout: float, seed:
                 batch.neighbor_lengths[row] = 0
 
 
-def without_absent_neighbors(batch: Batch) -> Batch:
-    """The batch with retrieval OFF if none of its sequences has a neighbor: the same activations for less work.
+def without_absent_neighbors(batch: Inputs) -> Inputs:
+    """Drop the neighbor arrays if no sequence has a neighbor; the result is the same.
 
     Encoder and cross-attention then have no gradient instead of one of zeros, so the optimizer leaves them as they are.
     """
     if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
         return batch
-    return replace(batch, neighbors=None, neighbor_lengths=None)
+    return batch.off()
 
 
-def readers_first(batch: Batch, num_absent: int) -> Batch:
+def readers_first(batch: Inputs, num_absent: int) -> Inputs:
     """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
 
     So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
@@ -158,13 +129,8 @@ def readers_first(batch: Batch, num_absent: int) -> Batch:
         return batch
     order = np.argsort(~reads, kind="stable")
     readers = order[: len(order) - num_absent]
-    return Batch(
-        tokens=batch.tokens[order],
-        labels=batch.labels[order],
-        documents=None if batch.documents is None else batch.documents[order],
-        neighbors=batch.neighbors[readers],
-        neighbor_lengths=batch.neighbor_lengths[readers],
-        lengths=batch.lengths[order],
+    return batch.rows(order)._replace(
+        neighbors=batch.neighbors[readers], neighbor_lengths=batch.neighbor_lengths[readers]
     )
 
 
@@ -196,7 +162,7 @@ class TrainingData:
     """
 
     def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
-        self._arguments = (tuple(folders), settings, retrieval)
+        self._arguments = (partial(TrainingData, retrieval=retrieval), (tuple(folders), settings))
         self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
         self.use = settings.neighbor_use if retrieval else NeighborUse(0)
         self.seed = settings.seed
@@ -211,35 +177,36 @@ class TrainingData:
             _check_datastore(datastore, first, self.use)
         # A baseline reads no neighbors, so it needs no other datastores.
         self.retrieval = [
-            RetrievalSet.of(each) if self.use.k else RetrievalSet((each.train,)) for each in self.datastores
+            RetrievalSet.of(datastore) if self.use.k else RetrievalSet((datastore.train,))
+            for datastore in self.datastores
         ]
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
-        return _reopened, self._arguments
+        return self._arguments
 
     @property
     def fingerprints(self) -> list[str]:
         """Fingerprints of the datastores, in order. A run can resume after a deletion."""
         return [datastore.built for datastore in self.datastores]
 
-    def plan(self, num_samples: int) -> list[MixtureEntry]:
-        """Compute and log what a run of `num_samples` samples reads from each datastore."""
+    def announce(self, num_samples: int) -> None:
+        """Log what a run of `num_samples` samples reads from each datastore."""
         m = self.datastores[0].chunk_length
         tokens = num_samples * self.num_chunks * m
-        folders = [datastore.folder for datastore in self.datastores]
-        sizes = [datastore.train.num_chunks * m for datastore in self.datastores]
-        found = shares(folders, sizes, self.weights, tokens)
-        announce(found)
-        for datastore in self.datastores:
+        for datastore, weight in zip(self.datastores, self.weights, strict=True):
+            own, chunks = tokens * weight / sum(self.weights), datastore.train.num_chunks
+            log.info(
+                "data: %s: %.1f%% of the sequences, %s tokens, %.2f epochs",
+                *(datastore.folder, 100 * own / tokens, f"{round(own):,}", own / (chunks * m)),
+            )
             if deleted := int(np.diff(datastore.train.deleted).sum()):
-                total = f"{deleted:,} of {datastore.train.num_chunks:,}"
                 log.info(
-                    "data: %s: %s chunks of deleted documents are padding until a rebuild", datastore.folder, total
+                    "data: %s: %s chunks of deleted documents are padding until a rebuild",
+                    *(datastore.folder, f"{deleted:,} of {chunks:,}"),
                 )
-        return found
 
     def locate(self, sample: int) -> tuple[int, tuple[int, int]]:
         """The datastore of a sample and its chunks [first, stop). Each epoch starts at another offset."""
@@ -248,22 +215,22 @@ class TrainingData:
 
     def _locate(self, sample: int) -> tuple[int, int, tuple[int, int]]:
         """The datastore of a sample, the epoch of that datastore, and the chunks [first, stop)."""
-        chosen, number = mixture(sample, self.weights, self.seed)
+        chosen, earlier = mixture(sample, self.weights, self.seed)
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
-        epoch, position = divmod(number, per_epoch)
+        epoch, position = divmod(earlier, per_epoch)
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
         """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
-        for number in sorted({chosen for chosen, _, _ in located}):
-            retrieval = self.retrieval[number]
-            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == number])
+        for index in sorted({chosen for chosen, _, _ in located}):
+            retrieval = self.retrieval[index]
+            rows.append([row for row, (chosen, _, _) in enumerate(located) if chosen == index])
             epochs, ranges = zip(*(located[row][1:] for row in rows[-1]), strict=True)
             parts.append(read_sequences(retrieval.own, retrieval, ranges, self.num_chunks, self.use, epochs))
         batch = join(parts, np.concatenate(rows))
@@ -277,22 +244,18 @@ class TrainingData:
         """
         chosen, (first, stop) = self.locate(sample)
         datastore = self.datastores[chosen]
-        numbers = np.unique(datastore.train.documents_of(np.arange(first, stop))[0]).tolist()
+        documents = np.unique(datastore.train.documents_of(np.arange(first, stop))[0]).tolist()
         try:
-            ids = [row["id"] for row in datastore.train.metadata(numbers)]
+            ids = [row["id"] for row in datastore.train.metadata(documents)]
         except ImportError:
             ids = None
         return {
             "sample": sample,
             "datastore": str(datastore.folder),
             "chunks": [first, stop],
-            "document_numbers": numbers,
+            "document_numbers": documents,
             "document_ids": ids,
         }
-
-
-def _reopened(folders: Sequence[Path], settings: DataSettings, retrieval: bool) -> TrainingData:
-    return TrainingData(folders, settings, retrieval=retrieval)
 
 
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
@@ -305,9 +268,9 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
         )
     if datastore.train.num_chunks == np.diff(datastore.train.deleted).sum():
         raise InputError(f"{datastore.folder} has no training chunks that are not deleted.")
-    if stored and (found := datastore.train.neighbor_ids.row_shape[0]) < use.k:
+    if stored and (count := datastore.train.neighbor_ids.row_shape[0]) < use.k:
         raise InputError(
-            f"data.k = {use.k}: {datastore.folder} stores {found} neighbors of each chunk (neighbors.stored)."
+            f"data.k = {use.k}: {datastore.folder} stores {count} neighbors of each chunk (neighbors.stored)."
         )
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:

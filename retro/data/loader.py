@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from retro.data.batches import Batch, readers_first, without_absent_neighbors
-from retro.device import Placement, TensorBatch
+from retro.data.batches import readers_first, without_absent_neighbors
+from retro.device import Placement
+from retro.model.inputs import Inputs
 
 
 class BatchSource(Protocol):
@@ -25,7 +26,7 @@ class BatchSource(Protocol):
     def fingerprints(self) -> list[str]:
         """Fingerprints of everything that batches depend on, except settings."""
 
-    def batch(self, samples: range, retrieval_dropout: float) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float) -> Inputs:
         """The batch of these sample numbers; `retrieval_dropout` is the fraction of sequences without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
@@ -40,18 +41,17 @@ class _Batches(Dataset):
         # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of batches.
         self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
-    def __getitem__(self, number: int) -> TensorBatch:
-        first = number * self.size
+    def __getitem__(self, index: int) -> Inputs:
+        first = index * self.size
         batch = self.data.batch(range(first + self.rows.start, first + self.rows.stop), self.retrieval_dropout)
         if len(self.rows) == self.size:  # processes that share a batch run the same layers
             batch = without_absent_neighbors(batch)
         return as_tensors(readers_first(batch, self.num_absent))
 
 
-def as_tensors(batch: Batch) -> TensorBatch:
+def as_tensors(batch: Inputs) -> Inputs:
     """A batch as tensors that share the arrays' memory."""
-    arrays = vars(batch)
-    return {name: None if array is None else torch.from_numpy(array) for name, array in arrays.items()}
+    return batch.map(torch.from_numpy)
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
     retrieval_dropout: float,
     workers: int,
     placement: Placement,
-) -> Iterator[TensorBatch]:
+) -> Iterator[Inputs]:
     """Yield the batches of a run, on its device, in order.
 
     Args:

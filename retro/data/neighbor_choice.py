@@ -144,8 +144,8 @@ def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epoch
     """Uniform draws from `range(below)`, functions of seed, epoch, chunk id and column: [C] → [C, num_draws] int64."""
     of_epoch = mix(np.uint64(mix(seed)) + np.atleast_1d(epochs).astype(np.uint64))
     of_chunk = mix(of_epoch ^ ids.astype(np.uint64))
-    places = np.arange(num_draws, dtype=np.uint64)
-    return (mix(of_chunk[:, None] + places) % np.uint64(below)).astype(np.int64)
+    draws = np.arange(num_draws, dtype=np.uint64)
+    return (mix(of_chunk[:, None] + draws) % np.uint64(below)).astype(np.int64)
 
 
 def outside(candidates: np.ndarray, excluded: np.ndarray) -> np.ndarray:

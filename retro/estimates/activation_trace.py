@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retro.model.encoder import Encoder
+from retro.model.inputs import Inputs
 from retro.model.kernels import fits_bounds
 from retro.model.loss import loss
 from retro.model.mixture_of_experts import ExpertLinear
@@ -164,10 +165,9 @@ def trace_model(model: Retro, run: Pass) -> Trace:
         _FusedNorms() if run.gpu else contextlib.nullcontext(),
         torch.autocast("cpu", dtype, enabled=run.narrow),
     ):
-        inputs = tokens, documents, neighbors, lengths
-        hidden = model.hidden(*inputs)
-        copying = model.copying(hidden, tokens, *inputs)
-        loss(hidden, model.output_weight, tokens, copying)
+        inputs = Inputs(tokens, documents, neighbors, lengths, labels=tokens)
+        hidden, _ = model.hidden(inputs)
+        loss(hidden, model.output_weight, tokens, model.mixture(hidden, inputs))
     return Trace(recorder.storages, recorder.copies if run.narrow else {})
 
 

@@ -248,6 +248,7 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
     runs = num_stages(parallel, settings.num_layers)
     last, encodes = settings.num_layers - 1, min(settings.retrieval.cca_layers, default=1) - 1
     kind, number = (*name.split("."), "")[:2]
+    last_reads_table = settings.tied_embeddings or (settings.copy_head.neighbors and settings.copy_head.content_width)
     layers = {
         "attention": lambda: [int(number)],
         "feed_forward": lambda: [int(number)],
@@ -255,7 +256,7 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
         "encoder": lambda: [encodes],
         "position_embedding": lambda: [0],
         "chunk_embedding": lambda: [0],
-        "embedding": lambda: [0] + [last] * settings.tied_embeddings + [encodes] * settings.shared_embeddings,
+        "embedding": lambda: [0] + [last] * bool(last_reads_table) + [encodes] * settings.shared_embeddings,
     }.get(kind, lambda: [last])()
     # Stage r of R has layers L r // R to L (r + 1) // R, and process p of P has stages p, p + P …
     return any(((layer + 1) * runs - 1) // settings.num_layers % parallel.pipeline == stage for layer in layers)

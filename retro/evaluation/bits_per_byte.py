@@ -21,13 +21,13 @@ from indexing.progress import Advance
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 
@@ -121,7 +121,7 @@ def evaluate(
     use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
-    token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
+    token_losses_of: Callable[[Inputs], Tensor] | None = None,
     advance: Advance = lambda _: None,
 ) -> SetResult:
     """Score the documents of an evaluation set.
@@ -191,7 +191,7 @@ def measure_sets(
     *,
     use: NeighborUse,
     sequence_length: int,
-    token_losses_of: Callable[[TensorBatch], Tensor] | None = None,
+    token_losses_of: Callable[[Inputs], Tensor] | None = None,
 ) -> dict[str, float]:
     """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
     results = [
@@ -228,14 +228,14 @@ def _first_windows(group: list[ScoringWindow], tokens: int, m: int) -> list[Scor
 
 
 @torch.inference_mode()
-def _token_losses(model: Retro, placement: Placement, batch: TensorBatch) -> Tensor:
+def _token_losses(model: Retro, placement: Placement, batch: Inputs) -> Tensor:
     with placement.autocast():
-        return model.token_losses(**batch)
+        return model.token_losses(batch)
 
 
 def _score(
-    token_losses_of: Callable[[TensorBatch], Tensor],
-    batch: Batch,
+    token_losses_of: Callable[[Inputs], Tensor],
+    batch: Inputs,
     token_bytes: np.ndarray,
     placement: Placement,
     m: int,

@@ -13,13 +13,14 @@ from torch import Tensor
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import Batch, read_sequences
+from retro.data.batches import read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse, Queries, choose_neighbors
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.evaluation.bits_per_byte import ChunkScores
 from retro.evaluation.sets import EvaluationSet
 from retro.model.copy_head import Origins
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
 
@@ -100,17 +101,14 @@ def score_passage(
     first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk + 1 - window)
     batch = read_sequences(split, retrieval, [(first, chunk + 1)], chunk + 1 - first, NeighborUse(k))
     inputs = placement.put(as_tensors(batch))
-    labels = inputs.pop("labels")
     with placement.autocast():
-        off = model.token_losses(labels, **(inputs | {"neighbors": None, "neighbor_lengths": None}))
-        hidden = model.hidden(**inputs)
-        on = model.losses_of(hidden, labels, **inputs)
-        origins = origins_of(model, hidden, labels, on, inputs)
+        off = model.token_losses(inputs.off())
+        hidden, _ = model.hidden(inputs)
+        on = model.token_losses(inputs, hidden)
+        origins = origins_of(model, hidden, on, inputs)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
     own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
-    assert batch.neighbors is not None
-    assert batch.neighbor_lengths is not None
     read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
     as_array = {name: each[0, own].cpu().numpy() for name, each in origins._asdict().items()}
     return Passage(
@@ -127,16 +125,16 @@ def score_passage(
     )
 
 
-def origins_of(model: Retro, hidden: Tensor, labels: Tensor, losses: Tensor, inputs: TensorBatch) -> Origins:
+def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs) -> Origins:
     """Where the labels were copied from: nowhere without a copy head."""
-    if model.copy_head is None or inputs["neighbors"] is None:
-        none = torch.full_like(labels, -1)
+    if model.copy_head is None or inputs.neighbors is None:
+        none = torch.full_like(inputs.labels, -1)
         return Origins(torch.zeros_like(losses), none, none, none)
-    found = model.found(inputs["tokens"], inputs.get("documents"), inputs["neighbors"], inputs.get("neighbor_lengths"))
-    return model.copy_head.origins(hidden, labels, losses, found, inputs["neighbors"].shape[3])
+    sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
+    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length)
 
 
-def _query(batch: Batch, chunk: int, m: int) -> Queries:
+def _query(batch: Inputs, chunk: int, m: int) -> Queries:
     """The chunk before the last one of a batch of one window, as a query of a held-out split."""
     return Queries(
         ids=np.array([chunk]),

@@ -8,8 +8,9 @@ import numpy as np
 
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import Batch, join, read_sequences
+from retro.data.batches import join, read_sequences
 from retro.data.neighbor_choice import NeighborUse
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 
@@ -64,7 +65,7 @@ def document_windows(split: Split, num_chunks: int, stride: int) -> Iterator[Sco
 
 def window_batches(
     split: Split, retrieval: RetrievalSet, windows: Sequence[ScoringWindow], batch_size: int, use: NeighborUse
-) -> Iterator[tuple[list[ScoringWindow], Batch]]:
+) -> Iterator[tuple[list[ScoringWindow], Inputs]]:
     """Yield batches of windows of similar length, padded to the longest one, together with the windows in them.
 
     Labels of tokens that an earlier window scores are `IGNORED_LABEL`. Neighbors are chosen for each window as for a training

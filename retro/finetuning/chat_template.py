@@ -138,8 +138,12 @@ class ChatTemplate:
     def _render(self, conversation: Conversation) -> str:
         import jinja2
 
-        marked = [{"role": each.role, "content": _MARK.format(number)} for number, each in enumerate(conversation)]
-        language = self.language if self.language != "auto" else language_of([each.content for each in conversation])
+        marked = [
+            {"role": message.role, "content": _MARK.format(number)} for number, message in enumerate(conversation)
+        ]
+        language = (
+            self.language if self.language != "auto" else language_of([message.content for message in conversation])
+        )
         names = {token: name for name, token in self._control_tokens.items()}
         begin, end = names[self.tokenizer.bos_id], names[self.tokenizer.eos_id]
         try:
@@ -243,8 +247,8 @@ def read_template(path: str, option: str = "finetune.template") -> str:
     location = Path(path).expanduser()
     if location.is_file():
         return location.read_text(encoding="utf-8")
-    if found := template_in(location):
-        return found
+    if template := template_in(location):
+        return template
     raise InputError(
         f"{option} = {path!r}: name a Jinja file, or the folder of a tokenizer with a chat_template.jinja or with "
         'a "chat_template" in tokenizer_config.json.'
@@ -256,7 +260,7 @@ def template_in(folder: Path) -> str:
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = read_object(config).get("chat_template") if config.is_file() else None
-    if isinstance(found, list):  # several by name
-        found = {each.get("name"): each.get("template") for each in found}.get("default")
-    return found if isinstance(found, str) else ""
+    stored = read_object(config).get("chat_template") if config.is_file() else None
+    if isinstance(stored, list):  # several by name
+        stored = {entry.get("name"): entry.get("template") for entry in stored}.get("default")
+    return stored if isinstance(stored, str) else ""

@@ -36,8 +36,10 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
     for number, row in read_json_lines(path, "a file of instructions or conversations"):
         where = f"{path}:{number}"
         if not isinstance(row, dict) or ("messages" in row) == ("instruction" in row):
-            found = f"has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "is not an object"
-            raise InputError(f'{where} {found}: a line has "messages", or "instruction" and "output".')
+            description = (
+                f"has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "is not an object"
+            )
+            raise InputError(f'{where} {description}: a line has "messages", or "instruction" and "output".')
         yield number, _messages(where, row["messages"]) if "messages" in row else _instruction(where, row)
 
 
@@ -53,7 +55,7 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
 def _messages(where: str, rows: Any) -> Conversation:
     if not isinstance(rows, list) or not rows:
         raise InputError(f'{where}: "messages" must be a list of objects with "role" and "content".')
-    messages = tuple(_message(f"{where}: message {number}", row) for number, row in enumerate(rows, 1))
+    messages = tuple(_message(f"{where}: message {index}", row) for index, row in enumerate(rows, 1))
     if messages[-1].role != "assistant":
         raise InputError(f"{where}: the last message is of {messages[-1].role!r}: it must be the assistant's answer.")
     return messages

@@ -8,6 +8,7 @@ The examples of a row are fixed for the run. They do not attend to each other, s
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
-from retro.data.batches import Batch, drop_neighbors
+from retro.data.batches import drop_neighbors
 from retro.data.sample_order import permuted
 from retro.data.settings import DataSettings
-from retro.finetuning.packing import alone, pack
 from retro.finetuning.prepared_examples import Prepared
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
@@ -44,16 +45,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, numbers: Sequence[int], k: int) -> Batch:
-        """The rows of these numbers with k neighbors of each chunk; 0 = retrieval OFF."""
+    def batch(self, indexes: Sequence[int], k: int) -> Inputs:
+        """The rows of these indexes with k neighbors of each chunk; 0 = retrieval OFF."""
         m = self.prepared.tokens.row_shape[0]
         num_chunks, num_complete = -(-self.row_length // m), self.row_length // m
         # Chunk and example at each position of a row, -1 = padding.
-        ids, documents = np.full((2, len(numbers), num_chunks), -1, dtype=np.int64)
+        ids, documents = np.full((2, len(indexes), num_chunks), -1, dtype=np.int64)
         lengths = np.zeros(ids.shape, dtype=np.int64)
-        for row, number in enumerate(numbers):
+        for row, index in enumerate(indexes):
             at = 0
-            for example in self.rows[number]:
+            for example in self.rows[index]:
                 first, stop = self.prepared.first_chunks[example : example + 2].tolist()
                 count = min(stop - first, num_chunks - at)
                 ids[row, at : at + count] = np.arange(first, first + count)
@@ -63,7 +64,7 @@ class Rows:
         real = ids >= 0
         tokens = np.full((*ids.shape, m), self.pad_id, dtype=np.int64)
         labels = np.full((*ids.shape, m), IGNORED_LABEL, dtype=np.int64)
-        tokens[real], labels[real] = (each.gather(ids[real]) for each in (self.prepared.tokens, self.prepared.labels))
+        tokens[real], labels[real] = (table.gather(ids[real]) for table in (self.prepared.tokens, self.prepared.labels))
         neighbors = neighbor_lengths = None
         if k:
             complete = real[:, :num_complete]
@@ -72,11 +73,11 @@ class Rows:
             neighbors[complete], neighbor_lengths[complete] = self.prepared.neighbors(
                 ids[:, :num_complete][complete], k
             )
-        return Batch(
+        return Inputs(
             tokens=tokens.reshape(len(ids), -1)[:, : self.row_length],
             labels=labels.reshape(len(ids), -1)[:, : self.row_length],
             # Padding is at the end, where causality hides it: a single example needs no documents.
-            documents=documents if any(len(self.rows[number]) > 1 for number in numbers) else None,
+            documents=documents if any(len(self.rows[index]) > 1 for index in indexes) else None,
             neighbors=neighbors,
             neighbor_lengths=neighbor_lengths,
             lengths=lengths,
@@ -111,10 +112,36 @@ def arrange(
         numbers = np.flatnonzero(chosen)
         lengths = prepared.lengths[numbers]
         m = prepared.tokens.row_shape[0]
-        rows = pack(lengths, length, m, settings.seed) if packed else alone(lengths)
+        rows = pack(lengths, length, m, settings.seed) if packed else [[row] for row in range(len(lengths))]
         return Rows(prepared, [numbers[row].tolist() for row in rows], length, pad_id)
 
     return rows_of(kept & ~apart), rows_of(kept & apart)
+
+
+def pack(lengths: np.ndarray, row_length: int, chunk_length: int, seed: int) -> list[list[int]]:
+    """The examples of each row, in order: the longest first, each into the fullest row that has room for it (best fit).
+
+    Args:
+        lengths: [n] tokens of each example; longer ones are cut to a row.
+        row_length: tokens of a row.
+        chunk_length: m; an example begins at a multiple of it.
+        seed: of the order of examples of equal length.
+    """
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # number of occupied chunks → rows
+    for example, length in zip(order.tolist(), np.minimum(lengths[order], row_length).tolist(), strict=True):
+        most = (row_length - length) // chunk_length
+        taken = next((taken for taken in range(most, 0, -1) if open_rows.get(taken)), 0)
+        if taken:
+            row = open_rows[taken].pop()
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(example)
+        open_rows.setdefault(taken - -length // chunk_length, []).append(row)
+    return rows
 
 
 class ExampleData:
@@ -143,7 +170,8 @@ class ExampleData:
         packed: bool,
         retrieval: bool,
     ) -> None:
-        self._arguments = (folder, files, settings, datastores, pad_id), (held_out, packed, retrieval)
+        reopen = partial(ExampleData, held_out=held_out, packed=packed, retrieval=retrieval)
+        self._arguments = reopen, (folder, files, settings, datastores, pad_id)
         self.prepared, self.files, self.seed = Prepared(folder), files, settings.seed
         self.rows, self.held_out = arrange(self.prepared, settings, pad_id, held_out=held_out, packed=packed)
         self.fingerprints = [*datastores, self.prepared.fingerprint]
@@ -151,7 +179,7 @@ class ExampleData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself."""
-        return _reopened, self._arguments
+        return self._arguments
 
     def announce(self) -> None:
         """Log the number of examples and rows."""
@@ -173,7 +201,7 @@ class ExampleData:
         epoch, position = divmod(sample, len(self.rows))
         return permuted(position, len(self.rows), mix(mix(self.seed) + epoch))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Batch:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
         """See `TrainingData`."""
         batch = self.rows.batch([self.row_of(sample) for sample in samples], self.k)
         drop_neighbors(batch, samples, retrieval_dropout, self.seed)
@@ -183,8 +211,3 @@ class ExampleData:
         """The examples of a sample number, as `file:line`."""
         lines = self.prepared.lines[self.rows.rows[self.row_of(sample)]].tolist()
         return {"sample": sample, "examples": [f"{self.files[file]}:{number}" for file, number in lines]}
-
-
-def _reopened(arguments: tuple[Any, ...], options: tuple[float, bool, bool]) -> ExampleData:
-    held_out, packed, retrieval = options
-    return ExampleData(*arguments, held_out=held_out, packed=packed, retrieval=retrieval)

@@ -115,7 +115,7 @@ def recipe_of(datastores: Sequence[Path], settings: FinetuneSettings, k: int) ->
     """
     opened = [Datastore.open(location) for location in datastores]
     inputs = {"tokenizer": tokenizer_fingerprint(opened[0].folder)}
-    inputs |= {f"datastore {number}": each.fingerprint for number, each in enumerate(opened if k else ())}
+    inputs |= {f"datastore {index}": datastore.fingerprint for index, datastore in enumerate(opened if k else ())}
     for number, path in enumerate(settings.examples):
         try:
             inputs[f"examples {number}"] = checksum(path)
@@ -139,7 +139,7 @@ def read_lines(settings: FinetuneSettings) -> Iterator[NumberedExample]:
     """
     for file, path in enumerate(settings.examples):
         if settings.format == "instructions":
-            yield from (NumberedExample(file, number, each) for number, each in read_conversations(path))
+            yield from (NumberedExample(file, line, conversation) for line, conversation in read_conversations(path))
             continue
         for number, question in read_numbered_questions(path):
             if not question.answers or not question.answers[0].strip():
@@ -179,13 +179,13 @@ class _Writer:
         """The arrays of a shard by name."""
         m = self.chunk_length
         written = [self._written(line) for line in block]
-        lengths = np.array([len(each.tokens) - 1 for each in written], dtype=np.int64)
+        lengths = np.array([len(example.tokens) - 1 for example in written], dtype=np.int64)
         counts = -(-lengths // m)  # chunks of each
         tokens = np.full((counts.sum(), m), self.tokenizer.pad_id, dtype=self.tokenizer.dtype)
         labels = np.full((counts.sum(), m), IGNORED_LABEL, dtype=np.int32)
-        for each, first, length in zip(written, (np.cumsum(counts) - counts) * m, lengths, strict=True):
-            tokens.reshape(-1)[first : first + length] = each.tokens[:-1]
-            labels.reshape(-1)[first : first + length] = np.where(each.is_answer, each.tokens, IGNORED_LABEL)[1:]
+        for example, first, length in zip(written, (np.cumsum(counts) - counts) * m, lengths, strict=True):
+            tokens.reshape(-1)[first : first + length] = example.tokens[:-1]
+            labels.reshape(-1)[first : first + length] = np.where(example.is_answer, example.tokens, IGNORED_LABEL)[1:]
         neighbors = self._neighbors(block, tokens.astype(np.int64), counts)
         neighbors.rows[np.cumsum(counts) - 1] = -1
         return {
@@ -195,7 +195,7 @@ class _Writer:
             "neighbor_tokens": neighbors.tokens.astype(self.tokenizer.dtype),
             "neighbor_lengths": neighbors.lengths,
             "lengths": lengths,
-            "first_labels": np.array([each.is_answer.argmax() - 1 for each in written], dtype=np.int64),
+            "first_labels": np.array([example.is_answer.argmax() - 1 for example in written], dtype=np.int64),
             "lines": np.array([line[:2] for line in block], dtype=np.int64),
             "places": np.array([place_of(line.example) for line in block], dtype=np.uint64),
         }
@@ -230,7 +230,7 @@ class _Writer:
             retrieval=self.settings.retrieval,
             positives_first=self.settings.positives_first,
         )
-        return of_questions([self._format(each) for each in questions], passages, counts, self.k)
+        return of_questions([self._format(question) for question in questions], passages, counts, self.k)
 
 
 def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray, k: int) -> Neighbors:
@@ -238,12 +238,12 @@ def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray,
     searched = np.ones(len(tokens), dtype=bool)
     searched[np.cumsum(counts) - 1] = False
     chunks = tokens[searched]
-    found = np.full((len(tokens), k), -1, dtype=np.int64)
+    neighbor_ids = np.full((len(tokens), k), -1, dtype=np.int64)
     if len(chunks):
         vectors = retriever.embedder.embed(chunks, np.full(len(chunks), tokens.shape[1], dtype=np.int64))
-        found[searched] = retriever.nearest(vectors, k)[0]
-    ids, rows = np.unique(found, return_inverse=True)
-    rows = rows.reshape(found.shape)
+        neighbor_ids[searched] = retriever.nearest(vectors, k)[0]
+    ids, rows = np.unique(neighbor_ids, return_inverse=True)
+    rows = rows.reshape(neighbor_ids.shape)
     if len(ids) and ids[0] < 0:  # none
         ids, rows = ids[1:], rows - 1
     return Neighbors(rows.astype(np.int64), *retriever.retrieval.with_continuation(ids))
@@ -255,8 +255,8 @@ def of_questions(
     """The passages of each question, which all of its chunks read. A passage in one language is stored once."""
     numbers: dict[tuple[QuestionFormat, Passage], int] = {}
     rows = np.full((len(passages), k), -1, dtype=np.int64)
-    for question, (form, found) in enumerate(zip(formats, passages, strict=True)):
-        for place, passage in enumerate(found):
+    for question, (form, chosen) in enumerate(zip(formats, passages, strict=True)):
+        for place, passage in enumerate(chosen):
             rows[question, place] = numbers.setdefault((form, passage), len(numbers))
     keys = list(numbers)
     tokens = np.empty((len(keys), 2 * formats[0].chunk_length), dtype=np.int64)

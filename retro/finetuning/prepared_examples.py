@@ -100,7 +100,7 @@ class Prepared:
         return [read_manifest(shard)["counts"] for shard in self._shards]
 
     def _array(self, name: str) -> ShardedArray:
-        return ShardedArray([shard / f"{name}.npy" for shard in self._shards], [each[name] for each in self._counts])
+        return ShardedArray([shard / f"{name}.npy" for shard in self._shards], [count[name] for count in self._counts])
 
     def _whole(self, name: str) -> np.ndarray:
         return np.concatenate([open_array(shard / f"{name}.npy") for shard in self._shards])

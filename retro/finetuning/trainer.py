@@ -22,12 +22,13 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
 from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
 from retro.model.datastore_fit import fit_to
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.coordination import on_first, open_group
@@ -76,7 +77,7 @@ class ExampleTask:
             _prepared(run, data.datastores, finetuning, k),
             finetuning.examples,
             data,
-            [each.built for each in datastores],
+            [datastore.built for datastore in datastores],
             int(datastores[0].manifest["pad_id"]),
             held_out=finetuning.held_out,
             # Virtual tokens are prepended to a row, not to each example in it.
@@ -136,7 +137,7 @@ def answer_loss(
     max_tokens: int,
     *,
     placement: Placement,
-    token_losses_of: Callable[[TensorBatch], Tensor],
+    token_losses_of: Callable[[Inputs], Tensor],
 ) -> float:
     """The mean loss of the answers' tokens, in nats.
 

@@ -5,6 +5,7 @@ import torch
 
 from indexing.store.errors import InputError
 from retro.huggingface.import_folder import ImportedDecoder
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
 TOLERANCE = 1e-3
@@ -44,7 +45,7 @@ def verify(base: ImportedDecoder, num_tokens: int = 128) -> tuple[float, float]:
     with torch.device("meta"):
         model = Retro(base.settings)
     model.load_state_dict(base.tensors, assign=True)
-    ours = model.eval()(tokens)
+    ours = model.eval()(Inputs(tokens))
     theirs = AutoModelForCausalLM.from_pretrained(base.folder).float().eval()(tokens).logits
     difference, largest = float((ours[..., : theirs.shape[-1]] - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= TOLERANCE * largest:

@@ -20,6 +20,7 @@ from retro.device import Placement
 from retro.huggingface.retrieval import RetrieveNeighbors, open_retrieval
 from retro.inference.decoder import Decoder
 from retro.inference.rows import Row
+from retro.model.inputs import Inputs
 from retro.model.mixture_of_experts import routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
@@ -277,10 +278,11 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         with self._placement().autocast():
             m = self.model.settings.chunk_length
             of_chunks = (lengths[:, None] - torch.arange(0, num_tokens, m, device=tokens.device)).clamp(0, m)
-            hidden, routing = self.model.hidden_and_routing(tokens, None, neighbors, neighbor_lengths, of_chunks)
+            inputs = Inputs(tokens, None, neighbors, neighbor_lengths, of_chunks)
+            hidden, routing = self.model.hidden(inputs)
             copies = self.model.copy_head is not None
             if copies:  # needs the activations of all tokens
-                hidden = self.model.mixed(self.model.logits(hidden), hidden, tokens, None, neighbors, neighbor_lengths)
+                hidden = self.model.mix(self.model.logits(hidden), hidden, inputs)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retro.inference.rows import Row
 from retro.inference.sources import CopiedFrom, Neighbors
-from retro.model.copy_head import CopyHead, CopySource, Found
+from retro.model.copy_head import CopyHead, CopySource, SourceMatches
 from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask
 from retro.model.retro import Retro
@@ -20,14 +20,14 @@ class _Votes(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
     hidden: Tensor  # [N, D]
-    found: list[Found]
+    sources: list[SourceMatches]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
-        found = []
-        for source in self.found:
+        sources = []
+        for source in self.sources:
             matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
-            found.append(source._replace(matches=matches, keys=None if source.keys is None else source.keys[indices]))
-        return _Votes(self.hidden[indices], found)
+            sources.append(source._replace(matches=matches, keys=None if source.keys is None else source.keys[indices]))
+        return _Votes(self.hidden[indices], sources)
 
 
 class CopyVotes:
@@ -53,14 +53,14 @@ class CopyVotes:
         for tokens, row in zip(padded, rows, strict=True):
             tokens[width - len(row.tokens) :] = row.tokens
         tokens = self._put(padded)
-        found = [] if head.context is None else [Found(head.context, context_matches_of_last(tokens))]
+        sources = [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
             keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
-            found.append(Found(head.neighbors, matches, keys=keys))
-        self._votes = _Votes(hidden, found)
-        return head.mixed(logits[:, None], hidden[:, None], found)[:, 0]
+            sources.append(SourceMatches(head.neighbors, matches, keys=keys))
+        self._votes = _Votes(hidden, sources)
+        return head.mix(logits[:, None], hidden[:, None], sources)[:, 0]
 
     def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
         """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""
@@ -97,7 +97,7 @@ class CopyVotes:
         votes, device = self._votes.of_rows(indices), self._table.device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
-        origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.found, read.tokens.shape[1])
+        origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1])
         columns = zip(rows, *(column[:, 0].tolist() for column in origins), strict=True)
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

@@ -96,11 +96,12 @@ class Decoder:
             *model.self_scheme, range(context), keys, placement.device, rope=model.settings.rope
         )
         self.window_positions: Positions | None = None  # None until the size of the neighbors is known
-        attentions: list[Any] = list(model.attention.values())
-        self.crosses: list[Any] = [model.cross[str(layer)] for layer in model.settings.retrieval.cca_layers]
-        self.distance_keys = self._distance_keys(self.context_positions, [attention.block for attention in attentions])
+        self.layers: list[Any] = model.layers
+        self.crosses: list[Any] = [layer.cross for layer in self.layers if layer.cross is not None]
+        self.distance_keys = self._distance_keys(
+            self.context_positions, [layer.attention.block for layer in self.layers]
+        )
         self.cross_distance_keys: Sequence[Tensor | None] = ()
-        self.layers: list[tuple[Any, Any]] = list(zip(attentions, model.feed_forward.values(), strict=True))
         self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head)
         self.rows: list[Row] = []
         self.cache = self._empty_cache()
@@ -252,10 +253,9 @@ class Decoder:
         """Run the layers; return [N, D] of the last token of each row."""
         model = self.model
         cca_layers = model.settings.retrieval.cca_layers if any(row.retrieve for row in span.rows) else ()
-        expert_layers = model.settings.expert_layers
         h = model.embed_at(span.tokens, span.positions)
         self_positions, cross_positions = self._self_positions(span), None
-        for layer, (attention, feed_forward) in enumerate(self.layers, start=1):
+        for layer, (_, attention, _, feed_forward) in enumerate(self.layers, start=1):
             reads = h if model.settings.parallel_residual else None
             h = h + self._attend(layer - 1, attention.block, attention.norm(h), self_positions, span)
             if layer == min(cca_layers, default=0):
@@ -264,7 +264,9 @@ class Decoder:
             if layer in cca_layers and (cross_positions is not None or model.settings.cross_smeared_tokens > 1):
                 h = h + self._cross_attend(cca_layers.index(layer), h, cross_positions, span)
             h = feed_forward(h, reads=reads)
-            if layer in expert_layers:  # in evaluation, experts have no capacity limit: rows do not affect each other
+            if isinstance(
+                h, tuple
+            ):  # from experts, which in evaluation have no capacity limit: rows do not affect each other
                 h, _ = h
         return h[torch.arange(len(h), device=h.device), span.last]
 

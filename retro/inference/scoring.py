@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import sliding_windows
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 
@@ -134,12 +135,11 @@ def score_windows(
     if retrieve is not None:
         _find_neighbors(windows, m, retrieve, sources)
     for group in _batches(windows, m):
-        inputs, labels = _batch(group, m)
+        inputs = placement.put(_batch(group, m))
         with placement.autocast():
-            put, targets = placement.put(inputs), placement.put({"labels": labels})["labels"]
-            hidden = model.hidden(**put)
-            losses = model.losses_of(hidden, targets, **put)
-            origins = origins_of(model, hidden, targets, losses, put) if sources else None
+            hidden, _ = model.hidden(inputs)
+            losses = model.token_losses(inputs, hidden)
+            origins = origins_of(model, hidden, losses, inputs) if sources else None
             losses = losses.cpu()
         for row, window in enumerate(group):
             of_window = slice(
@@ -153,8 +153,8 @@ def score_windows(
                 scored.copied[of_sequence] = _copied(origins, row, of_window, window.scored, m)
             if top:
                 with placement.autocast():
-                    of_row = {name: None if value is None else value[row : row + 1] for name, value in put.items()}
-                    values, ids = _likeliest(model, hidden[row : row + 1], of_row, of_window, top)
+                    own = slice(row, row + 1)
+                    values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
 
@@ -209,8 +209,8 @@ def _shape_of_neighbors(windows: Sequence[Window]) -> tuple[int, ...]:
     return next((neighbors.tokens.shape[1:] for neighbors in all_neighbors if neighbors is not None), (0,))
 
 
-def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Tensor]:
-    """Return the model's arguments and the labels [B, T]. Missing chunks of shorter rows have neighbors of length 0."""
+def _batch(windows: list[Window], m: int) -> Inputs:
+    """Return the model's inputs. Missing chunks of shorter rows have neighbors of length 0."""
     width = max(map(len, windows)) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
@@ -219,7 +219,7 @@ def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Ten
         tokens[row, : len(text) - 1] = text[:-1]
         scored = window.scored - window.start
         labels[row, scored - 1 : len(text) - 1] = text[scored:]
-    inputs: dict[str, Tensor | None] = {"tokens": torch.from_numpy(tokens), "neighbors": None, "neighbor_lengths": None}
+    inputs = Inputs(tokens, labels=labels)
     shape = (len(windows), width // m, *_shape_of_neighbors(windows))
     if len(shape) == 4:
         neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
@@ -228,17 +228,15 @@ def _batch(windows: list[Window], m: int) -> tuple[dict[str, Tensor | None], Ten
                 first, count = window.start // m, (len(window) - 1) // m
                 for table, part in zip((neighbors, lengths), window.sequence.neighbors[:2], strict=True):
                     table[row, :count] = part[first : first + count]
-        inputs |= {"neighbors": torch.from_numpy(neighbors), "neighbor_lengths": torch.from_numpy(lengths)}
-    return inputs, torch.from_numpy(labels)
+        inputs = inputs._replace(neighbors=neighbors, neighbor_lengths=lengths)
+    return inputs.map(torch.from_numpy)
 
 
-def _likeliest(
-    model: Retro, hidden: Tensor, inputs: TensorBatch, scored: slice, top: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _likeliest(model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
     blocks = []
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))
-        logits = model.mixed(model.logits(hidden[:, kept]), hidden, **inputs, kept=kept)[0]
+        logits = model.mix(model.logits(hidden[:, kept]), hidden, inputs, kept)[0]
         blocks.append(logits.float().log_softmax(-1).topk(top))
     return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]

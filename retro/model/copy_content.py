@@ -60,7 +60,7 @@ class Content(nn.Module):
         """
         shared = real & (neighbors[..., None] == chunks[:, None, None]).any(-1)
         e = F.rms_norm(F.embedding(neighbors, table), table.shape[1:]).flatten(0, 1)  # [N·K, R, D]
-        is_real, is_shared = (each.flatten(0, 1)[..., None].float() for each in (real, shared))
+        is_real, is_shared = (mask.flatten(0, 1)[..., None].float() for mask in (real, shared))
         x = self.token(e) + is_shared * self.shared_token(e) + self.counts(_counts(self.weights(e), is_shared))
         for mix in self.around:
             windows = F.pad(x * is_real, (0, 0, _AROUND // 2, _AROUND // 2)).unfold(1, _AROUND, 1)

@@ -34,7 +34,8 @@ from retro.model.copy_matches import (
     longest_match,
     neighbor_matches,
 )
-from retro.model.loss import Copying
+from retro.model.inputs import Inputs
+from retro.model.loss import Mixture
 from retro.model.masks import neighbor_mask, some_key
 from retro.model.settings import CopyHeadSettings
 
@@ -93,7 +94,7 @@ class CopySource(nn.Module):
         return (right @ weights) / (total + (total == 0))  # a query that can read no position: 0, and finite gradients
 
     def log_odds(self, longest: Tensor, agree: Tensor) -> Tensor:
-        """Log-odds of the gate against the vocabulary without its activations' part, float32 [N, Q].
+        """Log-odds of the gate against the vocabulary, before the term from the activations, float32 [N, Q].
 
         -inf for a query that can read no position. The arguments are those of `longest_match`.
         """
@@ -102,8 +103,8 @@ class CopySource(nn.Module):
         return (_STEP * table).masked_fill(longest < 0, -torch.inf)
 
 
-class Found(NamedTuple):
-    """One source of a batch.
+class SourceMatches(NamedTuple):
+    """What the queries of a batch can copy from one source.
 
     Attributes:
         source: its parameters.
@@ -125,31 +126,31 @@ class Found(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
-    def read(self, hidden: Tensor) -> "Read":
-        """What the queries of activations [B, T, D] find, with an attention matrix if there are scores by content."""
+    def attend(self, hidden: Tensor) -> "SourceAttention":
+        """Attend from the queries of activations [B, T, D], with an attention matrix if there are scores by content."""
         queries, content = self.split(hidden), self.source.content
         odds = self.source.log_odds(*longest_match(self.matches)) + queries @ self.source.gate
         if content is None or self.keys is None:
-            return Read(odds, None)
+            return SourceAttention(odds, None)
         attention = self.source.attention(self.matches, content.scores(queries, self.keys))
-        return Read(odds + (attention @ self.keys) @ content.gate, attention)
+        return SourceAttention(odds + (attention @ self.keys) @ content.gate, attention)
 
-    def probability(self, read: "Read", labels: Tensor) -> Tensor:
+    def probability(self, attention: "SourceAttention", labels: Tensor) -> Tensor:
         """The attention to positions that vote for the labels [B, T], summed: float32 [N, Q]."""
-        if read.attention is None:
+        if attention.weights is None:
             return self.source.probability(*count_votes(self.matches, self.split(labels)))
-        return (read.attention * self.votes(labels)).sum(2)
+        return (attention.weights * self.votes(labels)).sum(2)
 
     def votes(self, labels: Tensor) -> Tensor:
         """Which positions vote for the labels [B, T]: bool [N, Q, S]."""
         return self.matches.following[:, None] == self.split(labels)[..., None]
 
 
-class Read(NamedTuple):
-    """What queries find in a source: log-odds of its gate against the vocabulary [N, Q], and with scores by content the attention."""
+class SourceAttention(NamedTuple):
+    """Log-odds of a source's gate against the vocabulary [N, Q], and with scores by content its attention weights [N, Q, S]."""
 
     log_odds: Tensor
-    attention: Tensor | None
+    weights: Tensor | None
 
 
 class Origins(NamedTuple):
@@ -178,63 +179,55 @@ class CopyHead(nn.Module):
         self.context = CopySource(d_model) if settings.context else None
         self.neighbors = CopySource(d_model, settings.content_width) if settings.neighbors else None
 
-    def find(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        table: Tensor | None = None,
-    ) -> list[Found]:
-        """Matches in all sources; empty if there is nothing to copy from.
-
-        The arguments are those of `Retro.hidden`. In addition `table`: the decoder's embeddings [V, D], for scores by content.
-        """
-        found, m = [], self.chunk_length
+    def sources(self, inputs: Inputs, table: nn.Embedding) -> list[SourceMatches]:
+        """Matches in all sources; empty if there is nothing to copy from. Scores by content read the decoder's `table`."""
+        sources, m = [], self.chunk_length
         if self.context is not None:
-            found.append(Found(self.context, context_matches(tokens, documents, m)))
-        if self.neighbors is not None and neighbors is not None and neighbors.numel() > 0:
-            matches = neighbor_matches(tokens, neighbors, neighbor_lengths, documents, m)
-            keys = None
-            if self.neighbors.content is not None and table is not None:
-                real = neighbor_mask(neighbors, neighbor_lengths, documents).flatten(0, 1)
+            sources.append(SourceMatches(self.context, context_matches(inputs.tokens, inputs.documents, m)))
+        if self.neighbors is not None and inputs.retrieves:
+            tokens, neighbors, keys = inputs.tokens, inputs.neighbors, None
+            if self.neighbors.content is not None:
+                real = neighbor_mask(neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1)
                 chunks = tokens[: len(neighbors), : neighbors.shape[1] * m].unflatten(1, (-1, m)).flatten(0, 1)
-                keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table)
+                keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table.weight)
             windows = Windows(m, len(neighbors), neighbors.shape[1], len(tokens))
-            found.append(Found(self.neighbors, matches, windows, keys))
-        return found
+            sources.append(SourceMatches(self.neighbors, neighbor_matches(inputs, m), windows, keys))
+        return sources
 
-    def mixture_of(self, hidden: Tensor, labels: Tensor, found: list[Found]) -> Copying:
+    def mixture(self, hidden: Tensor, labels: Tensor, sources: list[SourceMatches]) -> Mixture:
         """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            reads, shares = _read(hidden.float(), found)
+            attentions, shares = _attend(hidden.float(), sources)
             copied = torch.zeros(labels.shape, device=hidden.device)
-            for share, each, read in zip(shares[1:], found, reads, strict=True):
-                copied = copied + share.exp() * each.join(each.probability(read, labels), labels.shape[1])
-        return Copying(shares[0], copied)
+            for share, source, attention in zip(shares[1:], sources, attentions, strict=True):
+                copied = copied + share.exp() * source.join(source.probability(attention, labels), labels.shape[1])
+        return Mixture(shares[0], copied)
 
-    def mixed(self, logits: Tensor, hidden: Tensor, found: list[Found], kept: Tensor | slice = slice(None)) -> Tensor:
+    def mix(
+        self, logits: Tensor, hidden: Tensor, sources: list[SourceMatches], kept: Tensor | slice = slice(None)
+    ) -> Tensor:
         """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of the tokens `kept`.
 
         Args:
             logits: of the vocabulary.
             hidden: activations of all tokens [B, T, D].
-            found: the sources.
+            sources: from `sources`.
             kept: T' of the T tokens.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            reads, shares = _read(hidden.float(), found)
+            attentions, shares = _attend(hidden.float(), sources)
             log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
             copied = torch.zeros_like(log_p)
-            for share, each, read in zip(shares[1:], found, reads, strict=True):
-                weights = each.source.attention(each.matches) if read.attention is None else read.attention  # [N, Q, S]
-                following = each.matches.following[:, None].expand_as(weights)
-                weights, following = (each.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
+            for share, source, attention in zip(shares[1:], sources, attentions, strict=True):
+                weights = attention.weights  # [N, Q, S]
+                weights = source.source.attention(source.matches) if weights is None else weights
+                following = source.matches.following[:, None].expand_as(weights)
+                weights, following = (source.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
                 copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
     def origins(
-        self, hidden: Tensor, labels: Tensor, losses: Tensor, found: list[Found], neighbor_length: int
+        self, hidden: Tensor, labels: Tensor, losses: Tensor, sources: list[SourceMatches], neighbor_length: int
     ) -> Origins:
         """Find where labels [B, T] were copied from.
 
@@ -242,30 +235,33 @@ class CopyHead(nn.Module):
             hidden: activations [B, T, D].
             labels: int64 [B, T]; nothing votes for `IGNORED_LABEL`.
             losses: of the labels in nats, float32 [B, T].
-            found: the sources.
+            sources: from `sources`.
             neighbor_length: R.
         """
         share, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
-        number = next((n for n, each in enumerate(found) if each.source is self.neighbors), None)
-        if number is None:
+        index = next((n for n, source in enumerate(sources) if source.source is self.neighbors), None)
+        if index is None:
             return Origins(share, none, none, none)
-        each, num_tokens = found[number], labels.shape[1]
+        source, num_tokens = sources[index], labels.shape[1]
         with torch.autocast(hidden.device.type, enabled=False):
-            reads, shares = _read(hidden.float(), found)
-            own = each.join(each.probability(reads[number], labels), num_tokens)
-            share = (own * (shares[1 + number] + losses.float()).exp()).clamp(max=1.0)
-        lengths = each.matches.lengths.masked_fill(~each.votes(labels), -1).long()  # [N, Q, S]
-        attention = reads[number].attention
-        places = (lengths if attention is None else attention.masked_fill(lengths < 0, -1.0)).argmax(2)
-        lengths = lengths.gather(2, places[..., None])[..., 0]
-        lengths, places = each.join(lengths, num_tokens, fill=-1), each.join(places, num_tokens, fill=-1)
-        places = places.masked_fill(lengths < 0, -1)
-        positions = (places % neighbor_length + 1).where(places >= 0, none)
-        return Origins(share, lengths, places.div(neighbor_length, rounding_mode="floor"), positions)
+            attentions, shares = _attend(hidden.float(), sources)
+            own = source.join(source.probability(attentions[index], labels), num_tokens)
+            share = (own * (shares[1 + index] + losses.float()).exp()).clamp(max=1.0)
+        lengths = source.matches.lengths.masked_fill(~source.votes(labels), -1).long()  # [N, Q, S]
+        weights = attentions[index].weights
+        best = (lengths if weights is None else weights.masked_fill(lengths < 0, -1.0)).argmax(2)
+        lengths = lengths.gather(2, best[..., None])[..., 0]
+        lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
+        best = best.masked_fill(lengths < 0, -1)
+        positions = (best % neighbor_length + 1).where(best >= 0, none)
+        return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions)
 
 
-def _read(hidden: Tensor, found: list[Found]) -> tuple[list[Read], Tensor]:
-    """What activations [B, T, D] find in each source, and logs of the shares of vocabulary and sources, float32 [1 + sources, B, T]."""
-    reads = [each.read(hidden) for each in found]
-    odds = [each.join(read.log_odds, hidden.shape[1], -torch.inf) for each, read in zip(found, reads, strict=True)]
-    return reads, torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)
+def _attend(hidden: Tensor, sources: list[SourceMatches]) -> tuple[list[SourceAttention], Tensor]:
+    """Attention of activations [B, T, D] to each source, and logs of the shares of vocabulary and sources, [1 + sources, B, T]."""
+    attentions = [source.attend(hidden) for source in sources]
+    odds = [
+        source.join(attention.log_odds, hidden.shape[1], -torch.inf)
+        for source, attention in zip(sources, attentions, strict=True)
+    ]
+    return attentions, torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)

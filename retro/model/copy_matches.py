@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retro.model.inputs import Inputs
 from retro.model.masks import neighbor_mask
 
 LONGEST = 16
@@ -63,7 +64,7 @@ def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int)
 
     Args:
         tokens: int64 [B, T].
-        documents: int64 [B, ceil(T / m)], or None, as in `Retro.hidden`.
+        documents: as in `Inputs`.
         chunk_length: m.
     """
     at, keys = torch.arange(tokens.shape[1], device=tokens.device), tokens
@@ -76,27 +77,19 @@ def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int)
     return Matches(lengths.masked_fill(~readable, -1), F.pad(tokens[:, 1:], (0, 1)))
 
 
-def neighbor_matches(
-    tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor | None, documents: Tensor | None, chunk_length: int
-) -> Matches:
+def neighbor_matches(inputs: Inputs, chunk_length: int) -> Matches:
     """Matches in the neighbors of complete chunks: N = B'·U, Q = m, S = K·R.
 
     Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
     a match are in chunk u too, since a match has at most m tokens here.
-
-    Args:
-        tokens: int64 [B, T].
-        neighbors: int64 [B', U, K, R], U = T // m, as in `Retro.hidden`.
-        neighbor_lengths: int64 [B', U, K] or None, as in `Retro.hidden`.
-        documents: as in `Retro.hidden`.
-        chunk_length: m.
     """
-    m, num_chunks, tokens = chunk_length, neighbors.shape[1], tokens[: len(neighbors)]
+    m, neighbors = chunk_length, inputs.neighbors
+    num_chunks, tokens = neighbors.shape[1], inputs.tokens[: len(neighbors)]
     longest = _longest_in_chunk(m)
     padded = F.pad(tokens, (0, (num_chunks + 1) * m - 1 - tokens.shape[1]), value=-1)
     windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B', U, m + longest - 1]
     lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B', U, K, m, R]
-    real = neighbor_mask(neighbors, neighbor_lengths, documents)
+    real = neighbor_mask(neighbors, inputs.neighbor_lengths, inputs.documents)
     lengths = lengths.masked_fill(~F.pad(real[..., 1:], (0, 1))[:, :, :, None], -1)  # the last token votes for none
     return Matches(
         lengths.transpose(2, 3).flatten(0, 1).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(0, 1).flatten(1)

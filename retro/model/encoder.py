@@ -53,6 +53,11 @@ class Encoder(nn.Module):
             self.query_norm = rms_norm(settings.d_model)
         self.norm = rms_norm(width)
 
+    @property
+    def blocks(self) -> list[Residual]:
+        """All residual blocks."""
+        return [*self.attention, *self.cross.values(), *self.feed_forward]
+
     def forward(self, tokens: Tensor, mask: Tensor | None, h: Tensor, table: nn.Embedding) -> Tensor:
         """Encode every neighbor of every chunk at once.
 

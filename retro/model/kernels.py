@@ -43,7 +43,7 @@ def self_attention_mask(
 
     Args:
         h: residual stream [B, T, D].
-        documents: as in `Retro.hidden`.
+        documents: as in `Inputs`.
         chunk_length: m.
         settings: with the sliding window.
         num_virtual: P, virtual tokens, which every token sees.
@@ -89,7 +89,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def document_bounds(documents: Tensor, chunk_length: int, num_tokens: int, window: int = 0) -> Bounds:
-    """Bounds of packed documents: [B, ceil(T/m)], as in `Retro.hidden`, to `Bounds`."""
+    """Bounds of packed documents: [B, ceil(T/m)], as in `Inputs`, to `Bounds`."""
     rows, chunks = (torch.arange(size, device=documents.device) for size in documents.shape)
     firsts = rows[:, None] * num_tokens + chunks * chunk_length  # [B, U]
     starts = document_starts(documents, chunk_length, num_tokens)[:, ::chunk_length]  # documents begin with chunks

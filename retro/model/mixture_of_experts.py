@@ -68,7 +68,7 @@ class Queues(NamedTuple):
 
 
 def queues_of(h: Tensor, chunk_length: int, documents: Tensor | None, lengths: Tensor | None) -> Queues:
-    """Queues of the tokens of h [B, T, D]; documents and lengths [B, U] are those of `Retro.hidden`."""
+    """Queues of the tokens of h [B, T, D]; documents and lengths [B, U] are those of `Inputs`."""
     num_rows, num_tokens = h.shape[:2]
     num_chunks = -(-num_tokens // chunk_length)
     document = torch.zeros(num_rows, num_chunks, dtype=torch.int64, device=h.device)

@@ -22,7 +22,7 @@ Letters of the shape comments:
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, initial_taps
-from retro.model.copy_head import CopyHead, CopySource, Found
+from retro.model.copy_head import CopyHead, CopySource, SourceMatches
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
+from retro.model.inputs import Inputs
 from retro.model.kernels import self_attention_mask
-from retro.model.loss import Copying, token_losses
+from retro.model.loss import Mixture, token_losses
 from retro.model.masks import document_positions, document_starts, neighbor_mask, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
 from retro.model.positions import Positions, positions_of
@@ -61,12 +62,12 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(self, x: Tensor, places: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
             x: decoder activations, [B, T, D].
-            places: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
+            positions: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
             encoded: encoded neighbors of the complete chunks, [B', U, K, R, E].
             mask: bool, which of their tokens are real, [B', U, K, R]; None = all.
         """
@@ -78,20 +79,20 @@ class ChunkedCrossAttention(nn.Module):
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         mask = None if mask is None else mask.flatten(0, 1)
-        read = self.attend(windows, places, *self.keys_values(encoded.flatten(0, 1), places), mask)
+        read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
 
-    def keys_values(self, encoded: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
+    def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
         starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
         k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
-        return self.attention.finish_keys(k, places, starts[None]), v
+        return self.attention.finish_keys(k, positions, starts[None]), v
 
     def attend(
         self,
         q: Tensor,
-        places: Positions,
+        positions: Positions,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
@@ -102,13 +103,22 @@ class ChunkedCrossAttention(nn.Module):
         The mask is [N, K, R], or None if all tokens are real; the rest as in `Attention`.
         """
         if mask is None:
-            return self.attention.attend(q, places, k, v, distance_keys=distance_keys)
+            return self.attention.attend(q, positions, k, v, distance_keys=distance_keys)
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
-        read = self.attention.attend(q, places, k, v, some_key(mask), distance_keys=distance_keys)
+        read = self.attention.attend(q, positions, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
 
 
 # --------------------------------------------------------------------------------------- decoder (section 2.4, alg. 1)
+
+
+class Layer(NamedTuple):
+    """The blocks of a layer, in the order in which they run, with the name of its attention and feed-forward: 0, 1 …"""
+
+    name: str
+    attention: Any  # `Residual` of self-attention
+    cross: Any  # `Residual` of cross-attention, or None
+    feed_forward: Any  # `Residual` of a feed-forward block or of experts
 
 
 class Retro(nn.Module):
@@ -162,7 +172,8 @@ class Retro(nn.Module):
             self.position_embedding = nn.Embedding(settings.attention.max_positions, width)
         if settings.retrieval_positions == "learned":
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
-        # By number: with pipeline parallelism a device holds only some of the layers.
+        # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the names of
+        # parameters are those in files, of adapters and of metrics, and their order decides which random numbers they get.
         self.attention = nn.ModuleDict({str(n): Residual(norm(), self_attention(), dropout) for n in layers})
         self.feed_forward = nn.ModuleDict({str(n): Residual(norm(), feed_forward(n + 1), dropout) for n in layers})
         crosses = {
@@ -187,7 +198,7 @@ class Retro(nn.Module):
         outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of the first block,
         and copying from neighbors took more than twice as many steps to learn.
 
-        `init` = mup changes only the std of the output layer here; see `training/learning_rate_scaling.py`.
+        `init` = mup changes only the std of the output layer here; see `training/optimizer.py`.
         """
         num_blocks = 2 * self.settings.num_layers + len(self.settings.retrieval.cca_layers)
         for name, module in self.named_modules():
@@ -218,143 +229,69 @@ class Retro(nn.Module):
             if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
                 module.initialize_copying(self.encoder.project.weight if name.startswith("cross.") else None)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the logits of every next token, [B, T, V]. The arguments are those of `hidden`.
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Compute the logits of every next token, [B, T, V].
 
         They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with neighbors.
         """
-        hidden = self.hidden(tokens, documents, neighbors, neighbor_lengths, lengths)
-        return self.mixed(self.logits(hidden), hidden, tokens, documents, neighbors, neighbor_lengths)
+        hidden, _ = self.hidden(inputs)
+        return self.mix(self.logits(hidden), hidden, inputs)
+
+    def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
+        inputs.check(self.settings.chunk_length)
+        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs)
+        return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [..., V] from `hidden` [..., D]. Logits are large, so callers can pass a few rows at a time.
-
-        They are those of the vocabulary: see `mixed` and `copying`.
-        """
+        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight)
 
-    def mixed(
-        self,
-        logits: Tensor,
-        hidden: Tensor,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        kept: Tensor | slice = slice(None),
-    ) -> Tensor:
+    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs, kept: Tensor | slice = slice(None)) -> Tensor:
         """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged if there is nothing to copy from.
 
         Args:
             logits: from `logits`.
-            hidden: activations of all tokens, [B, T, D].
-            tokens: and the rest: as in `hidden`.
-            documents: as in `hidden`.
-            neighbors: as in `hidden`.
-            neighbor_lengths: as in `hidden`.
+            hidden: of all tokens, [B, T, D].
+            inputs: of the hidden states.
             kept: T' of the T tokens.
         """
-        found = self.found(tokens, documents, neighbors, neighbor_lengths)
-        return self.copy_head.mixed(logits, hidden, found, kept) if self.copy_head and found else logits
+        sources = self.copy_sources(inputs)
+        return self.copy_head.mix(logits, hidden, sources, kept) if self.copy_head and sources else logits
 
-    def copying(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        lengths: Tensor | None = None,  # so that a batch can be passed whole
-    ) -> Copying | None:
-        """What the loss of labels [B, T] needs of the copy head; None if there is nothing to copy from.
+    def mixture(self, hidden: Tensor, inputs: Inputs) -> Mixture | None:
+        """What the loss needs of the copy head for hidden [B, T, D]; None if there is nothing to copy from."""
+        sources = self.copy_sources(inputs)
+        return self.copy_head.mixture(hidden, inputs.labels, sources) if self.copy_head and sources else None
 
-        The other arguments are those of `hidden`.
+    def copy_sources(self, inputs: Inputs) -> list[SourceMatches]:
+        """Where the copy head can copy from. Empty without a copy head."""
+        return [] if self.copy_head is None else self.copy_head.sources(inputs, self.embedding)
+
+    def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        """The loss of each label [B, T], copying included: see `loss.token_losses`.
+
+        `hidden` [B, T, D] are the hidden states of these inputs, which are computed otherwise.
         """
-        found = self.found(tokens, documents, neighbors, neighbor_lengths)
-        return self.copy_head.mixture_of(hidden, labels, found) if self.copy_head and found else None
-
-    def found(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-    ) -> list[Found]:
-        """Where the copy head can copy from; the arguments are those of `hidden`. Empty without a copy head."""
-        if self.copy_head is None:
-            return []
-        return self.copy_head.find(tokens, documents, neighbors, neighbor_lengths, self.embedding.weight)
+        if hidden is None:
+            hidden, _ = self.hidden(inputs)
+        return token_losses(hidden, self.output_weight, inputs.labels, self.mixture(hidden, inputs))
 
     @property
     def output_weight(self) -> Tensor:
         """The weight of the output layer [V, D]; with tied embeddings, the decoder's table."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the input of the output layer, [B, T, D].
-
-        Args:
-            tokens: int64 [B, T], for any T. Every m tokens are a chunk; U = T // m chunks are complete.
-            documents: int64 [B, ceil(T / m)], the document of each chunk, the incomplete one included. Tokens do not see
-                other documents or their neighbors. Padding follows the last token of a document, where causality hides it.
-                None = each row is one document (faster).
-            neighbors: int64 [B', U, K, R], the neighbors of complete chunks, any K and R; every id must be less than V. They
-                belong to the first B' rows; the others have none, and encoder and cross-attention do not compute them. None =
-                retrieval OFF. A model with empty `cca_layers` ignores them.
-            neighbor_lengths: int64 [B', U, K], number of real tokens among the R, from the first; 0 = no neighbor. K zeros =
-                retrieval OFF for this chunk. None = all R.
-            lengths: int64 [B, ceil(T / m)], number of real tokens of each chunk, from the first. The others are padding,
-                which is sent to no expert. Nothing else depends on them. None = all.
-        """
-        return self.hidden_and_routing(tokens, documents, neighbors, neighbor_lengths, lengths)[0]
-
-    def hidden_and_routing(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `hidden`, followed by the routing of experts, which training needs: see `run_layers`."""
-        (_, num_tokens), m = tokens.shape, self.settings.chunk_length
-        if documents is not None and documents.shape[1] != -(-num_tokens // m):
-            raise ValueError(f"documents has {documents.shape[1]} columns, but {num_tokens} tokens have one per {m}")
-        if neighbors is not None and neighbors.shape[1] != num_tokens // m:
-            raise ValueError(
-                f"neighbors has {neighbors.shape[1]} chunks, but {num_tokens} tokens complete {num_tokens // m}"
-            )
-        if lengths is not None and lengths.shape[1] != -(-num_tokens // m):
-            raise ValueError(f"lengths has {lengths.shape[1]} columns, but {num_tokens} tokens have one per {m}")
-        h = self.embed(tokens, documents)
-        h, _, routing = self.run_layers(h, None, documents, neighbors, neighbor_lengths, lengths)
-        return self.finish(h), routing
-
-    def token_losses(self, labels: Tensor, **inputs: Any) -> Tensor:
-        """The loss of each label [B, T], copying included: see `loss.token_losses`. The inputs are those of `hidden`."""
-        return self.losses_of(self.hidden(**inputs), labels, **inputs)
-
-    def losses_of(self, hidden: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
-        """As `token_losses`, from the activations [B, T, D] that `hidden` returns for these inputs."""
-        return token_losses(hidden, self.output_weight, labels, self.copying(hidden, labels, **inputs))
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that this device holds."""
+        layers, crosses = [], dict(self.cross.items())
+        for name, attention in self.attention.items():  # torch.compile cannot trace a comprehension here
+            layers.append(Layer(name, attention, crosses.get(str(int(name) + 1)), self.feed_forward[name]))
+        return layers
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Embed tokens [B, T] as the residual stream [B, T, D]. The documents are those of `hidden`.
+        """Embed tokens [B, T] as the residual stream [B, T, D].
 
         Raises:
             InputError: a row is longer than the table of learned positions.
@@ -394,55 +331,55 @@ class Retro(nn.Module):
         """Keys and values of virtual tokens by name of the layer, and the number of virtual tokens."""
         return ({}, 0) if self.virtual_tokens is None else (self.virtual_tokens(self), self.virtual_tokens.count)
 
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """All blocks of these layers, by name."""
+        kinds: Any = {"attention": self.attention, "cross": self.cross, "feed_forward": self.feed_forward}
+        return {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
+
     def run_layers(
-        self,
-        h: Tensor,
-        encoded: Tensor | None,
-        documents: Tensor | None,
-        neighbors: Tensor | None,
-        neighbor_lengths: Tensor | None,
-        lengths: Tensor | None = None,
+        self, h: Tensor, encoded: Tensor | None, inputs: Inputs
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run the layers that this device holds.
 
         Args:
             h: residual stream [B, T, D].
             encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
-            documents: as in `hidden`.
-            neighbors: as in `hidden`.
-            neighbor_lengths: as in `hidden`.
-            lengths: as in `hidden`.
+            inputs: of the model.
 
         Returns:
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
             summed over the layers with experts (None without experts).
         """
         num_tokens, m = h.shape[1], self.settings.chunk_length
+        documents, neighbors = inputs.documents, inputs.neighbors
         virtual, num_virtual = self.virtual()
-        here = positions_of(
+        self_positions = positions_of(
             *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
         )
         mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
-        cca_layers: tuple[int, ...] = ()
-        if neighbors is not None and neighbors.numel() > 0:
-            cca_layers, (k, r) = self.settings.retrieval.cca_layers, neighbors.shape[2:]
-            there = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
-            whole = neighbor_lengths is None  # faster kernels; the encoder needs no mask for other documents either
-            real = None if whole and documents is None else neighbor_mask(neighbors, neighbor_lengths, documents)
-        expert_layers, routing = self.settings.expert_layers, None
-        queues = queues_of(h, m, documents, lengths) if expert_layers else None
-        for name, attention in self.attention.items():
-            layer = int(name) + 1
+        if inputs.retrieves and self.settings.retrieval.cca_layers:
+            k, r = neighbors.shape[2:]
+            cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
+            whole = (
+                inputs.neighbor_lengths is None
+            )  # faster kernels; the encoder needs no mask for other documents either
+            real = None if whole and documents is None else neighbor_mask(neighbors, inputs.neighbor_lengths, documents)
+        queues = queues_of(h, m, documents, inputs.lengths) if self.settings.expert_layers else None
+        routing = None
+        for layer in self.layers:
             reads = h if self.settings.parallel_residual else None
-            h = attention(h, here, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(name))
-            if layer == min(cca_layers, default=0):
-                encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
-            if layer in cca_layers:
-                h = self.cross[str(layer)](h, there, encoded, real)
-            if layer not in expert_layers:
-                h = self.feed_forward[name](h, reads=reads)
+            h = layer.attention(
+                h, self_positions, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(layer.name)
+            )
+            if layer.cross is not None and inputs.retrieves:
+                if encoded is None:
+                    encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
+                h = layer.cross(h, cross_positions, encoded, real)
+            if not isinstance(layer.feed_forward.block, Experts):
+                h = layer.feed_forward(h, reads=reads)
             else:
-                h, routed = self.feed_forward[name](h, queues, reads=reads)
+                h, routed = layer.feed_forward(h, queues, reads=reads)
                 routing = routed if routing is None else routing + routed
         return h, encoded, routing

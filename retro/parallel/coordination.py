@@ -130,7 +130,7 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result
 
 def _as_message(error: BaseException) -> tuple[str, int]:
     """The message of an error and the index of its type in `_KINDS`: the error itself may not be picklable."""
-    kinds = [number for number, kind in enumerate(_KINDS) if isinstance(error, kind)]
+    kinds = [index for index, kind in enumerate(_KINDS) if isinstance(error, kind)]
     known = str(error) if kinds and str(error) else repr(error)
     return known, kinds[0] if kinds else len(_KINDS) - 1
 

@@ -43,8 +43,8 @@ def share_data(model: Retro, root: nn.Module, processes: Processes, dtype: torch
             narrow(module.experts, mesh=processes.mesh("replica"))
     if hasattr(model, "encoder") and hasattr(model.encoder, "embedding"):
         share(model.encoder.embedding)
-    units: list[list[nn.Module]] = [[model.attention[name], model.feed_forward[name]] for name in model.attention]
-    units += [[cross] for cross in model.cross.values()]
+    units: list[list[nn.Module]] = [[layer.attention, layer.feed_forward] for layer in model.layers]
+    units += [[layer.cross] for layer in model.layers if layer.cross is not None]
     units += [[model.encoder]] if hasattr(model, "encoder") else []
     multiplied = {parameter for unit in units for module in unit for parameter in matrices(module).values()}
     # The root comes first, because a unit that is shared hides all its modules from it. The loss uses the output layer after the
@@ -54,7 +54,7 @@ def share_data(model: Retro, root: nn.Module, processes: Processes, dtype: torch
         others = {parameter for module in unit for parameter in module.parameters()} - multiplied
         narrow(unit, ignored_params=others)
     if root is model:
-        register_fsdp_forward_method(model, "hidden_and_routing")
+        register_fsdp_forward_method(model, "hidden")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the labels of all processes
@@ -65,9 +65,9 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of matrix products, by name: those that autocast narrows. Routers of experts multiply in float32."""
     return {
         f"{name}.{key}".removeprefix("."): parameter
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Linear | ExpertLinear) and name.rpartition(".")[2] != "router"
-        for key, parameter in each.named_parameters(recurse=False)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | ExpertLinear) and name.rpartition(".")[2] != "router"
+        for key, parameter in part.named_parameters(recurse=False)
     }
 
 

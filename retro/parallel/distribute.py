@@ -7,23 +7,26 @@
     pipeline_parallel.py         divides the layers
     data_parallel.py             divides the sequences of a batch; with ZeRO also optimizer states, gradients, parameters
     model/mixture_of_experts.py  divides the experts over data-parallel processes
-    activation_checkpointing.py  recomputes activations instead of keeping them
 
-A step computes the same in every mode: the mean over the labels of all its batches. Parallelism is applied to the modules of a
+Activation checkpointing, below, recomputes activations instead of keeping them. A step computes the same in every mode: the mean over the labels of all its batches. Parallelism is applied to the modules of a
 plain model from outside.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.attention.varlen  # defines torch.ops.torch_attn
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from indexing.store.errors import InputError
 from retro.model.mixture_of_experts import share_experts
 from retro.model.retro import Retro
-from retro.parallel.activation_checkpointing import checkpoint_activations
-from retro.parallel.blocks import blocks
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import check_copy_head, divided
+from retro.parallel.settings import Checkpointing, divided
 from retro.parallel.tensor_parallel import divide_layers
 
 
@@ -48,7 +51,6 @@ def distribute(
     """
     settings = processes.settings
     divided(model.settings, settings.tensor)  # raises if it is not divisible
-    check_copy_head(model.settings, settings)
     if settings.expert > 1 and not model.settings.experts.num_experts:
         raise InputError(
             f"parallel.expert = {settings.expert}: the model has no experts (model.experts.num_experts = 0)."
@@ -66,7 +68,49 @@ def distribute(
         # compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole model is an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     if compiled and processes.count > 1:
-        for block in blocks(model):
+        for block in model.blocks.values():
             block.compile(dynamic=False)
     if processes.count > 1:
         share_data(model, root or model, processes, dtype)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+}
+"""Operations whose results selective checkpointing keeps."""
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
+    """Keep only the input of every block, and with `selective` the results of its matrix products.
+
+    This wraps `forward`: Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapper module would
+    change the names of parameters.
+    """
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    encoder = model.encoder.blocks if hasattr(model, "encoder") else []
+    for block in [*model.blocks.values(), *encoder] if how != "none" else []:
+        block.forward = _checkpointed(block.forward, contexts)
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    """Wrap `forward` in a function of this file: compilation silently skips `partial(checkpoint, forward)`."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return checkpointed

@@ -1,6 +1,6 @@
 """Forward and backward passes of a model whose layers are all in this process.
 
-    batch ─ own sequences ─ hidden ─ own tokens ─ part of the loss ─ gradients, summed over processes
+    Inputs ─ own sequences ─ hidden, mixture ─ own tokens ─ part of the loss ─ gradients, summed over processes
 
 `pipeline_parallel.py` does the same with the layers divided over processes.
 """
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retro.device import Placement, TensorBatch
-from retro.model.loss import Copying, summed_loss, token_losses, without_ignored
+from retro.device import Placement
+from retro.model.inputs import Inputs
+from retro.model.loss import Mixture, summed_loss, token_losses, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -21,7 +22,7 @@ from retro.parallel.data_parallel import reshard, sync_gradients, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
-from retro.parallel.tensor_parallel import own_tokens
+from retro.parallel.tensor_parallel import mixture_of, own_tokens
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class DistributedModel(Protocol):
     def model_parts(self) -> Sequence[Retro]:
         """The parts of the model in this process."""
 
-    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
+    def forward_backward(self, inputs: Inputs, context: StepContext) -> Tensor:
         """Accumulate gradients of this process's rows; returns their part of cross-entropy and `ROUTING`: float32 [1 + 3]."""
 
-    def token_losses(self, batch: TensorBatch) -> Tensor:
-        """`loss.token_losses` of a batch that all processes have: float32 [B, T] in all of them. Without gradients."""
+    def token_losses(self, inputs: Inputs) -> Tensor:
+        """`loss.token_losses` of inputs that all processes have: float32 [B, T] in all of them. Without gradients."""
 
     def gradient_norm(self) -> Tensor:
         """Total norm of the gradients of the model."""
@@ -79,6 +80,7 @@ class WholeModel:
                 step. Several processes compile block by block, since they communicate in between.
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
+        self.mesh = processes.along("tensor")
         distribute(model, processes, compiled=compiled, dtype=placement.dtype)
         # A distributed model is already on its device, or in the host's memory.
         self.model = model if processes.count > 1 else model.to(placement.device)
@@ -91,39 +93,36 @@ class WholeModel:
         """See `DistributedModel`."""
         return [self.model]
 
-    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
+    def forward_backward(self, inputs: Inputs, context: StepContext) -> Tensor:
         """See `DistributedModel`."""
-        labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
         sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
-            hidden, routing, copying = self.run(labels, **inputs)
-            own = own_tokens(self.processes.along("tensor"), hidden, self.model.output_weight, labels)
-            objective, parts = part_of_loss((*own, copying), routing, context, self.model.settings, self.compiled)
+            hidden, routing, mixture = self.run(inputs)
+            own = own_tokens(self.mesh, hidden, self.model.output_weight, inputs.labels, mixture)
+            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
             reshard(self.model)
         return parts
 
-    def _run(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None, Copying | None]:
-        """Activations, `ROUTING` and copying of a batch."""
-        hidden, routing = self.model.hidden_and_routing(**inputs)
-        return hidden, routing, self.model.copying(hidden, labels, **inputs)
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Mixture | None]:
+        """Hidden states, `ROUTING` and the copy head's mixture."""
+        hidden, routing = self.model.hidden(inputs)
+        return hidden, routing, mixture_of(self.model, self.mesh, hidden, inputs)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text
-    def token_losses(self, batch: TensorBatch) -> Tensor:
+    def token_losses(self, inputs: Inputs) -> Tensor:
         """See `DistributedModel`."""
-        processes = self.processes
-        own, num_rows = own_rows(batch, processes, processes.data)
-        labels = own.pop("labels")
+        own, num_rows = own_rows(inputs, self.processes, self.processes.data)
         with self.placement.autocast():
-            hidden = self.model.hidden(**own)
+            hidden, _ = self.model.hidden(own)
             unshard(self.model)
-            kept = own_tokens(processes.along("tensor"), hidden, self.model.output_weight, labels)
-            losses = token_losses(*kept, self.model.copying(hidden, labels, **own))
+            mixture = mixture_of(self.model, self.mesh, hidden, own)
+            losses = token_losses(*own_tokens(self.mesh, hidden, self.model.output_weight, own.labels, mixture))
         reshard(self.model)
-        return processes.gathered(losses)[:num_rows]
+        return self.processes.gathered(losses)[:num_rows]
 
     def gradient_norm(self) -> Tensor:
         """See `DistributedModel`."""
@@ -131,7 +130,7 @@ class WholeModel:
 
 
 def part_of_loss(
-    own: tuple[Tensor, Tensor, Tensor, Copying | None],
+    own: tuple[Tensor, Tensor, Tensor, Mixture | None],
     routing: Tensor | None,
     context: StepContext,
     settings: ModelSettings,
@@ -140,16 +139,16 @@ def part_of_loss(
     """The part of a batch in the step's objective, and in its cross-entropy and `ROUTING`: float32 [1 + 3].
 
     Args:
-        own: activations, output layer, labels and copying of this process's tokens.
+        own: hidden states, output layer, labels and mixture of this process's tokens.
         routing: `ROUTING` of its sequences [B, 3], or None.
         context: of the step.
         settings: with the weight of the experts' loss.
         compiled: fuse the operations between matrix products.
     """
-    hidden, weight, labels, copying = own
+    hidden, weight, labels, mixture = own
     if not compiled and hidden.device.type == "cpu":  # on a GPU the host would wait for the number of labels
-        hidden, labels, copying = without_ignored(hidden, labels, copying)
-    cross_entropy = summed_loss(hidden, weight, labels, copying, compiled=compiled) / context.num_labels
+        hidden, labels, mixture = without_ignored(hidden, labels, mixture)
+    cross_entropy = summed_loss(hidden, weight, labels, mixture, compiled=compiled) / context.num_labels
     objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / context.num_sequences
@@ -157,9 +156,9 @@ def part_of_loss(
     return objective * context.scale, torch.cat((cross_entropy.detach().reshape(1), routed))
 
 
-def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[TensorBatch, int]:
-    """This process's rows of a batch padded with its last row to a multiple, and the number of rows before."""
-    num_rows = len(batch["tokens"])
+def own_rows(inputs: Inputs, processes: Processes, multiple: int) -> tuple[Inputs, int]:
+    """This process's rows of inputs padded with their last row to a multiple, and the number of rows before."""
+    num_rows = len(inputs.tokens)
     missing = -num_rows % multiple
     rows = processes.rows(num_rows + missing)
 
@@ -167,7 +166,7 @@ def own_rows(batch: TensorBatch, processes: Processes, multiple: int) -> tuple[T
         filled = torch.cat((value, value[-1:].expand(missing, *value.shape[1:]))) if missing else value
         return filled[rows.start : rows.stop]
 
-    return {name: None if value is None else own(value) for name, value in batch.items()}, num_rows
+    return inputs.map(own), num_rows
 
 
 def gradients(parameters: Any) -> list[Tensor]:

@@ -54,14 +54,14 @@ def totals(groups: Sequence[Sequence[Tensor]], measure: Callable[[list[Tensor]],
         groups: groups of tensors, in the same order in every process. The number of all-reduces does not depend on it.
         measure: function from local shards to values [values] that are additive over shards.
     """
-    found: dict[tuple, dict[int, list[Tensor]]] = {}
+    shards: dict[tuple, dict[int, list[Tensor]]] = {}
     for row, tensors in enumerate(groups):
         for tensor in map(_without_pending_sums, tensors):
-            found.setdefault(_sharded_by(tensor), {}).setdefault(row, []).append(local(tensor))
-    sums = [_reduced(sharded_by, rows, len(groups), measure) for sharded_by, rows in found.items()]
+            shards.setdefault(_sharded_by(tensor), {}).setdefault(row, []).append(local(tensor))
+    sums = [_reduced(sharded_by, rows, len(groups), measure) for sharded_by, rows in shards.items()]
     if not sums:
         return torch.zeros(len(groups), 1)
-    return sum((each.to(sums[0].device) for each in sums[1:]), start=sums[0])
+    return sum((total.to(sums[0].device) for total in sums[1:]), start=sums[0])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _sharded_by(tensor: Tensor) -> tuple:
     if not _is_distributed(tensor):
         return ()
     placements = tensor.placements  # type: ignore[attr-defined]
-    dimensions = tuple(number for number, placement in enumerate(placements) if not placement.is_replicate())
+    dimensions = tuple(dimension for dimension, placement in enumerate(placements) if not placement.is_replicate())
     return (tensor.device_mesh, dimensions) if dimensions else ()  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,7 @@
 
     stage 0    tokens ─ embed ─ layers ─ h ─┐
     stage 1    h ─ layers, encoder in the one with the first CCA ─ h, encoded neighbors ─┐
-    stage 2    h, encoded ─ layers ─ norm ─ loss
+    stage 2    h, encoded ─ layers ─ norm ─ copy head ─ loss
 
 With experts, routing statistics are sent along. Every process reads the whole batch and computes masks and positions itself.
 Schedules are PyTorch's. They need the shapes of what is sent, so there is one schedule per shape of batch, with the same stages.
@@ -18,36 +18,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from retro.device import Placement, TensorBatch
-from retro.model.loss import token_losses
+from retro.device import Placement
+from retro.model.inputs import Inputs
+from retro.model.loss import Mixture, token_losses
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.data_parallel import reshard, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import StepContext, all_parameters, gradients, own_rows, part_of_loss
-from retro.parallel.gradient_norms import squared_norm
+from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import num_microbatches, num_stages
-from retro.parallel.tensor_parallel import own_tokens
+from retro.parallel.tensor_parallel import mixture_of, own_tokens
 
 
 class Stage(nn.Module):
     """Consecutive layers, with the embedding before the first and the norm after the last."""
 
-    def __init__(self, model: Retro, number: int, count: int, processes: Processes) -> None:
+    def __init__(self, model: Retro, index: int, count: int, processes: Processes) -> None:
         """Take the part of a model that a stage needs.
 
         Args:
             model: the whole model, from which the other layers are removed.
-            number: of the stage, from 0.
+            index: of the stage, from 0.
             count: number of stages.
             processes: with the mesh of tensor parallelism.
         """
         super().__init__()
-        self.is_first, self.is_last = number == 0, number == count - 1
+        self.is_first, self.is_last = index == 0, index == count - 1
         self.tensor_mesh = processes.along("tensor")
-        layers = stage_layers(model.settings, number, count)
+        layers = stage_layers(model.settings, index, count)
         first_cca = min(model.settings.retrieval.cca_layers, default=0)
         self.sends_encoded = bool(first_cca) and first_cca <= layers.stop and not self.is_last
         first_experts = min(model.settings.expert_layers, default=model.settings.num_layers + 1)
@@ -55,40 +56,44 @@ class Stage(nn.Module):
         _prune(model, layers, self.is_first, self.is_last)
         self.model = model
 
-    def forward(
-        self,
-        x: Tensor,
-        *received: Tensor,
-        documents: Tensor | None = None,
-        neighbors: Tensor | None = None,
-        neighbor_lengths: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the layers on tokens [B, T], or on the stream [B, T', D] and what the preceding stage sent in addition.
 
-        The other arguments are those of `Retro.hidden`.
+        The other arguments are the values of `Inputs` that are not None.
 
         Returns:
-            The stream, followed by encoded neighbors and routing statistics if later stages need them.
+            The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last stage: the
+            hidden states, followed by the mixture if there is something to copy from, and by the routing statistics.
         """
-        kept = list(received)
+        batch, kept = Inputs(**inputs), list(received)
         routing_before = kept.pop() if self.receives_routing else None
         encoded = kept.pop() if kept else None
         if self.is_first:
-            h = self.model.embed(x, documents)
+            h = self.model.embed(x, batch.documents)
         else:
             h = x if self.tensor_mesh is None else DTensor.from_local(x, self.tensor_mesh, [Shard(1)], run_check=False)
-        h, encoded, routing = self.model.run_layers(h, encoded, documents, neighbors, neighbor_lengths, lengths)
-        h = self.model.finish(h) if self.is_last else h.to_local() if isinstance(h, DTensor) else h
+        h, encoded, routing = self.model.run_layers(h, encoded, batch)
         if routing_before is not None:
             routing = routing_before if routing is None else routing + routing_before
-        sent = [encoded] if self.sends_encoded and encoded is not None else []
+        sent: Sequence[Tensor] = [encoded] if self.sends_encoded and encoded is not None else []
+        if self.is_last:
+            h = self.model.finish(h)
+            mixture = mixture_of(self.model, self.tensor_mesh, h, batch)
+            sent = [] if mixture is None else [values.clone() for values in mixture]  # FSDP warns of views
+        else:
+            h = local(h)
         return (h, *sent, *([] if routing is None else [routing]))
 
 
-def stage_layers(model: ModelSettings, number: int, count: int) -> range:
+def _outputs(out: Any) -> tuple[Tensor, Mixture | None, Tensor | None]:
+    """Hidden states, mixture and routing statistics from what the last stage returns."""
+    hidden, *others = out if isinstance(out, tuple) else (out,)
+    return hidden, Mixture(*others[:2]) if len(others) > 1 else None, others[-1] if len(others) % 2 else None
+
+
+def stage_layers(model: ModelSettings, index: int, count: int) -> range:
     """The layers of a stage, from 0, divided as evenly as possible."""
-    return range(model.num_layers * number // count, model.num_layers * (number + 1) // count)
+    return range(model.num_layers * index // count, model.num_layers * (index + 1) // count)
 
 
 def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
@@ -104,10 +109,12 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     encodes = min(settings.retrieval.cca_layers, default=0) - 1 in layers
     if not encodes and hasattr(model, "encoder"):
         del model.encoder
-    if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
+    copies = settings.copy_head
+    last_reads_table = settings.tied_embeddings or (copies.neighbors and copies.content_width)
+    if not (is_first or (is_last and last_reads_table) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
-        model.norm = model.head = None
+        model.norm = model.head = model.copy_head = None
     if not is_first and settings.attention.positions == "learned":
         del model.position_embedding
     if not is_first and settings.retrieval_positions == "learned":
@@ -145,10 +152,10 @@ class Pipeline:
         self.rank, size = self.mesh.get_local_rank(), self.mesh.size()
         self.num_stages = num_stages(settings, model.settings.num_layers)
         self.num_microbatches = num_microbatches(settings, len(processes.rows(batch_size)))
-        self.numbers = range(self.rank, self.num_stages, size)
+        self.indexes = range(self.rank, self.num_stages, size)
         self.stages = []
-        for number in self.numbers:
-            stage = Stage(copy.deepcopy(model), number, self.num_stages, processes)
+        for index in self.indexes:
+            stage = Stage(copy.deepcopy(model), index, self.num_stages, processes)
             distribute(stage.model, processes, root=stage, compiled=compiled, dtype=placement.dtype)
             self.stages.append(stage)
         self._holders = self._embedding_holders()
@@ -159,36 +166,36 @@ class Pipeline:
         """See `DistributedModel`."""
         return [stage.model for stage in self.stages]
 
-    def forward_backward(self, batch: TensorBatch, context: StepContext) -> Tensor:
+    def forward_backward(self, inputs: Inputs, context: StepContext) -> Tensor:
         """See `DistributedModel`."""
-        labels, tokens = batch["labels"], batch["tokens"]
-        schedule = self._schedule(tokens, batch["neighbors"], training=True)
+        schedule = self._schedule(inputs, training=True)
         self._context, self._losses = context, torch.zeros(1 + len(ROUTING), device=self.placement.device)
         with self.placement.autocast():
-            first = [tokens] if self.rank == 0 else []
-            target = labels if self._has_last else None
-            schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(batch))
+            first = [inputs.tokens] if self.rank == 0 else []
+            target = inputs.labels if self._has_last else None
+            schedule.step(*first, target=target, losses=[], return_outputs=False, **_for_all_stages(inputs))
         if context.last:
             self._sum_tied_gradients()
         return self._losses
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
-    def token_losses(self, batch: TensorBatch) -> Tensor:
+    def token_losses(self, inputs: Inputs) -> Tensor:
         """See `DistributedModel`."""
-        own, num_rows = own_rows(batch, self.processes, self.processes.data * self.num_microbatches)
-        tokens, labels = own["tokens"], own["labels"]
-        tensor = self.processes.along("tensor")
+        own, num_rows = own_rows(inputs, self.processes, self.processes.data * self.num_microbatches)
+        mesh = self.processes.along("tensor")
         with self.placement.autocast():
-            schedule = self._schedule(tokens, own["neighbors"], training=False)
-            out = schedule.eval(*([tokens] if self.rank == 0 else []), **_for_all_stages(own))
+            schedule = self._schedule(own, training=False)
+            out = schedule.eval(*([own.tokens] if self.rank == 0 else []), **_for_all_stages(own))
             if self._has_last:
                 unshard(self.stages[-1])
-                hidden = out[0] if isinstance(out, tuple) else out
-                losses = token_losses(*own_tokens(tensor, hidden, self.stages[-1].model.output_weight, labels))
+                hidden, mixture, _ = _outputs(out)
+                losses = token_losses(
+                    *own_tokens(mesh, hidden, self.stages[-1].model.output_weight, own.labels, mixture)
+                )
             else:
-                share = labels if tensor is None else labels.chunk(tensor.size(), 1)[0]
-                losses = torch.zeros(share.shape, device=labels.device)
+                share = own.labels if mesh is None else own.labels.chunk(mesh.size(), 1)[0]
+                losses = torch.zeros(share.shape, device=share.device)
         for stage in self.stages:
             reshard(stage)
         dist.broadcast(losses, group=self.mesh.get_group(), group_src=self.mesh.size() - 1)
@@ -199,7 +206,7 @@ class Pipeline:
         # An embedding table held by several stages is one parameter: only that of the first stage counts.
         copies = {
             id(part.embedding.weight)
-            for n, part in zip(self.numbers, self.model_parts, strict=True)
+            for n, part in zip(self.indexes, self.model_parts, strict=True)
             if n and part.embedding
         }
         own = [parameter for _, parameter in all_parameters(self.model_parts) if id(parameter) not in copies]
@@ -211,55 +218,58 @@ class Pipeline:
 
     def _loss(self, out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """The objective of a microbatch, from the outputs of the last stage."""
-        hidden, *routing = out
-        own = own_tokens(self.processes.along("tensor"), hidden, self.stages[-1].model.output_weight, labels)
-        routed = routing[0] if routing else None
-        objective, parts = part_of_loss((*own, None), routed, self._context, self.settings, self.compiled)
+        hidden, mixture, routing = _outputs(out)
+        weight = self.stages[-1].model.output_weight
+        own = own_tokens(self.processes.along("tensor"), hidden, weight, labels, mixture)
+        objective, parts = part_of_loss(own, routing, self._context, self.settings, self.compiled)
         self._losses += parts
         return objective
 
-    def _schedule(self, tokens: Tensor, neighbors: Tensor | None, training: bool) -> Any:
-        """Get or create the schedule for batches of this shape."""
+    def _schedule(self, inputs: Inputs, training: bool) -> Any:
+        """Get or create the schedule for inputs of this shape."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
 
-        shape = None if neighbors is None else neighbors.shape[1:]
-        key = tokens.shape, shape, training
+        key = inputs.tokens.shape, None if inputs.neighbors is None else inputs.neighbors.shape[1:], training
         if key not in self._schedules:
-            numbered = zip(self.stages, self.numbers, strict=True)
-            stages = [self._pipeline_stage(stage, number, tokens, shape) for stage, number in numbered]
+            indexed = zip(self.stages, self.indexes, strict=True)
+            stages = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
             loss = self._loss if training else None
             if len(stages) > 1:
-                made: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
+                schedule: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
             else:
-                made = Schedule1F1B(stages[0], self.num_microbatches, loss, scale_grads=False)
-            self._schedules[key] = made
+                schedule = Schedule1F1B(stages[0], self.num_microbatches, loss, scale_grads=False)
+            self._schedules[key] = schedule
         return self._schedules[key]
 
-    def _pipeline_stage(self, stage: Stage, number: int, tokens: Tensor, neighbors: Sequence[int] | None) -> Any:
+    def _pipeline_stage(self, stage: Stage, index: int, inputs: Inputs) -> Any:
         """PyTorch's wrapper of a stage, with its inputs and outputs for a microbatch as meta tensors."""
         from torch.distributed.pipelining import PipelineStage
 
-        settings, (rows, num_tokens) = self.settings, tokens.shape
+        settings, (rows, num_tokens) = self.settings, inputs.tokens.shape
         rows, tensor = rows // self.num_microbatches, self.processes.settings.tensor
         first_cca = min(settings.retrieval.cca_layers, default=settings.num_layers + 1)
-        receives_encoded = first_cca <= stage_layers(settings, number, self.num_stages).start
+        receives_encoded = first_cca <= stage_layers(settings, index, self.num_stages).start
 
         def of(*shape: int) -> Tensor:
             return torch.empty(shape, device="meta", requires_grad=True)
 
         h = of(rows, num_tokens // tensor, settings.d_model)
-        encoded = [] if neighbors is None else [of(rows, *neighbors, settings.encoder.d_model)]
+        encoded = []
+        if inputs.neighbors is not None:
+            encoded = [of(rows, *inputs.neighbors.shape[1:], settings.encoder.d_model)]
+        copies = settings.copy_head.context or (settings.copy_head.neighbors and inputs.retrieves)
+        mixture = [of(rows, num_tokens)] * 2 if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
-        inputs = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
-        outputs = (h, *encoded * stage.sends_encoded, *routing * stage.sends_routing)
+        received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
+        outputs = (h, *encoded * stage.sends_encoded, *mixture, *routing * stage.sends_routing)
         if stage.is_first:
-            inputs = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
+            received = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
         return PipelineStage(
             stage,
-            number,
+            index,
             self.num_stages,
             self.placement.device,
-            input_args=inputs,
+            input_args=received,
             output_args=outputs,
             group=self.mesh.get_group(),
         )
@@ -269,11 +279,11 @@ class Pipeline:
     def _embedding_holders(self) -> Any:
         """Group of the processes of this pipeline that hold the embedding table; None for a process without it, or the only one."""
         holds = any(part.embedding is not None for part in self.model_parts)
-        found: list[Any] = [None] * self.processes.count
-        dist.all_gather_object(found, (holds, self.mesh.mesh.tolist()))
+        gathered: list[Any] = [None] * self.processes.count
+        dist.all_gather_object(gathered, (holds, self.mesh.mesh.tolist()))
         own = None
-        for ranks in sorted({tuple(pipeline) for _, pipeline in found}):
-            holders = [rank for rank in ranks if found[rank][0]]
+        for ranks in sorted({tuple(pipeline) for _, pipeline in gathered}):
+            holders = [rank for rank in ranks if gathered[rank][0]]
             group = dist.new_group(holders) if len(holders) > 1 else None
             if self.processes.rank in holders:
                 own = group
@@ -286,7 +296,7 @@ class Pipeline:
         if not tables or (self._holders is None and len(tables) == 1):
             return
         gradients = [
-            _local(table.grad) if table.grad is not None else torch.zeros_like(_local(table)) for table in tables
+            local(table.grad) if table.grad is not None else torch.zeros_like(local(table)) for table in tables
         ]
         total = torch.stack(gradients).sum(0)
         if self._holders is not None:
@@ -294,22 +304,18 @@ class Pipeline:
         for table in tables:
             if table.grad is None:
                 table.grad = torch.zeros_like(table)
-            _local(table.grad).copy_(total)
+            local(table.grad).copy_(total)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _for_all_stages(batch: TensorBatch) -> TensorBatch:
-    """The inputs of a batch that every stage needs, with as many rows each, since a schedule divides them by row."""
-    wanted = ("documents", "neighbors", "neighbor_lengths", "lengths")
-    found = {name: value for name in wanted if (value := batch.get(name)) is not None}
-    if "neighbors" in found and (absent := len(batch["tokens"]) - len(found["neighbors"])):
-        shape = found["neighbors"].shape
-        lengths = found.get("neighbor_lengths")
+def _for_all_stages(inputs: Inputs) -> dict[str, Tensor]:
+    """The values that are not None, with as many rows each, since a schedule divides them by row."""
+    neighbors = inputs.neighbors
+    if neighbors is not None and (absent := len(inputs.tokens) - len(neighbors)):
+        lengths = inputs.neighbor_lengths
         if lengths is None:
-            lengths = torch.full(shape[:3], shape[3], device=found["neighbors"].device)
-        found["neighbor_lengths"] = F.pad(lengths, (0, 0, 0, 0, 0, absent))  # 0 = no neighbor
-        found["neighbors"] = F.pad(found["neighbors"], (0, 0, 0, 0, 0, 0, 0, absent))
-    return found
+            lengths = torch.full(neighbors.shape[:3], neighbors.shape[3], device=neighbors.device)
+        inputs = inputs._replace(
+            neighbors=F.pad(neighbors, (0, 0, 0, 0, 0, 0, 0, absent)),
+            neighbor_lengths=F.pad(lengths, (0, 0, 0, 0, 0, absent)),  # 0 = no neighbor
+        )
+    return {name: value for name, value in inputs._asdict().items() if value is not None}

@@ -89,9 +89,9 @@ class Processes:
         """Merge the metrics of all stages of a pipeline."""
         if (mesh := self.along("pipeline")) is None:
             return metrics
-        found: list[dict[str, float]] = [{}] * mesh.size()
-        dist.all_gather_object(found, metrics, group=mesh.get_group())
-        return {name: value for each in reversed(found) for name, value in each.items()}
+        gathered: list[dict[str, float]] = [{}] * mesh.size()
+        dist.all_gather_object(gathered, metrics, group=mesh.get_group())
+        return {name: value for stage in reversed(gathered) for name, value in stage.items()}
 
     def largest(self, value: Tensor) -> Tensor:
         """The maximum of a value over all processes, in place."""

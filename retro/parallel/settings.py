@@ -68,17 +68,6 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
     return updated(model, {key: values[key] // tensor for key in keys})
 
 
-def check_copy_head(model: ModelSettings, settings: ParallelSettings) -> None:
-    """Raise InputError if a model with a copy head is divided by token or by layer: it needs all tokens and the last layer."""
-    sources = [source for source in ("neighbors", "context") if getattr(model.copy_head, source)]
-    for key in ("tensor", "pipeline"):
-        if sources and getattr(settings, key) > 1:
-            raise InputError(
-                f"parallel.{key} = {getattr(settings, key)}: must be 1 with a copy head, which a model with cross-attention has "
-                f"by default. Set model.copy_head.{sources[0]} = false to train without it."
-            )
-
-
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:
     """Number of stages of a pipeline, one or two per process.
 

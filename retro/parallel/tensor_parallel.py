@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from retro.model.attention import Attention, PerHead
+from retro.model.inputs import Inputs
+from retro.model.loss import Mixture
 from retro.model.retro import ChunkedCrossAttention, Retro
-from retro.parallel.blocks import blocks, named_blocks
 
 
 def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
@@ -18,9 +19,9 @@ def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
 
     Every process computes embeddings, and the encoder outside its blocks, in full.
     """
-    for block in blocks(model.encoder) if hasattr(model, "encoder") else ():
-        _divide_block(block.block, mesh, Replicate(), local=True)
-    for name, residual in named_blocks(model):
+    for residual in model.encoder.blocks if hasattr(model, "encoder") else ():
+        _divide_block(residual.block, mesh, Replicate(), local=True)
+    for name, residual in model.blocks.items():
         parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
         if isinstance(residual.block, ChunkedCrossAttention):
             # It takes windows of the whole sequence, so partial sums are placed in the sequence first, then divided.
@@ -73,7 +74,7 @@ def _scatter_first_input(
     def divide(h: Tensor | None) -> Tensor | None:
         if h is None or isinstance(h, DTensor):  # already divided: a checkpointed block is recomputed
             return h
-        return DTensor.from_local(h, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])
+        return _by_token(h, mesh)
 
     if "reads" in kwargs:
         kwargs = {**kwargs, "reads": divide(kwargs["reads"])}
@@ -86,19 +87,38 @@ def _gather_encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...
     return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
 
 
+def mixture_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Mixture | None:
+    """`Retro.mixture` of all tokens, in every process: matches need all of them.
+
+    So gradients of the copy head, like those of embeddings, are equal in all processes of the mesh, and are not summed over it.
+    """
+    if mesh is not None and model.copy_head is not None:
+        assert isinstance(hidden, DTensor)
+        hidden = hidden.redistribute(mesh, [Replicate()]).to_local()
+    return model.mixture(hidden, inputs)
+
+
 def own_tokens(
-    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations [B, T', D], output layer and labels [B, T'] of the tokens whose loss this process computes.
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor, mixture: Mixture | None = None
+) -> tuple[Tensor, Tensor, Tensor, Mixture | None]:
+    """Hidden states [B, T', D], output layer, labels [B, T'] and mixture of the tokens whose loss this process computes.
 
     Args:
         mesh: of tensor parallelism; None without it.
         hidden: from `Retro.hidden`.
         weight: [V, D], equal in all processes; its gradient is the sum over processes.
         labels: [B, T].
+        mixture: of all tokens, equal in all processes; its gradient is gathered from them.
     """
     if mesh is None:
-        return hidden, weight, labels
+        return hidden, weight, labels, mixture
     assert isinstance(hidden, DTensor)
     shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    return hidden.to_local(), shared, labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    own_labels = labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    own_mixture = mixture and Mixture(*(_by_token(values, mesh).to_local() for values in mixture))
+    return hidden.to_local(), shared, own_labels, own_mixture
+
+
+def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Divide values [B, T, …] that every process has in full by token. Gradients are gathered."""
+    return DTensor.from_local(values, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(1)])

@@ -20,8 +20,9 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.model.copy_head import CopyHead
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from retro.training.fitted_copy_head import CopyFit, fit_copy_head
@@ -80,10 +81,10 @@ def add_retrieval(
     return fit
 
 
-def _counted(batches: Iterable[TensorBatch], advance: Advance) -> Iterator[TensorBatch]:
+def _counted(batches: Iterable[Inputs], advance: Advance) -> Iterator[Inputs]:
     for batch in batches:
         yield batch
-        advance(batch["tokens"].numel())
+        advance(batch.tokens.numel())
 
 
 def _settings(base: ModelSettings, chunk_length: int) -> ModelSettings:

@@ -1,7 +1,7 @@
 """Fit copying from neighbors to a trained model with a few forward passes, without training.
 
 The scores of positions and the gates of a copy head are 51 numbers, tables by match length (`CopySource.tables`). The loss of a
-token depends on them only through what a forward pass gives once: the loss without this source, and which votes were found.
+token depends on them only through what a forward pass gives once: the loss without this source, and the votes.
 
     batches ─ forward passes ─► 38 numbers per token ─ L-BFGS on the mean loss ─► tables
 """
@@ -9,15 +9,16 @@ token depends on them only through what a forward pass gives once: the loss with
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.model.copy_head import CopyHead, CopySource
 from retro.model.copy_matches import count_votes, longest_match
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
 
@@ -64,7 +65,7 @@ class Tokens(NamedTuple):
     agree: Tensor
 
 
-def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Placement) -> CopyFit:
+def fit_copy_head(model: Retro, batches: Iterable[Inputs], placement: Placement) -> CopyFit:
     """Set the tables of copying from neighbors. All other weights stay the same.
 
     Args:
@@ -76,17 +77,13 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
     assert head is not None
     assert head.neighbors is not None
     model.eval()
-    reads = [
-        _read(model, head, batch, placement)
-        for batch in batches
-        if batch["neighbors"] is not None and batch["neighbors"].numel()
-    ]
+    reads = [_read(model, head, batch, placement) for batch in batches if batch.retrieves]
     model.train(training)
     if not reads:
         log.warning("copying from neighbors is not fitted: the batches have no neighbors")
         return CopyFit(0, 0.0, 0.0, 0.0)
     parts, off = zip(*reads, strict=True)
-    tokens = Tokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    tokens = Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
     source = copy.deepcopy(head.neighbors).cpu()
     before, after = fit_source(source, tokens)
     head.neighbors.load_state_dict(source.state_dict())
@@ -99,39 +96,38 @@ def fit_copy_head(model: Retro, batches: Iterable[TensorBatch], placement: Place
 
 
 @torch.no_grad()
-def _read(model: Retro, head: CopyHead, batch: TensorBatch, placement: Placement) -> tuple[Tokens, Tensor]:
+def _read(model: Retro, head: CopyHead, batch: Inputs, placement: Placement) -> tuple[Tokens, Tensor]:
     """The tokens of a batch that can read a neighbor, and their losses with retrieval OFF, float32 [n]."""
-    labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
-    read: dict[str, Any] = {name: inputs.get(name) for name in ("tokens", "documents", "neighbors", "neighbor_lengths")}
-    *others, own = model.found(**read)
+    *others, own = model.copy_sources(batch)
+    labels = batch.labels
     with placement.autocast():
-        hidden = model.hidden(**inputs)
-        copying = head.mixture_of(hidden, labels, others)
-        off = nats = token_losses(hidden, model.output_weight, labels, copying)
+        hidden, _ = model.hidden(batch)
+        mixture = head.mixture(hidden, labels, others)
+        off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.retrieval.cca_layers:
-            off = model.token_losses(labels, **inputs | {"neighbors": None, "neighbor_lengths": None})
+            off = model.token_losses(batch.off())
     longest, agree = longest_match(own.matches)
     counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)
     by_query = (
         own.split(nats),
-        own.split(copying.log_keep),
+        own.split(mixture.log_keep),
         *count_votes(own.matches, own.split(labels)),
         longest,
         agree,
     )
-    return Tokens(*(each[counted].cpu() for each in by_query)), own.split(off)[counted].cpu()
+    return Tokens(*(values[counted].cpu() for values in by_query)), own.split(off)[counted].cpu()
 
 
 def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
     """Fit the tables of a source on the CPU; returns the mean loss before and after."""
     tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
     optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
-    number = max(1, len(tokens.nats))
+    count = max(1, len(tokens.nats))
 
     def objective() -> Tensor:
         optimizer.zero_grad()
         value = (
-            nats_with_copying(source, tokens).sum() / number + _PULL / number * (source.tables - initial).square().sum()
+            nats_with_copying(source, tokens).sum() / count + _PULL / count * (source.tables - initial).square().sum()
         )
         value.backward()
         return value
@@ -141,7 +137,7 @@ def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(nats_with_copying(source, tokens).sum() / number)
+        after = float(nats_with_copying(source, tokens).sum() / count)
     return before, after
 
 

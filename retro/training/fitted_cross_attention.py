@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.model.attention import Attention
+from retro.model.inputs import Inputs
 from retro.model.positions import DEFAULT_ROPE, frequencies
 from retro.model.retro import Retro
 
@@ -41,7 +42,7 @@ def can_be_fitted(model: Retro) -> bool:
 
 
 @torch.no_grad()
-def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
+def fit_copying(model: Retro, batch: Inputs, placement: Placement) -> None:
     """Set the weights of encoder and cross-attention, from the last layer to the first. The decoder does not change.
 
     Args:
@@ -49,7 +50,6 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
         batch: sequences with neighbors, as for training; a few thousand tokens.
         placement: device of the model and the batch, and precision.
     """
-    labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
     training = model.training
     model.eval()
     for name, parameter in model.encoder.named_parameters():
@@ -59,38 +59,40 @@ def fit_copying(model: Retro, batch: TensorBatch, placement: Placement) -> None:
     attentions: dict[int, Any] = {int(n): cross.block.attention for n, cross in crosses.items()}
     for attention in attentions.values():
         attention.o_proj.weight.zero_()
-    loss = partial(_loss, model, inputs, labels, placement)
-    streams, size = _streams(model, inputs, placement)
+    loss = partial(_loss, model, batch, placement)
+    streams, size = _streams(model, batch, placement)
     without = loss()
     for layer, attention in reversed(attentions.items()):
-        _match_tokens(model, attention, streams[str(layer)], inputs["tokens"])
-        _set_output(model, attention, inputs["tokens"].unique(), size)
-        sharpness, nats, found = _choose_strength(attention, loss)
+        _match_tokens(model, attention, streams[str(layer)], batch.tokens)
+        _set_output(model, attention, batch.tokens.unique(), size)
+        sharpness, nats, fitted = _choose_strength(attention, loss)
         log.info(
             "cross-attention of layer %d is fitted to copy: sharpness %g, %g nats; loss %.4f, without it %.4f",
-            *(layer, sharpness, nats, found, without),
+            *(layer, sharpness, nats, fitted, without),
         )
     model.train(training)
 
 
-def _loss(model: Retro, inputs: TensorBatch, labels: Tensor, placement: Placement) -> float:
+def _loss(model: Retro, batch: Inputs, placement: Placement) -> float:
     """Nats per token."""
     with placement.autocast():
-        losses = model.token_losses(labels, **inputs)
-    return float(losses.sum() / (labels >= 0).sum())
+        losses = model.token_losses(batch)
+    return float(losses.sum() / (batch.labels >= 0).sum())
 
 
-def _streams(model: Retro, inputs: TensorBatch, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
+def _streams(model: Retro, batch: Inputs, placement: Placement) -> tuple[dict[str, Tensor], Tensor]:
     """The input of each cross-attention, [B·T, D] float32, and the RMS of the input of the final norm."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, of: Any) -> Any:
-        return of.register_forward_hook(lambda _, given, made: kept.update({name: given[0] if name == "" else made}))
+        return of.register_forward_hook(
+            lambda _, inputs, output: kept.update({name: inputs[0] if name == "" else output})
+        )
 
     crosses: dict[str, Any] = dict(model.cross.items())
     hooks = [keep("", model.norm), *(keep(name, cross.norm) for name, cross in crosses.items())]
     with placement.autocast():
-        model.hidden(**inputs)
+        model.hidden(batch)
     for hook in hooks:
         hook.remove()
     size = kept.pop("").float().square().mean(-1).sqrt().mean()
@@ -102,11 +104,13 @@ def _match_tokens(model: Retro, attention: Attention, stream: Tensor, tokens: Te
     _set_taps(attention)
     read, count = _encoded(model, tokens.flatten()), len(stream)  # [N, E]
     whiten_read, whiten_stream = _whitening(read), _whitening(stream)
-    left, found, right = torch.linalg.svd(whiten_read @ (read.T @ stream / count) @ whiten_stream, full_matrices=False)
-    features = _free_features(model, attention)[: len(found)]
+    left, singular_values, right = torch.linalg.svd(
+        whiten_read @ (read.T @ stream / count) @ whiten_stream, full_matrices=False
+    )
+    features = _free_features(model, attention)[: len(singular_values)]
     num = len(features)
     of_key = (left.T @ whiten_read)[:num]
-    of_query = found[:num, None] * (right @ whiten_stream)[:num]
+    of_query = singular_values[:num, None] * (right @ whiten_stream)[:num]
     for weight, rows in ((attention.k_proj.weight, of_key), (attention.q_proj.weight, of_query)):
         weight.zero_()
         weight.unflatten(0, (-1, attention.head_dim))[:, features] = rows
@@ -162,15 +166,15 @@ def _choose_strength(attention: Attention, loss: Callable[[], float]) -> tuple[f
     def tried(sharpness: float, nats: float) -> float:
         _sharpen(attention, sharpness)
         attention.o_proj.weight.copy_(out * nats)
-        found = loss()
+        nats_per_token = loss()
         _sharpen(attention, 1 / sharpness)
-        return found
+        return nats_per_token
 
-    sharpness = min(_SHARPNESS, key=lambda each: tried(each, 1.0))
-    found, nats = min((tried(sharpness, each), each) for each in _NATS)
+    sharpness = min(_SHARPNESS, key=lambda candidate: tried(candidate, 1.0))
+    lowest, nats = min((tried(sharpness, candidate), candidate) for candidate in _NATS)
     _sharpen(attention, sharpness)
     attention.o_proj.weight.copy_(out * nats)
-    return sharpness, nats, found
+    return sharpness, nats, lowest
 
 
 def _encoded(model: Retro, tokens: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterator
 
 from retro.data.loader import BatchSource, as_tensors
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.fitted_copy_head import fit_copy_head
@@ -42,7 +43,7 @@ def fit_retrieval(
     if fits_cross_attention(model, base):
         count = max(2, _CROSS_ATTENTION_TOKENS // sequence_length)
         (batch,) = read_batches(data, count, count, placement)
-        if batch["neighbors"] is None:
+        if batch.neighbors is None:
             log.warning("data.k = 0: cross-attention is not fitted, and starts as in training from scratch")
         else:
             fit_copying(model, batch, placement)
@@ -51,7 +52,7 @@ def fit_retrieval(
     model.to("cpu")
 
 
-def read_batches(data: BatchSource, num_samples: int, batch_size: int, placement: Placement) -> Iterator[TensorBatch]:
+def read_batches(data: BatchSource, num_samples: int, batch_size: int, placement: Placement) -> Iterator[Inputs]:
     """Batches of the first samples, with neighbors in every sequence."""
     for first in range(0, num_samples, batch_size):
         batch = data.batch(range(first, min(first + batch_size, num_samples)), 0.0)

@@ -234,5 +234,5 @@ def _far_above(before: list[float], value: float, margin: float) -> bool:
     if len(before) < _ENOUGH or not math.isfinite(value):
         return False
     median = statistics.median(before)
-    deviation = 1.4826 * statistics.median(abs(each - median) for each in before)
+    deviation = 1.4826 * statistics.median(abs(value - median) for value in before)
     return value > median + max(_DEVIATIONS * deviation, margin * median)

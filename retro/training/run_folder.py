@@ -59,11 +59,11 @@ def last_checkpoint(
     Raises:
         InputError: the run was started with other settings or on other data, or all checkpoints are damaged.
     """
-    found, damaged = _newest_whole(run)
-    if found is None:
+    checkpoint, damaged = _newest_whole(run)
+    if checkpoint is None:
         return None
-    changed = _changes(found, resolved, defaults)
-    if found.datastores != datastores:
+    changed = _changes(checkpoint, resolved, defaults)
+    if checkpoint.datastores != datastores:
         changed.append("the datastore has changed, or the examples that it is fine-tuned on")
     if changed:
         raise InputError(
@@ -72,10 +72,12 @@ def last_checkpoint(
         )
     for folder, problem in damaged.items():
         aside = folder.with_name(f"damaged-{folder.name}")
-        log.warning("%s\nThis checkpoint is renamed to %s; resuming from step %d instead.", problem, aside, found.step)
+        log.warning(
+            "%s\nThis checkpoint is renamed to %s; resuming from step %d instead.", problem, aside, checkpoint.step
+        )
         shutil.rmtree(aside, ignore_errors=True)  # from an earlier resume
         folder.rename(aside)
-    return found
+    return checkpoint
 
 
 def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, str]]:
@@ -94,22 +96,22 @@ def _newest_whole(run: Path) -> tuple[checkpoints.Checkpoint | None, dict[Path, 
     return None, damaged
 
 
-def _changes(found: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+def _changes(checkpoint: checkpoints.Checkpoint, resolved: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Describe the settings that differ from those of the checkpoint and would change the run."""
     changed = []
-    if ("finetune" in found.settings) != ("finetune" in resolved):
-        return [f"it was one of `retro {'finetune' if 'finetune' in found.settings else 'train'}`"]
+    if ("finetune" in checkpoint.settings) != ("finetune" in resolved):
+        return [f"it was one of `retro {'finetune' if 'finetune' in checkpoint.settings else 'train'}`"]
     for section, values in resolved.items():
-        before = _flat(defaults[section]) | _flat(found.settings.get(section, {}))
+        before = _flat(defaults[section]) | _flat(checkpoint.settings.get(section, {}))
         for key, value in _flat(values).items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
-            if section == "train" and key in _SCHEDULE and _same_learning_rates(before, values, found.step):
+            if section == "train" and key in _SCHEDULE and _same_learning_rates(before, values, checkpoint.step):
                 continue
             words = f"{section}.{key} was {before[key]!r}, now {value!r}"
             if (section, key) == ("train", "steps"):
                 words += (
-                    f" (under train.lr_schedule = {values['lr_schedule']!r} the {found.step} steps done would have had other "
+                    f" (under train.lr_schedule = {values['lr_schedule']!r} the {checkpoint.step} steps done would have had other "
                     "learning rates; 'constant' and 'wsd', before it decays, can be made longer)"
                 )
             changed.append(words)
@@ -121,7 +123,9 @@ def _flat(section: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in section.items():
         flat |= (
-            {f"{key}.{name}": each for name, each in _flat(value).items()} if isinstance(value, dict) else {key: value}
+            {f"{key}.{name}": inner for name, inner in _flat(value).items()}
+            if isinstance(value, dict)
+            else {key: value}
         )
     return flat
 

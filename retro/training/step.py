@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from indexing.splitmix64 import mix
-from retro.device import Placement, TensorBatch, random_state, restore_random_state, start_copy
+from retro.device import Placement, random_state, restore_random_state, start_copy
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
 from retro.model.retro import Retro
@@ -71,7 +72,7 @@ class OptimizerStep:
         self._skips_on_device = processes.count == 1 and hasattr(optimizer, "_step_supports_amp_scaling")
         self.monitor = Monitor.of(named, placement.dtype, settings.monitor_every) if settings.monitor_every else None
 
-    def __call__(self, step: int, batches: Sequence[TensorBatch]) -> StepResult:
+    def __call__(self, step: int, batches: Sequence[Inputs]) -> StepResult:
         """Do a step.
 
         Args:
@@ -109,7 +110,7 @@ class OptimizerStep:
         metrics |= routing_metrics(routing, self.model.model_parts[0].settings)
         return StepResult(metrics, monitored, num_tokens, update)
 
-    def forward_backward(self, batches: Sequence[TensorBatch], scale: float) -> tuple[Tensor, int]:
+    def forward_backward(self, batches: Sequence[Inputs], scale: float) -> tuple[Tensor, int]:
         """Add up the gradients of the batches.
 
         The labels of all batches are counted first: the mean over the step is not the mean of the batches' means.
@@ -117,15 +118,15 @@ class OptimizerStep:
         Returns:
             Cross-entropy and `ROUTING` of the step, float32 [1 + 3], and its number of tokens.
         """
-        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
+        counts = [(batch.labels != IGNORED_LABEL).sum() for batch in batches]
         num_labels = self.processes.sum(torch.stack(counts).sum(), "data").clamp(min=1)
-        num_sequences = sum(len(batch["tokens"]) for batch in batches) * self.processes.data
-        num_tokens = sum(batch["tokens"].numel() for batch in batches) * self.processes.data
+        num_sequences = sum(len(batch.tokens) for batch in batches) * self.processes.data
+        num_tokens = sum(batch.tokens.numel() for batch in batches) * self.processes.data
         measured = [
             self.model.forward_backward(
-                batch, StepContext(num_labels, num_sequences, scale, last=number == len(batches))
+                batch, StepContext(num_labels, num_sequences, scale, last=index == len(batches))
             )
-            for number, batch in enumerate(batches, start=1)
+            for index, batch in enumerate(batches, start=1)
         ]
         return self.processes.sum(torch.stack(measured).sum(0)), num_tokens
 

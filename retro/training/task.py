@@ -9,14 +9,15 @@ from torch import Tensor
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
 from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import open_sets
 from retro.model.datastore_fit import fit_to
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.training.run_settings import RunSettings
 
-TokenLosses = Callable[[TensorBatch], Tensor]
+TokenLosses = Callable[[Inputs], Tensor]
 """A batch → the loss of each token, float32 [B, T]: `DistributedModel.token_losses`."""
 
 
@@ -58,7 +59,7 @@ class DocumentTask:
         """
         data, retrieval = settings.data, settings.model.retrieves
         self.data = TrainingData(data.datastores, data, retrieval=retrieval)
-        self.data.plan(settings.train.steps * settings.samples_per_step)
+        self.data.announce(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]
         self.settings = replace(settings, model=fit_to(settings.model, datastore.manifest, datastore.folder))
         self.extra_sections: Mapping[str, Any] = {}

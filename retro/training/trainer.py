@@ -29,22 +29,21 @@ from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.loader import load
-from retro.device import TensorBatch, choose_training_placement
+from retro.device import choose_training_placement
+from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
-from retro.training.bad_batches import advice, describe_figures, name_batch
 from retro.training.fitted_retrieval import fit_retrieval, fits_copying, fits_cross_attention
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
-from retro.training.learning_rate_scaling import learning_rate_factors
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
-from retro.training.optimizer import make_optimizer
+from retro.training.optimizer import learning_rate_factors, make_optimizer
 from retro.training.run_folder import better, last_checkpoint, read_metrics
 from retro.training.run_settings import RunSettings
-from retro.training.settings import TrainSettings
+from retro.training.settings import OnNan, TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
 from retro.training.step import OptimizerStep, StepResult, distributed_model
 from retro.training.task import DocumentTask, Task
@@ -54,7 +53,7 @@ from retro.tuning.settings import ALL, RETRIEVAL
 log = logging.getLogger("retro")
 
 MAX_REFUSED_IN_A_ROW = 10
-"""Batches in a row that `train.on_nan` = skip skips: after more of them, the batches are not the problem."""
+"""Give up after this many skipped batches in a row: the batches are not the problem."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,7 @@ class Trainer:
 
     def _last_checkpoint(self) -> Checkpoint | None:
         defaults = RunSettings(ModelSettings(copy_head=NO_COPY_HEAD)).recorded(
-            {name: type(each)() for name, each in self.task.extra_sections.items()}
+            {name: type(section)() for name, section in self.task.extra_sections.items()}
         )
         return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
 
@@ -320,7 +319,7 @@ class Trainer:
             self.run / "settings.json", {**self.metadata["settings"], "parallel": asdict(self.settings.parallel)}
         )
 
-    def _load_batches(self) -> Iterator[TensorBatch]:
+    def _load_batches(self) -> Iterator[Inputs]:
         """This process's rows of the batches from the current step to the end of the run."""
         settings = self.settings.train
         count = settings.gradient_accumulation_steps
@@ -365,8 +364,9 @@ class Trainer:
     def _skip_or_stop(self, result: StepResult) -> None:
         """Name a batch that is not finite in a file. Raise FloatingPointError if the run stops here, after a checkpoint."""
         settings = self.settings
-        file = on_first(self.group, lambda: name_batch(self.run, self.task.data, settings, self.step + 1, result))
-        problem = f"step {self.step + 1}: {describe_figures(result)}; the batch is in {file}"
+        file = on_first(self.group, lambda: self._name_batch(result))
+        figures = f"loss {result.metrics['loss']:.4g}, norm of the gradient {result.metrics['gradient_norm']:.4g}"
+        problem = f"step {self.step + 1}: {figures}; the batch is in {file}"
         self.refused_in_a_row += 1
         if settings.train.on_nan == "skip" and self.refused_in_a_row <= MAX_REFUSED_IN_A_ROW:
             log.warning("%s; it is skipped", problem)
@@ -374,7 +374,31 @@ class Trainer:
         self.saver.wait()
         if not on_first(self.group, checkpoints.step_folder(self.run, self.step).exists):
             self.save()
-        raise FloatingPointError(f"{self.run}: {problem}. {advice(settings.train.on_nan, self.step)}")
+        raise FloatingPointError(f"{self.run}: {problem}. {_advice(settings.train.on_nan, self.step)}")
+
+    def _name_batch(self, result: StepResult) -> Path:
+        """Write `RUN/bad_batches/00000137.json` with the sources of all sequences of a step, and return its path.
+
+        A run that is resumed from an earlier checkpoint writes the same file again.
+        """
+        step, size = self.step + 1, self.settings.samples_per_step
+        samples = range((step - 1) * size, step * size)
+        path = self.run / "bad_batches" / f"{step:08d}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures = {name: str(result.metrics[name]) for name in ("loss", "gradient_norm")}  # JSON has no NaN
+        write_json(path, {"step": step, **figures, "sequences": [self.task.data.origin(sample) for sample in samples]})
+        return path
+
+
+def _advice(on_nan: OnNan, step: int) -> str:
+    """What to do about a run that stopped after `step` steps."""
+    saved = f"The update was not applied: the checkpoint of step {step} is the last good state."
+    if on_nan == "skip":
+        return f"{saved} Too many batches in a row were not finite: train with a lower train.lr in another `run`."
+    return (
+        f"{saved} To skip this batch, run the same command with --train.on-nan skip. To train with a lower train.lr, "
+        "choose another `run`."
+    )
 
 
 def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None:

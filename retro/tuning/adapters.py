@@ -65,12 +65,12 @@ def matrices(model: nn.Module) -> dict[str, list[str]]:
 
     Names omit the numbers of layers. Routers, experts, embeddings and the output layer cannot have LoRA.
     """
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         parts = [part for part in name.split(".") if not part.isdigit() and part != "block"]
         if isinstance(module, nn.Linear) and parts[0] != "head" and parts[-1] != "router":
-            found.setdefault(".".join(parts), []).append(name)
-    return found
+            modules.setdefault(".".join(parts), []).append(name)
+    return modules
 
 
 def _targeted(model: nn.Module, targets: tuple[str, ...]) -> list[str]:

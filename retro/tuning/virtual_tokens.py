@@ -49,15 +49,15 @@ class Prompt(nn.Module):
         h = model.scaled(self.prompt(torch.arange(self.count, device=device)[None]))  # [1, P, D]
         at = range(-self.count, 0)
         here = positions_of(*model.self_scheme, at, at, device, rope=model.settings.rope)
-        found: KeysValues = {}
-        for name, attention in model.attention.items():
+        keys_values: KeysValues = {}
+        for layer in model.layers:
             reads = h if model.settings.parallel_residual else None
-            h, k, v = attention(h, here, causal=True, return_keys_values=True)
-            found[name] = k, v
-            h = model.feed_forward[name](h, reads=reads)
-            if int(name) + 1 in model.settings.expert_layers:
+            h, *finished = layer.attention(h, here, causal=True, return_keys_values=True)
+            keys_values[layer.name] = finished[0], finished[1]
+            h = layer.feed_forward(h, reads=reads)
+            if isinstance(h, tuple):  # with experts, their routing too
                 h, _ = h
-        return found
+        return keys_values
 
 
 class Prefix(nn.Module):
@@ -80,7 +80,7 @@ class Prefix(nn.Module):
             num_layers=model.settings.num_layers,
         )
         with torch.no_grad():
-            layers = [torch.stack(each) for each in Prompt(peft, model, count)(model).values()]
+            layers = [torch.stack(pair) for pair in Prompt(peft, model, count)(model).values()]
         self.prefix = peft.PrefixEncoder(config)
         with torch.no_grad():
             flat = rearrange(torch.stack(layers), "l two 1 p g c -> p (l two g c)")  # in the layout of peft

@@ -2,7 +2,7 @@
 
     with fake_cuda() as cuda:
         model = build().to("cuda")          # CPU tensors stay real, CUDA tensors are fake
-        model.hidden(tokens.to("cuda"))     # raises if an operation mixes tensors of both devices
+        model.hidden(Inputs(tokens.to("cuda")))  # raises if an operation mixes tensors of both devices
     cuda.reads                              # where the host waited for a value of the device
 
 Fake tensors (`torch._subclasses`) compute shapes by torch's own rules and raise `FakeTensorDeviceMismatchError` where CUDA would

@@ -10,9 +10,10 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from retro.device import Placement, TensorBatch, choose_placement
+from retro.device import Placement, choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors, Row
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
 from retro.model.settings import (
@@ -115,32 +116,30 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
 
 
-def answers_only(num_rows: int = 4) -> TensorBatch:
+def inputs(*, on: bool = True, documents: bool = False) -> Inputs:
+    """The tokens of `batch` with the next ones as labels."""
+    tokens, neighbors, lengths = batch()
+    whole = Inputs(tokens, DOCUMENTS if documents else None, neighbors, lengths, labels=tokens.roll(-1, 1))
+    return whole if on else whole.off()
+
+
+def answers_only(num_rows: int = 4) -> Inputs:
     """A fine-tuning batch with labels on answers only: one label in each row of the first half, all in the others."""
     drawn = [batch(seed) for seed in range(num_rows // B)]
     tokens, neighbors, lengths = (torch.cat(each) for each in zip(*drawn, strict=True))
     labels = tokens.roll(-1, 1)
     labels[: num_rows // 2, 1:] = IGNORED_LABEL
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "documents": None,
-        "neighbors": neighbors,
-        "neighbor_lengths": lengths,
-    }
+    return Inputs(tokens, None, neighbors, lengths, labels=labels)
 
 
-def split_batch(whole: TensorBatch, count: int) -> list[TensorBatch]:
+def split_batch(whole: Inputs, count: int) -> list[Inputs]:
     """Split a batch into `count` batches, in order."""
-    size = len(whole["tokens"]) // count
-    return [
-        {name: None if value is None else value[start : start + size] for name, value in whole.items()}
-        for start in range(0, count * size, size)
-    ]
+    size = len(whole.tokens) // count
+    return [whole.rows(slice(start, start + size)) for start in range(0, count * size, size)]
 
 
 def step_of(
-    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[TensorBatch], settings: TrainSettings
+    model: Retro, optimizer: torch.optim.Optimizer, batches: Iterator[Inputs], settings: TrainSettings
 ) -> Callable[[int], StepResult]:
     """The trainer's step for a model trained by one process in float32."""
     placement = choose_placement("cpu", "float32")
@@ -151,9 +150,10 @@ def step_of(
 
 
 def loss_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Mean loss of labels [B, T], copying included."""
-    hidden = model.hidden(*inputs)
-    return loss(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+    """Mean loss of labels [B, T], copying included. The other arguments are those of `Inputs`."""
+    whole = Inputs(*inputs)._replace(labels=labels)
+    hidden, _ = model.hidden(whole)
+    return loss(hidden, model.output_weight, labels, model.mixture(hidden, whole))
 
 
 class Together:
@@ -183,7 +183,7 @@ class Together:
 
 @torch.no_grad()
 def logits(model: Retro, *inputs: Tensor | None) -> Tensor:
-    return model(*inputs)
+    return model(Inputs(*inputs))
 
 
 def first_difference(a: Tensor, b: Tensor) -> int:

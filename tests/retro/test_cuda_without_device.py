@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from indexing.index.product_search import ProductIndex
-from retro.device import Placement, TensorBatch, choose_placement
+from retro.device import Placement, choose_placement
 from retro.model import kernels
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.forward_backward import WholeModel
@@ -48,16 +49,15 @@ def on_cuda(name: str) -> tuple[Retro, Placement]:
     return model, placement
 
 
-def packed() -> TensorBatch:
+def packed() -> Inputs:
     """A batch of rows with two documents each, and all arguments of the model."""
     whole = answers_only()
-    whole["documents"] = torch.arange(T // M).expand(len(whole["tokens"]), -1) // 2
-    whole["lengths"] = torch.full_like(whole["documents"], M)
-    return whole
+    documents = torch.arange(T // M).expand(len(whole.tokens), -1) // 2
+    return whole._replace(documents=documents, lengths=torch.full_like(documents, M))
 
 
 def reads_of_step(
-    cuda: FakeCuda, name: str, batches: list[TensorBatch], tuning: TuningSettings = ALL, **settings: Any
+    cuda: FakeCuda, name: str, batches: list[Inputs], tuning: TuningSettings = ALL, **settings: Any
 ) -> list[str]:
     """Train a step; returns what the host read."""
     model, placement = on_cuda(name)
@@ -83,7 +83,8 @@ def test_a_step_of_packed_documents_makes_no_mask_of_them(name: str, monkeypatch
     monkeypatch.delattr(kernels, "document_mask")
     monkeypatch.delattr(kernels, "visible")
     given = packed()
-    given |= {key: given[key][:3] for key in ("neighbors", "neighbor_lengths")}  # the last row has no neighbors
+    # The last row has no neighbors.
+    given = given._replace(neighbors=given.neighbors[:3], neighbor_lengths=given.neighbor_lengths[:3])
     with fake_cuda() as cuda:
         assert len(reads_of_step(cuda, name, [given])) == 1
 

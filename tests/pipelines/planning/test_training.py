@@ -108,7 +108,6 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
         (["--mfu", "40"], "mfu = 40"),
         (["--peak-tflops", "0"], "peak-tflops = 0"),
         (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
-        (["--parallel.tensor", "2"], "Set model.copy_head.neighbors = false"),
         (["--data.sequence-length", "100"], "data.sequence_length = 100: must be a multiple of model.chunk_length"),
         (["--measured", "nowhere"], "measured = 'nowhere': not the folder of a training run"),
         (["--zero", "1"], "unknown option --zero"),

@@ -12,6 +12,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import TensorFiles
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, ModelSettings, RetrievalSettings
 from retro.training.optimizer import make_optimizer
@@ -46,7 +47,7 @@ def train_one_step() -> tuple[Retro, torch.optim.Optimizer]:
 
 
 def step(model: Retro, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.randint(50, (2, 8))).square().mean().backward()
+    model(Inputs(torch.randint(50, (2, 8)))).square().mean().backward()
     optimizer.step()
 
 

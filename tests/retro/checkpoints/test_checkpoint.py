@@ -19,6 +19,7 @@ from indexing.store.files import read_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
+from retro.model.inputs import Inputs
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
@@ -42,7 +43,7 @@ def test_a_model_loads_equally_twice_in_evaluation_mode(run: Path, tmp_path: Pat
     model = checkpoints.load_model(opened, torch.device("cpu"))
     tokens = torch.arange(32)[None]
     again = checkpoints.load_model(opened, torch.device("cpu"))
-    assert torch.equal(model(tokens), again(tokens))
+    assert torch.equal(model(Inputs(tokens)), again(Inputs(tokens)))
     assert not model.training
 
 

@@ -35,6 +35,7 @@ from retro.checkpoints import sharded_writer as parts
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.single_file import export
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from retro.parallel.coordination import on_all, on_first, open_group
@@ -132,7 +133,7 @@ def parallelize_and_shard(model: Retro, mesh: DeviceMesh) -> Retro:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     tokens, neighbors, lengths = batch()
-    model(tokens, None, neighbors, lengths).square().mean().backward()
+    model(Inputs(tokens, None, neighbors, lengths)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -321,7 +322,7 @@ def evaluation_leaves_the_shards_unchanged(case: Case) -> None:
     before = held(case.model, case.optimizer)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
-        case.model(tokens, None, neighbors, lengths)
+        case.model(Inputs(tokens, None, neighbors, lengths))
     assert not isinstance(case.model.norm.weight, DTensor)
     assert_equal(held(case.model, case.optimizer), before)
 

@@ -1,5 +1,6 @@
 """Batches contain no neighbor from their own documents, and the data order needs no state."""
 
+import logging
 import pickle
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.data.batches import Batch, TrainingData
+from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.evaluation.windows import document_windows, window_batches
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 
@@ -34,14 +36,12 @@ def test_no_neighbor_comes_from_a_document_of_its_sequence(data: TrainingData) -
             expected.append((allowed + [-1] * 3)[:3])
         tokens, lengths = train.with_continuation(np.array(expected).ravel())
         batch = data.batch(range(sample, sample + 1))
-        assert batch.neighbors is not None
-        assert batch.neighbor_lengths is not None
         assert np.array_equal(batch.neighbors[0].reshape(tokens.shape), tokens)
         assert np.array_equal(batch.neighbor_lengths[0].ravel(), lengths)
     assert crowded > 5  # includes sequences of several documents
 
 
-def arrays_of_row(batch: Batch, row: int) -> list[list]:
+def arrays_of_row(batch: Inputs, row: int) -> list[list]:
     """All arrays of one row of a batch."""
     arrays = (batch.tokens, batch.labels, batch.neighbors, batch.neighbor_lengths)
     return [array[row].tolist() for array in arrays if array is not None]
@@ -113,13 +113,10 @@ def test_random_neighbors_depend_on_the_epoch_and_not_on_the_batch(tiny_datastor
     again = range(per_epoch, per_epoch + 8)
     before = [data.batch(range(sample, sample + 1)) for sample in (first_chunks[data.locate(new)[1]] for new in again)]
     now = data.batch(again)
-    assert now.neighbors is not None
     for row, one in enumerate(before):
-        assert one.neighbors is not None
         assert np.array_equal(one.tokens[0], now.tokens[row])
         assert not np.array_equal(one.neighbors[0], now.neighbors[row])
     across = data.batch(range(per_epoch - 4, per_epoch + 4))  # the end of one epoch and the start of the next
-    assert across.neighbors is not None
     assert np.array_equal(across.neighbors[4:], now.neighbors[:4])
 
 
@@ -169,15 +166,19 @@ def test_invalid_data_settings_are_rejected_with_their_key(tiny_datastore: Datas
         DataSettings(datastores=(Path("a"), Path("b")), weights=(5, 0))
 
 
-def test_weights_determine_the_tokens_of_each_datastore(tiny_datastore: Datastore) -> None:
+def test_weights_determine_the_tokens_of_each_datastore(
+    tiny_datastore: Datastore, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tiny_datastore.folder
     options = DataSettings(datastores=(folder, folder), sequence_length=64, weights=(64_000, 16_000))
     data = TrainingData([folder, folder], options, retrieval=False)
     chosen = [data.locate(sample)[0] for sample in range(1250)]
     assert abs(chosen.count(0) - 1000) <= 20
-    planned = data.plan(1250)
-    assert [share.tokens for share in planned] == [64_000, 16_000]
-    assert planned[1].epochs == 16_000 / (16 * tiny_datastore.train.num_chunks)
+    with caplog.at_level(logging.INFO, logger="retro"):
+        data.announce(1250)
+    epochs = 16_000 / (16 * tiny_datastore.train.num_chunks)
+    assert "80.0% of the sequences, 64,000 tokens" in caplog.messages[0]
+    assert f"20.0% of the sequences, 16,000 tokens, {epochs:.2f} epochs" in caplog.messages[1]
 
 
 def test_batches_of_several_datastores_keep_the_sample_order(tiny_datastore: Datastore) -> None:

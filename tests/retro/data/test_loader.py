@@ -9,16 +9,15 @@ from indexing.store.datastore import Datastore
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors, load
 from retro.data.settings import DataSettings
-from retro.device import Placement, TensorBatch
+from retro.device import Placement
+from retro.model.inputs import Inputs
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
 WHOLE = range(3)
 HERE = Placement(torch.device("cpu"), torch.float32)
 
 
-def batches(
-    folder: Path, numbers: range, workers: int = 0, rows: range = WHOLE, dropout: float = 0.3
-) -> list[TensorBatch]:
+def batches(folder: Path, numbers: range, workers: int = 0, rows: range = WHOLE, dropout: float = 0.3) -> list[Inputs]:
     return list(
         load(
             TrainingData([folder], SETTINGS, retrieval=True),
@@ -32,10 +31,9 @@ def batches(
     )
 
 
-def equal_batches(first: TensorBatch, second: TensorBatch) -> bool:
-    return first.keys() == second.keys() and all(
-        (one is None and other is None) or torch.equal(one, other)
-        for one, other in zip(first.values(), second.values(), strict=True)
+def equal_batches(first: Inputs, second: Inputs) -> bool:
+    return all(
+        (one is None and other is None) or torch.equal(one, other) for one, other in zip(first, second, strict=True)
     )
 
 
@@ -57,12 +55,12 @@ def test_loading_can_start_at_any_batch(tiny_datastore: Datastore) -> None:
 
 def test_a_batch_without_any_neighbor_leaves_retrieval_out_unless_processes_share_it(tiny_datastore: Datastore) -> None:
     (whole,) = batches(tiny_datastore.folder, range(1), dropout=1.0)
-    assert whole["neighbors"] is None
-    assert whole["neighbor_lengths"] is None
+    assert whole.neighbors is None
+    assert whole.neighbor_lengths is None
     (part,) = batches(tiny_datastore.folder, range(1), rows=range(1), dropout=1.0)
-    assert part["neighbors"] is not None
+    assert part.neighbors is not None
     (some,) = batches(tiny_datastore.folder, range(1), dropout=0.0)
-    assert some["neighbors"] is not None
+    assert some.neighbors is not None
 
 
 @pytest.mark.parametrize("rows", [WHOLE, range(2), range(1)])
@@ -74,20 +72,20 @@ def test_batches_of_two_sizes_have_no_neighbors_for_the_rows_that_lack_them(
     for number, found in enumerate(batches(tiny_datastore.folder, range(12), rows=rows, dropout=0.4)):
         first = number * len(WHOLE)
         plain = as_tensors(data.batch(range(first + rows.start, first + rows.stop), 0.4))
-        if found["neighbors"] is None:  # of no row
-            assert not plain["neighbor_lengths"].any()
+        if found.neighbors is None:  # of no row
+            assert not plain.neighbor_lengths.any()
             continue
-        size = len(found["neighbors"])
+        size = len(found.neighbors)
         seen.add(size)
-        assert plain["neighbor_lengths"].any((1, 2)).sum() <= size
-        for row, tokens in enumerate(found["tokens"]):
-            (at,) = (plain["tokens"] == tokens).all(1).nonzero()[0]
+        assert plain.neighbor_lengths.any((1, 2)).sum() <= size
+        for row, tokens in enumerate(found.tokens):
+            (at,) = (plain.tokens == tokens).all(1).nonzero()[0]
             for name in ("labels", "documents", "lengths"):
-                if plain[name] is not None:
-                    assert torch.equal(found[name][row], plain[name][at])
+                if getattr(plain, name) is not None:
+                    assert torch.equal(getattr(found, name)[row], getattr(plain, name)[at])
             if row < size:
-                assert torch.equal(found["neighbors"][row], plain["neighbors"][at])
-                assert torch.equal(found["neighbor_lengths"][row], plain["neighbor_lengths"][at])
+                assert torch.equal(found.neighbors[row], plain.neighbors[at])
+                assert torch.equal(found.neighbor_lengths[row], plain.neighbor_lengths[at])
             else:
-                assert not plain["neighbor_lengths"][at].any()
+                assert not plain.neighbor_lengths[at].any()
     assert seen == ({len(rows), len(rows) - 1} if len(rows) > 1 else {1})

@@ -13,10 +13,11 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from retro.data.batches import Batch, TrainingData
+from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.evaluation.windows import document_windows, window_batches
+from retro.model.inputs import Inputs
 from tests.conftest import build_local, tiny_config, write_corpus
 
 WAYS = ({"reading": "pread"}, {"materialized": True}, {"reading": "pread", "materialized": True})
@@ -41,8 +42,8 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-def batches_are_equal(one: Batch, other: Batch) -> bool:
-    pairs = [(getattr(one, name), getattr(other, name)) for name in vars(one)]
+def batches_are_equal(one: Inputs, other: Inputs) -> bool:
+    pairs = zip(one, other, strict=True)
     return all((a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b)) for a, b in pairs)
 
 

@@ -12,6 +12,7 @@ from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from retro.estimates.activation_trace import Pass, trace, trace_model
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
@@ -38,8 +39,13 @@ def forward(model: Retro, run: Pass) -> Tensor:
     documents = torch.zeros(run.num_sequences, num_chunks, dtype=torch.int64) if run.documents else None
     neighbors = torch.zeros(run.num_sequences, num_chunks, run.k, 2 * m, dtype=torch.int64) if run.k else None
     with torch.autocast("cpu", torch.bfloat16, enabled=run.narrow):
-        hidden = model.hidden(tokens, documents, neighbors)
-        return loss(hidden, model.output_weight, tokens, model.copying(hidden, tokens, tokens, documents, neighbors))
+        hidden = model.hidden(Inputs(tokens, documents, neighbors))[0]
+        return loss(
+            hidden,
+            model.output_weight,
+            tokens,
+            model.mixture(hidden, Inputs(tokens, documents, neighbors, labels=tokens)),
+        )
 
 
 def hooked_bytes(model: Retro, run: Pass) -> int:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, measured_flops, peak_flops, training_flops
+from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
@@ -46,7 +47,7 @@ def test_the_formula_equals_pytorchs_count(option: str, k: int) -> None:
     tokens = torch.zeros(1, 12, dtype=torch.int64)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens, neighbors=neighbors)
+        model(Inputs(tokens, neighbors=neighbors))
     # The formula omits Transformer-XL's projections of distances, which are computed once per batch.
     decoder, encoder, asking = 3 * 23 * 32 * 24, 2 * 15 * 24 * 12 + 11 * 24 * 12, 2 * 11 * 32 * 24
     left_out = 2 * (decoder + (encoder + asking if k else 0)) if option == "transformer-xl" else 0
@@ -65,7 +66,7 @@ def test_only_computed_gradients_are_counted(weights: Any, k: int) -> None:
     train_only(model, tuning)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        logits = model(torch.zeros(1, 12, dtype=torch.int64), neighbors=neighbors)
+        logits = model(Inputs(torch.zeros(1, 12, dtype=torch.int64), neighbors=neighbors))
         if logits.requires_grad:
             logits.sum().backward()
     rounding = 0.0 if weights == "all" else 0.02
@@ -86,7 +87,7 @@ def test_only_the_experts_of_a_token_are_counted(experts_per_token: int) -> None
     )
     model = Retro(settings).train()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, 12, dtype=torch.int64))
+        model(Inputs(torch.zeros(1, 12, dtype=torch.int64)))
     assert forward_flops(settings, 12, 0) == counter.get_total_flops()
 
 

@@ -21,6 +21,7 @@ from retro.estimates.training_memory import (
     state_bytes,
 )
 from retro.model.copy_head import CopyHead
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from retro.parallel.data_parallel import matrices
@@ -42,7 +43,7 @@ def test_unsharded_states_equal_those_of_a_real_step() -> None:
     model = build()
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
-    model(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors).sum().backward()
+    model(Inputs(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors)).sum().backward()
     gradients = tensor_bytes(parameter.grad for parameter in model.parameters())
     optimizer.step()
     moments = tensor_bytes(value for state in optimizer.state.values() for value in state.values())
@@ -81,6 +82,12 @@ def test_tensor_parallelism_divides_only_the_blocks() -> None:
         {"attention.positions": "learned", "shared_embeddings": True},
         {"attention.positions": "learned", "retrieval.positions": "rope", "norm": "layer", "attention.bias": "all"},
         {"tied_embeddings": False},
+        {
+            "tied_embeddings": False,
+            "copy_head.context": True,
+            "copy_head.neighbors": True,
+            "copy_head.content_width": 8,
+        },
     ],
 )
 def test_a_pipeline_process_holds_the_parameters_of_its_stages(schedule: str, changes: dict[str, Any]) -> None:
@@ -233,6 +240,10 @@ def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(heads: dict[st
     head = CopyHead(settings.copy_head, settings.d_model, 32)
     tokens, neighbors, hidden = torch.zeros(2, 512).long(), torch.zeros(2, 16, 8, 64).long(), torch.zeros(2, 512, 32)
     with LiveBytes() as counted:
-        head.mixture_of(hidden, tokens, head.find(tokens, None, neighbors, table=torch.zeros(50, 32)))
+        head.mixture(
+            hidden,
+            tokens,
+            head.sources(Inputs(tokens, None, neighbors), torch.nn.Embedding(50, 32).requires_grad_(False)),
+        )
     expected = copy_head_bytes(settings, Pass(num_sequences=2, sequence_length=512, k=8))
     assert 0.9 * expected < counted.peak < 1.05 * expected

@@ -18,6 +18,7 @@ from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, interva
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
 from tests.indexing.corpus.reading import to_tokens
@@ -48,7 +49,7 @@ def test_bits_per_byte_equals_a_forward_pass_over_each_document(
             retrieved["neighbors"] = torch.from_numpy(found).reshape(1, stop - first, k, -1)
             retrieved["neighbor_lengths"] = torch.from_numpy(lengths).reshape(1, stop - first, k)
         with torch.no_grad():
-            logs = tiny_model.eval()(tokens, **retrieved).log_softmax(-1)
+            logs = tiny_model.eval()(Inputs(tokens, **retrieved)).log_softmax(-1)
         nats -= logs[0, torch.arange(length - 1), tokens[0, 1:length]].double().sum().item()
     text_bytes = sum(row["bytes"] for row in valid.metadata(range(valid.num_documents)))
     result = measure(tiny_model, tiny_datastore, k=k, window=16 * longest)

@@ -1,26 +1,28 @@
 """Batches of prepared examples: labels, neighbors, and independence of examples packed into one row."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.data.batches import Batch
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import _token_losses
 from retro.finetuning import prepare as preparing
-from retro.finetuning.example_batches import ExampleData, Rows, arrange
+from retro.finetuning.example_batches import ExampleData, Rows, arrange, pack
 from retro.finetuning.prepare import prepare
 from retro.finetuning.prepared_examples import Prepared
 from retro.finetuning.settings import FinetuneSettings
 from retro.finetuning.trainer import answer_loss
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.question_answering.neighbor_prompts import QuestionFormat, find_passages
@@ -55,7 +57,7 @@ def rows_of(prepared: Prepared, length: int, *, packed: bool) -> Rows:
     return arrange(prepared, DataSettings(sequence_length=length), 0, held_out=0.0, packed=packed)[0]
 
 
-def losses_by_label(model: Retro, batch: Batch) -> dict[tuple[int, int], float]:
+def losses_by_label(model: Retro, batch: Inputs) -> dict[tuple[int, int], float]:
     """The loss of every label, by (row, position)."""
     nats = _token_losses(model, choose_placement("cpu", "float32"), as_tensors(batch))
     scored = batch.labels != IGNORED_LABEL
@@ -79,8 +81,6 @@ def test_examples_are_restored_with_their_answers_as_labels(prepared: Prepared, 
 
 def test_complete_chunks_read_their_neighbors_and_the_last_chunk_none(prepared: Prepared, retriever: Retriever) -> None:
     batch = rows_of(prepared, 128, packed=False).batch(range(len(INSTRUCTIONS)), K)
-    assert batch.neighbors is not None
-    assert batch.neighbor_lengths is not None
     for row, length in enumerate(prepared.lengths.tolist()):
         complete = -(-length // M) - 1
         tokens, lengths = retriever.neighbors(batch.tokens[row, : complete * M].reshape(-1, M), K)
@@ -97,7 +97,6 @@ def test_packing_does_not_change_the_loss(prepared: Prepared, tiny_model: Retro)
         packed = rows_of(prepared, length, packed=True)
         assert len(packed) < len(single) / 2
         batch = packed.batch(range(len(packed)), K)
-        assert batch.documents is not None
         assert batch.tokens.shape[1] == length
         for k in (0, K):
             options = {"placement": choose_placement("cpu", "float32"), "token_losses_of": nats_of}
@@ -111,12 +110,9 @@ def test_a_packed_example_reads_neither_other_examples_nor_their_neighbors(
     rows = rows_of(prepared, 256, packed=True)
     number = max(range(len(rows)), key=lambda number: len(rows.rows[number]))
     batch = rows.batch([number], K)
-    assert batch.documents is not None
-    assert batch.neighbors is not None
     before = losses_by_label(tiny_model.eval(), batch)
     first = batch.documents[0] == batch.documents[0, 0]
-    changed = replace(batch, tokens=batch.tokens.copy(), neighbors=batch.neighbors.copy())
-    assert changed.neighbors is not None
+    changed = batch._replace(tokens=batch.tokens.copy(), neighbors=batch.neighbors.copy())
     changed.neighbors[0, first] = 7
     changed.tokens[0, : first.sum() * M] = 9
     after = losses_by_label(tiny_model, changed)
@@ -145,7 +141,6 @@ def test_an_epoch_reads_every_row_once_and_epochs_differ_in_order(
     assert not learned & apart
     assert data.origin(0)["examples"] == [f"{settings.examples[0]}:{example + 1}" for example in data.rows.rows[data.row_of(0)]]  # fmt: skip
     dropped = data.batch(range(size), retrieval_dropout=1.0)
-    assert dropped.neighbor_lengths is not None
     assert not dropped.neighbor_lengths.any()
 
 
@@ -230,8 +225,6 @@ def test_chunks_of_a_question_read_its_passages_and_equal_questions_are_held_out
     prepared = Prepared(prepare(tmp_path, [retriever.datastore.folder], settings, 3))
     rows = rows_of(prepared, 4 * M, packed=False)
     batch = rows.batch([4, 5], 3)
-    assert batch.neighbors is not None
-    assert batch.neighbor_lengths is not None
     for row, (question, language) in enumerate(zip(asked, ("en", "zh"), strict=True)):
         form = QuestionFormat(tokenizer, M, language)
         prompt = form.prompt(question)
@@ -253,3 +246,29 @@ def test_a_question_without_answers_is_rejected_with_its_line(tmp_path: Path, ti
     with pytest.raises(InputError, match=r'q\.jsonl:2 has no "answers"'):
         prepare(tmp_path, [tiny_datastore.folder], FinetuneSettings((path,), format="questions"), 0)
     assert not list((tmp_path / "examples").glob("*/*"))
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+PACKED_CHUNK = 4
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 30), st.integers(0, 3))
+def test_every_example_is_in_one_row_and_fits(lengths: list[int], row_length: int, seed: int) -> None:
+    rows = pack(np.array(lengths, dtype=np.int64), row_length, PACKED_CHUNK, seed)
+    assert sorted(example for row in rows for example in row) == list(range(len(lengths)))
+    for row in rows:
+        at = 0
+        for example in row:
+            end = at + min(lengths[example], row_length)
+            assert end <= row_length
+            at = -(-end // PACKED_CHUNK) * PACKED_CHUNK
+
+
+def test_rows_of_short_examples_are_almost_full() -> None:
+    lengths = np.random.default_rng(0).integers(1, 16, 500)
+    rows = pack(lengths, 32, PACKED_CHUNK, seed=0)
+    chunks = (-(-lengths // PACKED_CHUNK)).sum()
+    assert len(rows) == pytest.approx(chunks / 8, rel=0.02)
+    assert rows != pack(lengths, 32, PACKED_CHUNK, seed=1)

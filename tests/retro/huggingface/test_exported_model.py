@@ -25,6 +25,7 @@ from retro.huggingface.import_folder import tokenizer_size
 from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import from_json
 from retro.server.app import make_app
@@ -195,9 +196,9 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
     for given in ((), tuple(found)):
         neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
         with torch.no_grad():
-            expected = ours(tokens, None, *given)
+            expected = ours(Inputs(tokens, None, *given))
             output = model(tokens, labels=tokens, **neighbors)
-            losses = ours.token_losses(tokens.roll(-1, 1), tokens=tokens, **neighbors)[:, :-1]
+            losses = ours.token_losses(Inputs(tokens, labels=tokens.roll(-1, 1), **neighbors))[:, :-1]
         assert torch.equal(output.logits, expected)
         assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     model.retrieve_from(str(tiny_datastore.folder), k=2)
@@ -287,7 +288,7 @@ def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, t
     export_folder(opened, tmp_path / "hf")
     ours, tokens = load_model(opened, placement.device).eval(), torch.arange(48)[None]
     with placement.autocast():
-        expected = ours(tokens)
+        expected = ours(Inputs(tokens))
     assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
 
 

@@ -17,6 +17,7 @@ from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
 from retro.huggingface.import_folder import read_base
 from retro.huggingface.tensor_names import NAMES
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
@@ -47,7 +48,7 @@ def test_logits_and_cached_decoding_equal_transformers(saved_base: tuple[str, An
     expected, ours = transformers_logits(model, TOKENS), load_decoder(folder)
     largest = float(expected.abs().max())
     with torch.no_grad():
-        assert float((ours(TOKENS) - expected).abs().max()) < 1e-5 * largest
+        assert float((ours(Inputs(TOKENS)) - expected).abs().max()) < 1e-5 * largest
     decoder = Together(ours, choose_placement("cpu", "float32"), LONGEST)
     new = [row[:length].numpy() for row, length in zip(TOKENS, (3, 21), strict=True)]
     places = np.array([2, 20])

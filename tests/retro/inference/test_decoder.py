@@ -15,6 +15,7 @@ from retro.inference.cache import KEY_STEP
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors
 from retro.model import attention
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
@@ -54,7 +55,7 @@ def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | Non
     if full and retrieve is not None:
         neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
         found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
-    return model(torch.from_numpy(tokens[None]), **found)[0, -1]
+    return model(Inputs(torch.from_numpy(tokens[None]), **found))[0, -1]
 
 
 def check_steps(
@@ -257,7 +258,7 @@ def test_cast_weights_equal_autocast(scheme: str) -> None:
 
     def logits() -> Tensor:
         with torch.no_grad(), BFLOAT16.autocast():
-            return model(tokens, neighbors=neighbors)
+            return model(Inputs(tokens, neighbors=neighbors))
 
     expected = logits()
     FLOAT32.cast(model)

@@ -10,6 +10,7 @@ from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 
@@ -78,7 +79,7 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest_token(model: Retro) -
     tokens = [1, 5, 6]
     for token in continue_prompt(model, temperature=0):
         with torch.no_grad():
-            assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
+            assert token == int(model(Inputs(torch.tensor([tokens])))[0, -1].argmax())
         tokens.append(token)
     assert (
         continue_prompt(model, temperature=0)
@@ -158,7 +159,7 @@ def test_log_probabilities_ignore_temperature_top_k_and_top_p(model: Retro) -> N
     tokens = [1, 5, 6]
     for piece in generate_pieces(model, [tokens], temperature=0.3, top_k=2, logprobs=3)[0]:
         with torch.no_grad():
-            log_p = model(torch.tensor([tokens]))[0, -1].log_softmax(0)
+            log_p = model(Inputs(torch.tensor([tokens])))[0, -1].log_softmax(0)
         assert piece.log_probability == pytest.approx(float(log_p[piece.token]), abs=1e-4)
         assert [token for token, _ in piece.top] == log_p.topk(3).indices.tolist()
         assert [value for _, value in piece.top] == pytest.approx(log_p.topk(3).values.tolist(), abs=1e-4)

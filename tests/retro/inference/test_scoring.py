@@ -9,6 +9,7 @@ from retro.device import Placement, choose_placement
 from retro.inference import scoring
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import Scores, score_windows, to_score
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, cached_model, every_scheme
@@ -25,7 +26,7 @@ def plain_log_probabilities(model: Retro, tokens: np.ndarray, retrieve: Retrieve
     if full and retrieve is not None:
         neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
         found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
-    return model(torch.from_numpy(tokens[None]), **found)[0, :-1].log_softmax(-1).numpy()
+    return model(Inputs(torch.from_numpy(tokens[None]), **found))[0, :-1].log_softmax(-1).numpy()
 
 
 def score(model: Retro, sequences: list[np.ndarray], placement: Placement, context: int, **options) -> list[Scores]:

@@ -3,6 +3,7 @@
 import torch
 
 from retro.model.copy_content import _counts
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from tests.retro.small_model import SETTINGS, B, K, M, R, U, batch, build, loss_of
@@ -20,7 +21,7 @@ def test_a_new_head_computes_what_it_does_without_content() -> None:
     tokens, neighbors, lengths = batch()
     inputs = tokens % 3, None, neighbors % 3, lengths
     with torch.no_grad():
-        assert torch.equal(model(*inputs), without(*inputs))
+        assert torch.equal(model(Inputs(*inputs)), without(Inputs(*inputs)))
         torch.testing.assert_close(loss_of(model, tokens % 3, *inputs), loss_of(without, tokens % 3, *inputs))
 
 
@@ -32,7 +33,9 @@ def test_keys_read_the_querying_chunk_only() -> None:
     changed = tokens.clone()
     changed[:, 2 * M :] = 7  # chunks 2 and 3
     with torch.no_grad():
-        keys, others = (model.found(each, None, neighbors, lengths)[0].keys for each in (tokens, changed))
+        keys, others = (
+            model.copy_sources(Inputs(each, None, neighbors, lengths))[0].keys for each in (tokens, changed)
+        )
     assert keys is not None
     assert others is not None
     same = (keys == others).view(B, U, -1).all(2)

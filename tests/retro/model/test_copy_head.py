@@ -17,7 +17,8 @@ from retro.model.copy_matches import (
     match_lengths,
     neighbor_matches,
 )
-from retro.model.loss import IGNORED_LABEL, Copying, loss, token_losses
+from retro.model.inputs import Inputs
+from retro.model.loss import IGNORED_LABEL, Mixture, loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, V, batch, build, loss_of
@@ -67,7 +68,7 @@ def test_neighbor_matches_equal_a_loop() -> None:
     tokens, neighbors = few_tokens(B, T + 2), few_tokens(B, U, K, R, seed=1)
     lengths = torch.randint(0, R + 1, (B, U, K), generator=torch.Generator().manual_seed(2))
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
-    matches = neighbor_matches(tokens, neighbors, lengths, documents, M)
+    matches = neighbor_matches(Inputs(tokens, documents, neighbors, lengths), M)
     assert matches.lengths.shape == (B * U, M, K * R)
     for b, u, q, k, s in torch.cartesian_prod(*(torch.arange(n) for n in (B, U, M, K, R))).tolist():
         at = (u + 1) * M - 1 + q
@@ -121,9 +122,8 @@ def test_the_mixture_is_a_distribution_and_gives_the_labels_the_probabilities_of
     inputs = (tokens % FEW, None, neighbors % FEW, lengths) if retrieval else (tokens % FEW,)
     labels = tokens.roll(-1, 1) % (2 * FEW)  # some of them were never read
     with torch.no_grad():
-        log_p = model(*inputs).log_softmax(-1)
-        hidden = model.hidden(*inputs)
-        losses = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+        log_p = model(Inputs(*inputs)).log_softmax(-1)
+        losses = model.token_losses(Inputs(*inputs, labels=labels))
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(B, T))
     torch.testing.assert_close(-log_p.gather(2, labels[..., None])[..., 0], losses)
 
@@ -136,10 +136,10 @@ def test_the_mixture_trains_the_copy_head_and_cross_entropy_the_vocabulary(setti
     inputs = tokens % FEW, torch.tensor([[0, 0, 1, 1]] * B), neighbors % FEW, lengths
     labels = tokens.roll(-1, 1) % (2 * FEW)
     labels[1, 3:6] = IGNORED_LABEL
-    hidden = model.hidden(*inputs)
+    hidden = model.hidden(Inputs(*inputs))[0]
     logits, nll = model.logits(hidden), partial(torch.nn.functional.nll_loss, ignore_index=IGNORED_LABEL)
     of_vocabulary = nll(logits.log_softmax(-1).flatten(0, 1), labels.flatten())
-    of_mixture = nll(model.mixed(logits.detach(), hidden, *inputs).flatten(0, 1), labels.flatten())
+    of_mixture = nll(model.mix(logits.detach(), hidden, Inputs(*inputs)).flatten(0, 1), labels.flatten())
     ours = loss_of(model, labels, *inputs)
     torch.testing.assert_close(ours, of_mixture)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -165,11 +165,11 @@ def test_narrow_logits_change_the_loss_little(dtype: torch.dtype) -> None:
 def test_a_probability_of_zero_has_a_finite_loss_and_gradient() -> None:
     hidden = torch.full((1, 1, 2), 1e4, requires_grad=True)
     weight, labels = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([[1]])
-    copying = Copying(torch.full((1, 1), -0.1, requires_grad=True), torch.zeros(1, 1, requires_grad=True))
-    value = loss(hidden, weight, labels, copying)
+    mixture = Mixture(torch.full((1, 1), -0.1, requires_grad=True), torch.zeros(1, 1, requires_grad=True))
+    value = loss(hidden, weight, labels, mixture)
     value.backward()
     assert value.isfinite()
-    for each in (hidden, *copying):
+    for each in (hidden, *mixture):
         assert each.grad is not None
         assert each.grad.isfinite().all()
 
@@ -179,7 +179,7 @@ def test_a_new_copy_head_predicts_what_followed_a_long_match() -> None:
     model = Retro(updated(SETTINGS, {**heads()[0], "vocab_size": 64}))
     tokens = torch.cat((run, few_tokens(9), run[:10]))[None]
     with torch.no_grad():
-        p = model(tokens)[0, -1].exp()
+        p = model(Inputs(tokens))[0, -1].exp()
     assert p.argmax() == run[10]
     assert p[run[10]] > 0.5
 
@@ -191,9 +191,11 @@ def test_off_is_a_head_without_neighbors_to_the_bit() -> None:
     assert model.copy_head is not None
     alone.load_state_dict(model.copy_head.state_dict(), strict=False)
     with torch.no_grad():
-        hidden = model.hidden(tokens)
+        hidden = model.hidden(Inputs(tokens))[0]
         logits = model.logits(hidden)
-        assert torch.equal(model(tokens), alone.mixed(logits, hidden, alone.find(tokens)))
+        assert torch.equal(
+            model(Inputs(tokens)), alone.mix(logits, hidden, alone.sources(Inputs(tokens), model.embedding))
+        )
 
 
 def test_origins_name_the_neighbor_and_the_token_that_a_label_was_copied_from() -> None:
@@ -237,21 +239,23 @@ def test_the_share_of_neighbors_is_what_the_mixture_loses_without_their_votes() 
     origins = origins_of(model, labels, tokens, None, neighbors, lengths)
     assert model.copy_head is not None
     with torch.no_grad():
-        hidden = model.hidden(tokens, None, neighbors, lengths)
+        hidden = model.hidden(Inputs(tokens, None, neighbors, lengths))[0]
         logits = model.logits(hidden)
-        found = model.found(tokens, None, neighbors, lengths)
-        p = model.copy_head.mixed(logits, hidden, found).exp()
-        theirs = [each._replace(matches=each.matches._replace(following=each.matches.following + V)) for each in found]
+        sources = model.copy_sources(Inputs(tokens, None, neighbors, lengths))
+        p = model.copy_head.mix(logits, hidden, sources).exp()
+        theirs = [
+            each._replace(matches=each.matches._replace(following=each.matches.following + V)) for each in sources
+        ]
         wide = torch.cat((logits, torch.full_like(logits, -torch.inf)), 2)  # the neighbors vote for other tokens
-        without = model.copy_head.mixed(wide, hidden, [found[0], theirs[1]]).exp()
+        without = model.copy_head.mix(wide, hidden, [sources[0], theirs[1]]).exp()
     p, without = (each.gather(2, labels[..., None])[..., 0] for each in (p, without))
     torch.testing.assert_close(origins.share, 1 - without / p, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
-    hidden = model.hidden(*inputs)
-    losses = token_losses(hidden, model.output_weight, labels, model.copying(hidden, labels, *inputs))
+    whole = Inputs(*inputs, labels=labels)
+    hidden, _ = model.hidden(whole)
     assert model.copy_head is not None
-    assert inputs[2] is not None
-    return model.copy_head.origins(hidden, labels, losses, model.found(*inputs), inputs[2].shape[3])
+    sources, losses = model.copy_sources(whole), model.token_losses(whole, hidden)
+    return model.copy_head.origins(hidden, labels, losses, sources, whole.neighbors.shape[3])

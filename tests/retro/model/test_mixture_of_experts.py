@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
 from retro.device import Placement
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.mixture_of_experts import (
     ROUTING,
@@ -28,7 +29,7 @@ from retro.model.retro import ModelSettings, Retro
 from retro.model.settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, step_of
+from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, inputs, split_batch, step_of
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 D, E = SETTINGS.d_model, 4
@@ -131,15 +132,17 @@ def test_a_packed_document_is_routed_as_if_it_were_alone() -> None:
     model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train()
     tokens = batch()[0]
     documents, lengths = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.tensor([[4, 3, 4, 2], [2, 4, 1, 4]])
-    packed = model(tokens, documents, lengths=lengths)
+    packed = model(Inputs(tokens, documents, lengths=lengths))
     for row, first, stop in ((0, 0, 2), (0, 2, 4), (1, 0, 1), (1, 1, 3), (1, 3, 4)):
         at = slice(first * M, stop * M)
         real = (torch.arange(M) < lengths[row, first:stop, None]).flatten()
-        alone = model(tokens[row : row + 1, at].where(real, 0), None, lengths=lengths[row : row + 1, first:stop])
+        alone = model(
+            Inputs(tokens[row : row + 1, at].where(real, 0), None, lengths=lengths[row : row + 1, first:stop])
+        )
         torch.testing.assert_close(alone[0, real], packed[row, at][real], rtol=1e-4, atol=1e-5)
-    _, routing = model.hidden_and_routing(tokens, documents, lengths=lengths)
+    _, routing = model.hidden(Inputs(tokens, documents, lengths=lengths))
     real = (torch.arange(M) < lengths[..., None]).flatten(1)
-    _, same = model.hidden_and_routing(tokens.where(real, 7), documents, lengths=lengths)
+    _, same = model.hidden(Inputs(tokens.where(real, 7), documents, lengths=lengths))
     torch.testing.assert_close(same, routing)
 
 
@@ -192,11 +195,11 @@ def test_no_token_depends_on_later_ones_even_with_dropping(training: bool) -> No
     model = build(**{"experts.num_experts": E, "experts.every": 1, "experts.capacity_factor": 0.6}).train(training)
     tokens, neighbors, lengths = batch()
     with torch.no_grad():
-        before = model(tokens, None, neighbors, lengths)
+        before = model(Inputs(tokens, None, neighbors, lengths))
         for position in range(0, T, 3):
             changed = tokens.clone()
             changed[:, position:] = (changed[:, position:] + 1) % SETTINGS.vocab_size
-            after = model(changed, None, neighbors, lengths)
+            after = model(Inputs(changed, None, neighbors, lengths))
             torch.testing.assert_close(after[:, :position], before[:, :position], rtol=1e-4, atol=1e-5)
             assert not torch.allclose(after[:, position:], before[:, position:], rtol=1e-2, atol=1e-2)
 
@@ -278,12 +281,10 @@ def test_invalid_expert_settings_are_rejected_with_their_key(wrong: dict[str, An
 
 def test_a_step_applies_the_balance_loss_and_logs_the_routing() -> None:
     """The mean over two batches of one sequence equals one batch of two."""
-    tokens, neighbors, lengths = batch()
-    whole = {"tokens": tokens, "labels": tokens.roll(-1, 1), "neighbors": neighbors, "neighbor_lengths": lengths}
-    whole["documents"] = None  # type: ignore[assignment]
-    halves = [{key: v if v is None else v[row : row + 1] for key, v in whole.items()} for row in range(B)]
+    whole = inputs()
+    halves = split_batch(whole, B)
 
-    def step(batches: list[dict[str, Any]], **changes: Any) -> tuple[dict[str, float], Retro]:
+    def step(batches: list[Inputs], **changes: Any) -> tuple[dict[str, float], Retro]:
         model = build(**{"experts.num_experts": E, **changes}).train()
         settings = TrainSettings(steps=1, warmup_steps=0, gradient_accumulation_steps=len(batches), max_grad_norm=0.0)
         optimizer = make_optimizer([model], TrainSettings(lr=1e-3, weight_decay=0.0))
@@ -319,10 +320,10 @@ def test_a_model_cast_for_serving_computes_the_same() -> None:
     )
     tokens, neighbors, lengths = batch()
     with placement.autocast():
-        before = model(tokens, None, neighbors, lengths)
+        before = model(Inputs(tokens, None, neighbors, lengths))
         placement.cast(model)
         assert model.attention["0"].block.q_proj.weight.dtype == torch.bfloat16
-        assert torch.equal(model(tokens, None, neighbors, lengths), before)
+        assert torch.equal(model(Inputs(tokens, None, neighbors, lengths)), before)
 
 
 def test_compilation_and_checkpointing_give_the_same_gradients() -> None:
@@ -356,8 +357,8 @@ def objective(model: Retro, rows: slice) -> Tensor:
     tokens, neighbors, neighbor_lengths = (each[rows] for each in batch())
     documents, lengths = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 2]])[rows], torch.tensor([[4, 4, 4, 4], [2, 4, 1, 4]])
     one_document = bool((documents == documents[:, :1]).all())
-    hidden, routing = model.hidden_and_routing(
-        tokens, None if one_document else documents, neighbors, neighbor_lengths, lengths[rows]
+    hidden, routing = model.hidden(
+        Inputs(tokens, None if one_document else documents, neighbors, neighbor_lengths, lengths[rows])
     )
     assert routing is not None
     value = loss(hidden, model.output_weight, tokens.roll(-1, 1)) + routing_loss(routing, model.settings)
@@ -399,7 +400,7 @@ def train_and_save(rank: int, folder: Path) -> None:
         model.eval()
         with torch.no_grad():
             # Ranks may score batches of different sizes.
-            state[f"logits.{rank}"] = model(batch()[0][:, : T - 3 * rank])
+            state[f"logits.{rank}"] = model(Inputs(batch()[0][:, : T - 3 * rank]))
         dcp.save(state, checkpoint_id=folder / str(k))
     dist.destroy_process_group()
 
@@ -422,7 +423,7 @@ def test_two_processes_sharing_the_experts_equal_one(tmp_path: Path) -> None:
             expected[f"parameters.{name}"], expected[f"gradients.{name}"] = parameter.detach(), parameter.grad
         model.eval()
         with torch.no_grad():
-            expected |= {f"logits.{rank}": model(batch()[0][:, : T - 3 * rank]) for rank in range(2)}
+            expected |= {f"logits.{rank}": model(Inputs(batch()[0][:, : T - 3 * rank])) for rank in range(2)}
         found = {name: torch.full_like(tensor, math.nan) for name, tensor in expected.items()}
         dcp.load(found, checkpoint_id=tmp_path / str(k))
         for name, tensor in expected.items():

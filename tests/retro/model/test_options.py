@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, loss
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
@@ -54,15 +55,15 @@ def test_encoded_neighbors_depend_on_their_chunk_and_not_on_each_other(scheme):
 def test_bfloat16_autocast_is_close_to_float32(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
-    exact = model(tokens, DOCUMENTS, neighbors, lengths)
+    exact = model(Inputs(tokens, DOCUMENTS, neighbors, lengths))
     with torch.autocast("cpu", torch.bfloat16):
-        training = model(tokens, DOCUMENTS, neighbors, lengths)
-        single = model(tokens, None, neighbors, lengths)
+        training = model(Inputs(tokens, DOCUMENTS, neighbors, lengths))
+        single = model(Inputs(tokens, None, neighbors, lengths))
         evaluating = logits(model, tokens, DOCUMENTS, neighbors, lengths)
     scale = exact.std()
     for rounded in (training, evaluating):
         assert (rounded.float() - exact).abs().mean() < 0.05 * scale
-    assert (single.float() - model(tokens, None, neighbors, lengths)).abs().mean() < 0.05 * scale
+    assert (single.float() - model(Inputs(tokens, None, neighbors, lengths))).abs().mean() < 0.05 * scale
     training.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -145,7 +146,7 @@ def test_a_token_reads_the_tokens_of_its_sliding_window_in_every_layer(positions
         "tied_embeddings": False,
     }
     model = build(**{"attention.positions": positions}, **changes)
-    output = model(torch.arange(T)[None], documents).square().sum(-1)[0]
+    output = model(Inputs(torch.arange(T)[None], documents)).square().sum(-1)[0]
     for position in range(T):
         sees = embedding_gradients(model, output[position], model.embedding.weight)[:T] > 0
         first = max(0, position - layers * (window - 1), 3 * M if documents is not None and position >= 3 * M else 0)
@@ -156,12 +157,12 @@ def test_a_parallel_feed_forward_block_reads_the_input_of_the_attention():
     tokens, neighbors, lengths = batch()
     model = build("neox", num_layers=1, **{"retrieval.cca_layers": (1,)})
     h = model.embed(tokens)
-    attended, _, _ = model.run_layers(h, None, None, neighbors, lengths)
+    attended, _, _ = model.run_layers(h, None, Inputs(tokens, None, neighbors, lengths))
     block = model.feed_forward["0"]
     added = block.block(block.norm(h))
     torch.nn.init.zeros_(block.block.down_proj.weight)
     torch.nn.init.zeros_(block.block.down_proj.bias)
-    torch.testing.assert_close(attended, model.run_layers(h, None, None, neighbors, lengths)[0] + added)
+    torch.testing.assert_close(attended, model.run_layers(h, None, Inputs(tokens, None, neighbors, lengths))[0] + added)
 
 
 def test_learned_positions_create_no_chunk_tables_if_retrieval_uses_rope():
@@ -177,19 +178,19 @@ def test_learned_positions_create_no_chunk_tables_if_retrieval_uses_rope():
 
 def test_a_wrong_number_of_chunks_is_rejected():
     tokens, neighbors, _ = batch()
-    with pytest.raises(ValueError, match=r"3 chunks.*16 tokens complete 4"):
-        cached_model("rope")(tokens, None, neighbors[:, :3])
-    with pytest.raises(ValueError, match="4 columns, but 11 tokens"):
-        cached_model("rope")(tokens[:, :11], DOCUMENTS)
+    with pytest.raises(ValueError, match=r"neighbors has 3 .* 16 tokens.* 4"):
+        cached_model("rope")(Inputs(tokens, None, neighbors[:, :3]))
+    with pytest.raises(ValueError, match=r"documents has 4 .* 11 tokens.* 3"):
+        cached_model("rope")(Inputs(tokens[:, :11], DOCUMENTS))
 
 
 def test_inputs_longer_than_the_position_table_are_rejected_with_its_setting():
     model = build(**{"attention.positions": "learned", "attention.max_positions": T - 1})
     tokens, neighbors, _ = batch()
     with pytest.raises(InputError, match=r"model\.attention\.max_positions = 15: should be 16"):
-        model(tokens)
+        model(Inputs(tokens))
     with pytest.raises(InputError, match=r"neighbors have 9 tokens.*learned.*they can have 8.*chunk_length = 4"):
-        model(tokens[:, :M], None, neighbors[:, :1, :, :1].expand(-1, -1, -1, 9))
+        model(Inputs(tokens[:, :M], None, neighbors[:, :1, :, :1].expand(-1, -1, -1, 9)))
 
 
 def test_learned_positions_encode_the_order_of_neighbor_tokens():
@@ -211,8 +212,10 @@ def test_attention_options_compile_without_graph_breaks(scheme):
     # Traced with the backward pass, but not compiled to C++, which takes a minute.
     compiled = torch.compile(model.hidden, fullgraph=True, dynamic=False, backend="aot_eager")
     for documents in (None, DOCUMENTS):
-        expected = model.hidden(tokens, documents, neighbors, lengths)
-        torch.testing.assert_close(compiled(tokens, documents, neighbors, lengths), expected, rtol=1e-4, atol=1e-4)
+        expected = model.hidden(Inputs(tokens, documents, neighbors, lengths))[0]
+        torch.testing.assert_close(
+            compiled(Inputs(tokens, documents, neighbors, lengths))[0], expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_baseline_has_no_encoder_and_ignores_neighbors():
@@ -258,7 +261,7 @@ def test_shared_embeddings_use_one_table_for_the_encoder_too():
     tables = [name for name, parameter in model.named_parameters() if parameter.shape[0] == V]
     assert tables == ["embedding.weight"]
     tokens, neighbors, lengths = batch()
-    on, off = model(tokens, None, neighbors, lengths), model(tokens)
+    on, off = model(Inputs(tokens, None, neighbors, lengths)), model(Inputs(tokens))
     assert first_difference(on.detach(), off.detach()) == M - 1
     on.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -290,7 +293,7 @@ def test_the_model_learns_to_copy_from_its_neighbors():
             tokens, labels = text[:, : num_chunks * m], text[:, 1 : num_chunks * m + 1].clone()
             labels[:, : m - 1] = IGNORED_LABEL  # without neighbors
             neighbors = text[:, m:].reshape(-1, num_chunks, 1, m)
-            hidden = model.hidden(tokens, None, neighbors if retrieval else None)
+            hidden = model.hidden(Inputs(tokens, None, neighbors if retrieval else None))[0]
             objective = loss(hidden, model.output_weight, labels)
             optimizer.zero_grad()
             objective.backward()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retro.model.inputs import Inputs
 from tests.retro.small_model import (
     DOCUMENTS,
     B,
@@ -62,7 +63,7 @@ def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(sc
     model = build(scheme, tied_embeddings=False)  # untied, so the embedding's gradients come from the inputs alone
     tokens = torch.arange(T)[None]  # every position and every neighbor has unique ids
     neighbors = (torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
-    output = model(tokens, None, neighbors).square().sum(-1)[0]
+    output = model(Inputs(tokens, None, neighbors)).square().sum(-1)[0]
     for position in range(T):
         token_gradients = embedding_gradients(model, output[position], model.embedding.weight)
         assert (token_gradients[: position + 1] > 0).all()
@@ -81,7 +82,7 @@ def test_rows_of_a_batch_are_independent(scheme):
     _, neighbors, lengths = batch()
     tokens = torch.arange(B * T).view(B, T)
     neighbors = neighbors % 25 + torch.tensor([0, 25]).view(B, 1, 1, 1)
-    output = model(tokens, None, neighbors, lengths).square().sum((1, 2))
+    output = model(Inputs(tokens, None, neighbors, lengths)).square().sum((1, 2))
     own = embedding_gradients(model, output[0], model.embedding.weight) > 0
     assert own[:T].all()
     assert not own[
@@ -122,7 +123,7 @@ def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     model = cached_model(scheme)
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens, None, other, lengths))
     encoder_gradients = torch.autograd.grad(
-        model(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths).square().sum(),
+        model(Inputs(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths)).square().sum(),
         model.encoder.embedding.weight,
     )[0]
     assert (encoder_gradients[49] == 0).all()
@@ -156,7 +157,7 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     assert torch.equal(logits(model, tokens, None, neighbors, torch.zeros_like(lengths)), off)
     assert torch.equal(logits(model, tokens, None, neighbors[:, :, :0], lengths[:, :, :0]), off)
     lengths[0] = 0  # retrieval is dropped for one of the two sequences
-    on = model(tokens, None, neighbors, lengths)
+    on = model(Inputs(tokens, None, neighbors, lengths))
     torch.testing.assert_close(on[0], off[0])
     assert not torch.allclose(on[1], off[1])
     loss_of(model, tokens, tokens, None, neighbors, lengths).backward()

@@ -16,13 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.speed.traffic import Communication
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
+from retro.model.inputs import Inputs
+from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -32,16 +37,16 @@ from retro.parallel.forward_backward import DistributedModel, StepContext, Whole
 from retro.parallel.pipeline_parallel import Pipeline
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from retro.training.trainer import train
 from retro.tuning.settings import ALL, TuningSettings
 from tests.conftest import PATIENCE, forkserver, tiny_config
-from tests.retro.small_model import M, T, answers_only, batch, build, split_batch
+from tests.retro.small_model import M, T, answers_only, batch, build, inputs, split_batch
 
 WORLD = 4
 
+COPYING = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     # All position schemes, grouped queries, position tables, embeddings on three stages, options of other families.
@@ -70,7 +75,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
-    "copying": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
+    "copying": COPYING,
+    "copying, untied": {**COPYING, "tied_embeddings": False, "attention.positions": "transformer-xl"},
+    "copying, experts": {**COPYING, "copy_head.content_width": 0, "experts.num_experts": 4, "experts.every": 2},
+    "copying from the context": {"copy_head.context": True, "tied_embeddings": False},
+    "copying without cross-attention": {**COPYING, "retrieval.cca_layers": ()},
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
@@ -104,6 +113,16 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix-zero-3": ("prefix", {"zero": 3}),
     "copying": ("copying", {}),
     "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
+    "copying-tensor": ("copying", {"tensor": 4}),
+    "copying-tensor-zero-3": ("copying", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
+    "copying-pipeline-zero-2": ("copying", {"pipeline": 2, "zero": 2}),
+    "copying-interleaved-tensor": (
+        "copying, untied",
+        {"pipeline": 2, "pipeline_schedule": "interleaved", "tensor": 2},
+    ),
+    "copying-experts-pipeline": ("copying, experts", {"pipeline": 2}),
+    "copying-context-pipeline": ("copying from the context", {"pipeline": 4}),
+    "copying-neighbors-pipeline-tensor": ("copying without cross-attention", {"pipeline": 2, "tensor": 2}),
 }
 """Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 4
@@ -113,6 +132,11 @@ COUNTED: list[tuple[ParallelSettings, int]] = [
     for accumulation in (1, 2)
 ] + [(ParallelSettings(zero=3, activation_checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
 """Parallel settings and number of accumulated batches of the steps whose communication is measured."""
+COPYING_MODES = {
+    "gradients-tensor": ParallelSettings(tensor=2),
+    "gradients-pipeline": ParallelSettings(pipeline=4),
+    "gradients-both": ParallelSettings(pipeline=2, tensor=2),
+}
 ACCUMULATED = [ParallelSettings(), ParallelSettings(zero=2), ParallelSettings(pipeline=2), ParallelSettings(expert=2)]
 """Parallel settings of steps with one batch and with two accumulated ones."""
 CPU = torch.device("cpu")
@@ -153,7 +177,7 @@ def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict
     )
     processes = Processes(parallel, placement.device)
     tokens, neighbors, _ = batch()
-    own = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
+    own = Inputs(tokens, None, neighbors, labels=tokens)
     passes = WholeModel(model, processes, placement)
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
@@ -164,22 +188,31 @@ def measure_communication(parallel: ParallelSettings, accumulation: int) -> dict
     return {"volume": dict(communication.volume), "sent": dict(communication.sent)}
 
 
-def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
-    """Metrics of a step of eight rows with labels on answers only, split into `accumulation` batches."""
-    model, placement, processes = (
-        build(**{"experts.num_experts": 4}).train(),
-        choose_placement("cpu", "float32"),
-        Processes(parallel, CPU),
-    )
-    size = 8 // accumulation
-    shared: Any = (model, processes, placement)
-    piped = parallel.pipeline > 1
-    passes: DistributedModel = Pipeline(*shared, size) if piped else WholeModel(*shared)
+def distributed(
+    parallel: ParallelSettings, accumulation: int, **options: Any
+) -> tuple[DistributedModel, Processes, list[Inputs]]:
+    """A model, and its own rows of eight rows with labels on answers only, split into `accumulation` batches."""
+    placement, processes, size = choose_placement("cpu", "float32"), Processes(parallel, CPU), 8 // accumulation
+    shared: Any = (build(**options).train(), processes, placement)
+    passes: DistributedModel = Pipeline(*shared, size) if parallel.pipeline > 1 else WholeModel(*shared)
     rows = processes.rows(size)
-    own = [
-        {name: None if value is None else value[rows.start : rows.stop] for name, value in part.items()}
-        for part in split_batch(answers_only(8), accumulation)
-    ]
+    own = [part.rows(slice(rows.start, rows.stop)) for part in split_batch(answers_only(8), accumulation)]
+    return passes, processes, own
+
+
+def gradients_of_copying(parallel: ParallelSettings) -> dict[str, torch.Tensor]:
+    """Whole gradients of the parameters that this process holds, for a model with a copy head."""
+    passes, _, (own,) = distributed(parallel, 1, **COPYING)
+    num_labels = (answers_only(8).labels != IGNORED_LABEL).sum()
+    passes.forward_backward(own, StepContext(num_labels, 8, 1.0, last=True))
+    gradients = {name: one.grad for name, one in all_parameters(passes.model_parts) if one.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+
+
+def measure_step(parallel: ParallelSettings, accumulation: int) -> dict[str, float]:
+    """Metrics of a step of `accumulation` batches."""
+    passes, processes, own = distributed(parallel, accumulation, **{"experts.num_experts": 4})
+    placement = choose_placement("cpu", "float32")
     parameters = [parameter for _, parameter in all_parameters(passes.model_parts)]
     optimizer = torch.optim.AdamW([{"params": parameters, "lr_factor": 1.0}])
     settings = TrainSettings(gradient_accumulation_steps=accumulation, monitor_every=0)
@@ -193,14 +226,10 @@ def count_graphs() -> dict[str, int]:
     processes = Processes(ParallelSettings(zero=2, activation_checkpointing="full"), placement.device)
     passes = WholeModel(build().train(), processes, placement, compiled=True)
     tokens, neighbors, _ = batch()
-    inputs = {"tokens": tokens, "labels": tokens, "neighbors": neighbors, "documents": None, "neighbor_lengths": None}
     counts = {}
     for name, lengths in (("training", [T]), ("evaluation", range(M, T, M))):
         for length in lengths:
-            cut = {
-                key: one if one is None else one[:, : length if one is not neighbors else length // M]
-                for key, one in inputs.items()
-            }
+            cut = Inputs(tokens[:, :length], None, neighbors[:, : length // M], labels=tokens[:, :length])
             if name == "evaluation":
                 passes.token_losses(cut)
             else:
@@ -238,6 +267,8 @@ def run_process(rank: int, folder: Path, config: Config) -> None:
     (folder / f"communicated.{rank}.json").write_text(json.dumps(counted))
     steps = [measure_step(parallel, count) for parallel in ACCUMULATED for count in (1, 2)]
     (folder / f"accumulated.{rank}.json").write_text(json.dumps(steps))
+    for name, divided in COPYING_MODES.items():
+        save_file(gradients_of_copying(divided), folder / f"{name}.{rank}.safetensors")
     (folder / f"graphs.{rank}.json").write_text(json.dumps(count_graphs()))
 
 
@@ -377,6 +408,17 @@ def test_a_step_averages_over_its_labels_for_any_number_of_batches_and_processes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", COPYING_MODES)
+def test_every_gradient_of_a_divided_model_that_copies_equals_that_of_one_process(name: str, folder: Path) -> None:
+    expected, seen = gradients_of_copying(ALONE), set()
+    for rank in range(WORLD):
+        for key, gradient in load_file(folder / f"{name}.{rank}.safetensors").items():
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6, msg=key)
+            seen.add(key)
+    assert seen == set(expected)
+
+
+@pytest.mark.slow
 def test_experts_exchange_their_queues_twice_per_pass(folder: Path) -> None:
     found = json.loads((folder / "communicated.0.json").read_text())[-1]
     model = build(**{"experts.num_experts": 4}).train()
@@ -411,8 +453,7 @@ def test_impossible_parallel_settings_are_rejected() -> None:
 
 
 def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None:
-    tokens, neighbors, lengths = batch()
-    inputs = {"tokens": tokens, "documents": None, "neighbors": neighbors, "neighbor_lengths": lengths}
+    given = inputs()
     kept, operations, gradients = {}, {}, {}
     for how in ("none", "selective", "full"):
         model, sizes = build(), []
@@ -424,11 +465,11 @@ def test_activation_checkpointing_saves_memory_and_changes_no_gradient() -> None
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            passes.model.hidden_and_routing(**inputs)
+            passes.model.hidden(given)
         kept[how] = sum(sizes)
         with FlopCounterMode(display=False) as counter:
-            share = StepContext(torch.tensor(tokens.numel()), len(tokens), 1.0, last=True)
-            passes.forward_backward({**inputs, "labels": tokens}, share)
+            share = StepContext(torch.tensor(given.tokens.numel()), len(given.tokens), 1.0, last=True)
+            passes.forward_backward(given, share)
         operations[how] = counter.get_total_flops()
         gradients[how] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert kept["full"] < kept["none"] / 2

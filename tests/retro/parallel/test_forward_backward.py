@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retro.device import TensorBatch, choose_placement
+from retro.device import choose_placement
+from retro.model.inputs import Inputs
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -34,21 +35,22 @@ def passes_of(checkpointing: Any, compiled: bool, **model: Any) -> WholeModel:
     return WholeModel(build(**model).train(), Processes(settings, placement.device), placement, compiled=compiled)
 
 
-def inputs(k: int = 2, documents: bool = False) -> TensorBatch:
+def inputs(k: int = 2, documents: bool = False) -> Inputs:
     """A batch with k neighbors per chunk, with or without document boundaries."""
     tokens, neighbors, lengths = batch()
-    return {
-        "tokens": tokens,
-        "labels": tokens.roll(-1, dims=1),
-        "documents": torch.arange(U).expand(len(tokens), U) // 2 if documents else None,
-        "neighbors": neighbors[:, :, :1].repeat(1, 1, k, 1) if k else None,
-        "neighbor_lengths": lengths[:, :, :1].repeat(1, 1, k) if k else None,
-    }
+    whole = Inputs(
+        tokens,
+        torch.arange(U).expand(len(tokens), U) // 2 if documents else None,
+        neighbors[:, :, :1].repeat(1, 1, k, 1),
+        lengths[:, :, :1].repeat(1, 1, k),
+        labels=tokens.roll(-1, dims=1),
+    )
+    return whole if k else whole.off()
 
 
-def gradients(passes: WholeModel, given: TensorBatch) -> dict[str, Tensor]:
+def gradients(passes: WholeModel, given: Inputs) -> dict[str, Tensor]:
     torch.manual_seed(0)  # seed of dropout
-    passes.forward_backward(dict(given), StepContext(torch.tensor(1), len(given["tokens"]), 1.0, True))
+    passes.forward_backward(given, StepContext(torch.tensor(1), len(given.tokens), 1.0, True))
     found = {name: one.grad for name, one in passes.model.named_parameters() if one.grad is not None}
     passes.model.zero_grad(set_to_none=True)
     return found
@@ -75,7 +77,7 @@ def test_every_model_is_one_graph(scheme: str) -> None:
     placement = choose_placement("cpu", "float32")
     passes = WholeModel(model.train(), Processes(ALONE, placement.device), placement)
     given = inputs(documents=True)
-    found = torch._dynamo.explain(passes._run)(given.pop("labels"), **given)
+    found = torch._dynamo.explain(passes._run)(given)
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
@@ -97,8 +99,7 @@ def test_evaluation_compiles_nothing() -> None:
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     passes.model.eval()
     for num_tokens in range(1, T, 3):
-        cut = {"tokens": given["tokens"][:, :num_tokens], "labels": given["labels"][:, :num_tokens]}
-        passes.token_losses(cut | {"documents": None, "neighbors": None, "neighbor_lengths": None})
+        passes.token_losses(Inputs(given.tokens[:, :num_tokens], labels=given.labels[:, :num_tokens]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
 
 
@@ -108,8 +109,8 @@ def test_a_model_compiled_for_a_gpu_has_the_loss_and_the_gradient_norm_of_an_eag
     processes, found = Processes(ALONE, placement.device), []
     for compiled in (False, True):
         passes = WholeModel(build().to(placement.device).train(), processes, placement, compiled=compiled)
-        given = placement.put({name: value for name, value in inputs().items() if value is not None})
-        total = torch.tensor(given["labels"].numel(), device=placement.device)
-        loss = passes.forward_backward(dict(given), StepContext(total, len(given["tokens"]), 1.0, True))[0]
+        given = placement.put(inputs())
+        total = torch.tensor(given.labels.numel(), device=placement.device)
+        loss = passes.forward_backward(given, StepContext(total, len(given.tokens), 1.0, True))[0]
         found.append((float(loss), float(passes.gradient_norm())))
     assert found[1] == pytest.approx(found[0], rel=1e-2)

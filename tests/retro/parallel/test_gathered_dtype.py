@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.speed.traffic import Communication
 from retro.device import choose_placement
 from retro.parallel import data_parallel
 from retro.parallel.data_parallel import matrices
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings
-from retro.parallel.traffic import Communication
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from tests.conftest import PATIENCE, forkserver
@@ -43,10 +43,7 @@ def train(name: str, zero: Any, precision: Any = "bfloat16") -> tuple[dict[str, 
     settings = TrainSettings(gradient_accumulation_steps=2, monitor_every=0, warmup_steps=0)
     step = OptimizerStep(passes, optimizer, processes, placement, settings)
     rows = processes.rows(4)
-    batches = [
-        {key: None if value is None else value[rows.start : rows.stop] for key, value in part.items()}
-        for part in split_batch(answers_only(8), 2)
-    ]
+    batches = [part.rows(slice(rows.start, rows.stop)) for part in split_batch(answers_only(8), 2)]
     step(0, batches)
     with Communication() as communication:
         step(1, batches)

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from retro.device import choose_placement
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
@@ -36,7 +37,7 @@ def losses(parallel: ParallelSettings, device: str) -> list[float]:
     found = []
     for _ in range(4):
         with placement.autocast():
-            hidden, _ = model.hidden_and_routing(tokens, neighbors=neighbors)
+            hidden, _ = model.hidden(Inputs(tokens, neighbors=neighbors))
             value = loss(hidden, model.output_weight, tokens.roll(-1, dims=1))
         value.backward()
         optimizer.step()

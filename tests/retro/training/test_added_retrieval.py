@@ -16,6 +16,7 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
+from retro.model.inputs import Inputs
 from retro.model.settings import updated
 from retro.training.added_retrieval import add_retrieval
 from retro.training.fitted_copy_head import CopyFit
@@ -54,7 +55,7 @@ def added(base: Checkpoint, folder: Path, file: Path, **options: int) -> tuple[C
 @torch.no_grad()
 def logits(checkpoint: Checkpoint, neighbors: Tensor | None = None) -> Tensor:
     """Of 64 tokens that repeat, so that a model with own-context copying copies."""
-    return load_model(checkpoint, HERE.device)((torch.arange(64) % 20)[None], neighbors=neighbors)
+    return load_model(checkpoint, HERE.device)(Inputs((torch.arange(64) % 20)[None], neighbors=neighbors))
 
 
 def test_off_equals_the_base_to_the_bit_and_on_copies(

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from retro.device import choose_placement
 from retro.model.copy_matches import LONGEST
+from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import _PULL, fit_copy_head
@@ -22,7 +22,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_batch(seed: int, *, telling: bool = True) -> dict[str, Tensor | None]:
+def make_batch(seed: int, *, telling: bool = True) -> Inputs:
     """Random text of two documents a row. One neighbor of each chunk is its continuation, or random if not `telling`."""
     torch.manual_seed(seed)
     tokens = torch.randint(V, (B, T))
@@ -33,29 +33,20 @@ def make_batch(seed: int, *, telling: bool = True) -> dict[str, Tensor | None]:
     labels = tokens.roll(-1, 1)
     labels[:, [T // 2 - 1, T - 1]] = IGNORED_LABEL
     documents = (torch.arange(U) // 2).expand(B, U)
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "documents": documents,
-        "neighbors": neighbors,
-        "neighbor_lengths": None,
-    }
+    return Inputs(tokens, documents, neighbors, labels=labels)
 
 
-def batches(count: int = 20, **options: Any) -> list[dict[str, Tensor | None]]:
+def batches(count: int = 20, **options: Any) -> list[Inputs]:
     return [make_batch(seed, **options) for seed in range(count)]
 
 
 @torch.no_grad()
-def mean_loss(model: Retro, found: list[dict[str, Tensor | None]], *, on: bool = True) -> float:
+def mean_loss(model: Retro, found: list[Inputs], *, on: bool = True) -> float:
     """Over the tokens that can read a neighbor: those from the last one of the first chunk of a document on."""
     total = count = 0.0
     for batch in found:
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", "neighbors")}
-        labels = batch["labels"]
-        assert labels is not None
-        losses = model.token_losses(labels, **inputs, neighbors=batch["neighbors"] if on else None)
-        reads = (torch.arange(T) % (T // 2) >= M - 1) & (labels != IGNORED_LABEL)
+        losses = model.token_losses(batch if on else batch.off())
+        reads = (torch.arange(T) % (T // 2) >= M - 1) & (batch.labels != IGNORED_LABEL)
         total, count = total + float(losses[reads].sum()), count + int(reads.sum())
     return total / count
 
@@ -84,12 +75,12 @@ def test_fitting_lowers_the_loss_by_as_much_as_it_reports(base: str) -> None:
 def test_fitting_changes_three_tables_and_no_logit_off(base: str) -> None:
     model, found = build_base(base), batches(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    off = model(found[0]["tokens"])
+    off = model(Inputs(found[0].tokens))
     fit_copy_head(model, found, HERE)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
     assert changed <= {f"copy_head.neighbors.{table}" for table in ("scores", "agreed", "disagreed")}
-    assert torch.equal(model(found[0]["tokens"]), off)
+    assert torch.equal(model(Inputs(found[0].tokens)), off)
 
 
 def test_fitting_does_no_harm_if_neighbors_are_random() -> None:
@@ -121,6 +112,6 @@ def test_a_few_tokens_move_the_tables_by_little() -> None:
 def test_without_neighbors_nothing_is_fitted(caplog: pytest.LogCaptureFixture) -> None:
     model = build_base("plain decoder")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert fit_copy_head(model, [{**make_batch(0), "neighbors": None}], HERE).num_tokens == 0
+    assert fit_copy_head(model, [make_batch(0).off()], HERE).num_tokens == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert "the batches have no neighbors" in caplog.text

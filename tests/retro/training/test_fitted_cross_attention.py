@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from retro.device import choose_placement
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
@@ -36,7 +36,7 @@ CASES = {
 HERE = choose_placement("cpu", "float32")
 
 
-def make_batch(*, telling: bool) -> dict[str, Tensor]:
+def make_batch(*, telling: bool) -> Inputs:
     """Random text. One neighbor of each chunk is the chunk and its continuation, or random if not `telling`."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (ROWS, M * CHUNKS))
@@ -44,13 +44,13 @@ def make_batch(*, telling: bool) -> dict[str, Tensor]:
     following = torch.cat((chunks, chunks.roll(-1, 1)), dim=2)
     others = torch.randint(VOCABULARY, following.shape)
     neighbors = torch.stack((others, following if telling else others.flip(-1)), dim=2)
-    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "documents": None, "neighbors": neighbors}
+    return Inputs(tokens, None, neighbors, labels=tokens.roll(-1, 1))
 
 
 @torch.no_grad()
-def mean_loss(model: Retro, batch: dict[str, Tensor], *, on: bool) -> float:
-    hidden = model.hidden(batch["tokens"], None, batch["neighbors"] if on else None)
-    return float(loss(hidden, model.output_weight, batch["labels"]))
+def mean_loss(model: Retro, batch: Inputs, *, on: bool) -> float:
+    hidden = model.hidden(batch if on else batch.off())[0]
+    return float(loss(hidden, model.output_weight, batch.labels))
 
 
 @pytest.fixture(params=CASES)
@@ -61,9 +61,9 @@ def model(request: pytest.FixtureRequest) -> Retro:
 
 def test_fitting_lowers_the_loss_on_and_keeps_logits_off(model: Retro) -> None:
     batch = make_batch(telling=True)
-    off = model(batch["tokens"])
+    off = model(Inputs(batch.tokens))
     fit_copying(model, batch, HERE)
-    assert torch.equal(model(batch["tokens"]), off)
+    assert torch.equal(model(Inputs(batch.tokens)), off)
     assert mean_loss(model, batch, on=True) < mean_loss(model, batch, on=False) - 0.25
 
 

@@ -13,6 +13,7 @@ from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
+from retro.model.inputs import Inputs
 from retro.model.presets import baseline_of
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
@@ -72,7 +73,7 @@ def test_new_retrieval_starts_as_off_or_copies(baseline: Checkpoint, retro: Chec
     model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
     load_initial_weights(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
-    assert torch.equal(model(tokens, neighbors=neighbors), model(tokens)) != copying
+    assert torch.equal(model(Inputs(tokens, neighbors=neighbors)), model(Inputs(tokens))) != copying
 
 
 def test_a_retro_starts_from_a_baseline_and_logs_the_random_weights(

@@ -18,6 +18,7 @@ from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
+from retro.model.inputs import Inputs
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
@@ -80,7 +81,7 @@ def tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 @torch.no_grad()
 def logits_off(checkpoint: Checkpoint) -> Tensor:
     """Logits without retrieval."""
-    return checkpoints.load_model(checkpoint, torch.device("cpu"))(torch.arange(64)[None])
+    return checkpoints.load_model(checkpoint, torch.device("cpu"))(Inputs(torch.arange(64)[None]))
 
 
 def files(outcome: Outcome) -> list[bytes]:
@@ -136,7 +137,9 @@ def check_added(before: Checkpoint, after: Checkpoint, prefixes: tuple[str, ...]
         torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 60,
     )
     with torch.no_grad():
-        assert not torch.allclose(model(torch.arange(64)[None], neighbors=neighbors), logits_off(before), atol=1e-3)
+        assert not torch.allclose(
+            model(Inputs(torch.arange(64)[None], neighbors=neighbors)), logits_off(before), atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("own_context", [False, True])
@@ -260,7 +263,7 @@ def test_cached_decoding_uses_the_adapter(adapted: Checkpoint) -> None:
     decoder = Together(model, choose_placement("cpu", "float32"), 64)
     found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
     with torch.no_grad():
-        torch.testing.assert_close(torch.stack(found), model(tokens[None])[0, 29:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.stack(found), model(Inputs(tokens[None]))[0, 29:], rtol=1e-4, atol=1e-4)
 
 
 def test_impossible_retrofits_are_rejected_with_their_keys(config: Config, base: Checkpoint, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.retro import Retro
-from retro.training.learning_rate_scaling import learning_rate_factors
-from retro.training.optimizer import make_optimizer
+from retro.training.optimizer import learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import answers_only, batch, build, split_batch, step_of
 
@@ -19,9 +19,9 @@ def test_the_logged_loss_is_the_mean_cross_entropy() -> None:
     tokens, _, _ = batch()
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, gradient_accumulation_steps=2, lr=1e-3)
-    expected = loss(model.hidden(tokens), model.output_weight, tokens)
+    expected = loss(model.hidden(Inputs(tokens))[0], model.output_weight, tokens)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
-    batches = iter([{"tokens": tokens, "labels": tokens} for _ in range(2)])
+    batches = iter([Inputs(tokens, labels=tokens) for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
     assert result.num_tokens == 2 * tokens.numel()
     assert result.metrics["loss"] == pytest.approx(expected.item())
@@ -32,7 +32,7 @@ def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
     model = Retro(replace(build().settings, init="mup", mup_base_width=16))
     settings = TrainSettings(steps=10, warmup_steps=2, lr=1e-3)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3), learning_rate_factors(model))
-    metrics = step_of(model, optimizer, iter([{"tokens": tokens, "labels": tokens}]), settings)(0).metrics
+    metrics = step_of(model, optimizer, iter([Inputs(tokens, labels=tokens)]), settings)(0).metrics
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert metrics["lr"] == pytest.approx(5e-4, rel=1e-3)
     assert rates[id(model.embedding.weight)] == rates[id(model.norm.weight)] == metrics["lr"]

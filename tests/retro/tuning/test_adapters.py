@@ -1,6 +1,5 @@
 """Trained weights change, frozen weights stay bit-equal, and adapters respect chunks and documents."""
 
-from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
 
@@ -9,15 +8,15 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.device import TensorBatch
 from retro.estimates.activation_trace import Pass, trace_model
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.tuning.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
 from retro.tuning.settings import RETRIEVAL, TuningSettings
-from tests.retro.small_model import B, M, T, U, V, batch, build, every_scheme, logits, step_of
+from tests.retro.small_model import B, M, T, U, V, batch, build, every_scheme, inputs, logits, step_of
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 VIRTUAL = ("prefix", "prompt")
@@ -55,22 +54,14 @@ def build_tuned(scheme: str = "rope", trained: bool = False, reader: str = "cros
     return model.eval()
 
 
-def tensors(off: bool = False) -> TensorBatch:
-    tokens, neighbors, lengths = batch()
-    labels = tokens.roll(-1, 1)
-    found = {"neighbors": None if off else neighbors, "neighbor_lengths": None if off else lengths}
-    return {"tokens": tokens, "labels": labels, "documents": None, **found}
-
-
-def train_steps(model: Retro, count: int, data: TensorBatch, lr: float = 1e-2) -> list[float]:
+def train_steps(model: Retro, count: int, data: Inputs, lr: float = 1e-2) -> list[float]:
     """The losses of a few training steps on one batch."""
     settings = TrainSettings(steps=count, warmup_steps=0, lr_schedule="constant", lr=lr, monitor_every=1)
     optimizer = make_optimizer([model.train()], TrainSettings(lr=lr))
-    batches: Iterator[TensorBatch] = (dict(each) for each in repeat(data))
-    step = step_of(model, optimizer, batches, settings)
-    found = [step(number).metrics["loss"] for number in range(count)]
+    step = step_of(model, optimizer, repeat(data), settings)
+    losses = [step(number).metrics["loss"] for number in range(count)]
     model.eval()
-    return found
+    return losses
 
 
 def weights(model: Retro) -> dict[str, Tensor]:
@@ -84,7 +75,7 @@ def weights(model: Retro) -> dict[str, Tensor]:
 def test_exactly_the_selected_weights_are_trained(method: str) -> None:
     model = build_tuned(**METHODS[method])
     before = weights(model)
-    losses = train_steps(model, 12, tensors())
+    losses = train_steps(model, 12, inputs())
     assert losses[-1] < losses[0] - 0.02
     after = weights(model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -97,7 +88,7 @@ def test_retrieval_off_stays_bit_equal_to_the_base(reader: str) -> None:
     model = build_tuned(weights="retrieval", reader=reader)
     tokens, neighbors, lengths = batch()
     off, on = logits(model, tokens), logits(model, tokens, None, neighbors, lengths)
-    train_steps(model, 3, tensors())
+    train_steps(model, 3, inputs())
     assert torch.equal(logits(model, tokens), off)
     assert not torch.allclose(logits(model, tokens, None, neighbors, lengths), on, atol=1e-3)
 
@@ -107,7 +98,7 @@ def test_retrieval_off_stays_bit_equal_to_the_base(reader: str) -> None:
 def test_a_batch_without_neighbors_trains_adapters_only(method: str, reader: str) -> None:
     model = build_tuned(reader=reader, **METHODS[method])
     before = weights(model)
-    losses = train_steps(model, 3, tensors(off=True))
+    losses = train_steps(model, 3, inputs(on=False))
     after = weights(model)
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == ({"virtual_tokens"} if "prefix" in method else set())
@@ -222,7 +213,7 @@ def test_virtual_tokens_change_logits_and_respect_causality_chunks_and_documents
     def reached(model: Retro, **changed: Tensor) -> Tensor:
         inputs = {"tokens": tokens, "documents": documents, "neighbors": neighbors, "neighbor_lengths": lengths}
         with torch.no_grad():
-            return (model(**{**inputs, **changed}) != model(**inputs)).any(-1)  # [B, T]
+            return (model(Inputs(**{**inputs, **changed})) != model(Inputs(**inputs))).any(-1)  # [B, T]
 
     base, model = build(scheme), build_tuned(scheme, adapter=adapter)
     without, with_adapter = (logits(each, tokens, documents, neighbors, lengths) for each in (base, model))
