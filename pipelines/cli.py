@@ -99,7 +99,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "commands.add_retrieval", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
         ),
         "report": Verb(
-            "Plot the curves of one or more training runs on an HTML page",
+            "Plot the curves of one or more training runs",
             "commands.model", "report", "ReportOptions", ("RUN…",),
         ),
         "generate": Verb(

@@ -76,7 +76,7 @@ def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, t
     assert "OFF" in printed
     assert re.search(r"valid +ON k=2 +OFF +[-+]\d+\.\d\d%", printed)
     results = json.loads(out.read_text())
-    assert [printed.strip().split("\n")[-2]] == results["gains"]  # the last line names the report
+    assert [printed.strip().split("\n")[-1]] == results["gains"]
     assert [row["k"] for row in results["results"]] == [0, 1, 2]
     assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
 
@@ -109,14 +109,14 @@ def test_eval_without_leakage_tokens_measures_no_leakage(trained: Path, capsys) 
     assert "leakage" not in capsys.readouterr().out
 
 
-def test_train_writes_a_report_and_the_report_verb_compares_runs(trained: Path, tmp_path, capsys) -> None:
-    assert "<svg" in (trained / "run" / "report.html").read_text()
-    assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.html")]) == 0
+def test_train_plots_its_curves_and_the_report_verb_compares_runs(trained: Path, tmp_path, capsys) -> None:
+    assert "<svg" in (trained / "run" / "curves.svg").read_text()
+    assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.svg")]) == 0
     assert "8 of 8" in capsys.readouterr().out
     other = Path(shutil.copytree(trained / "run", tmp_path / "other"))
     assert main(["report", str(other), str(trained / "run")]) == 0
-    assert f"report: {other / 'comparison.html'}" in capsys.readouterr().out
-    assert "other ON" in (other / "comparison.html").read_text()
+    assert f"curves: {other / 'comparison.svg'}" in capsys.readouterr().out
+    assert "other ON" in (other / "comparison.svg").read_text()
 
 
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
@@ -166,7 +166,6 @@ def test_json_on_standard_output_equals_the_output_file(trained: Path, tmp_path:
     ]
     assert main(["eval", "perplexity", str(trained / "run"), *arguments]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
-    assert out.with_suffix(".html").exists()
 
 
 def test_generate_prints_json_with_prompt_and_text(trained: Path, capsys) -> None:
