@@ -8,8 +8,8 @@ from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS
-from retro.question_answering.question_sets import Question
-from retro.question_answering.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
+from retro.evaluation.question_sets import Question
+from retro.evaluation.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
 
 
 @pytest.fixture(scope="module")

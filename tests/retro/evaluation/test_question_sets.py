@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from indexing.store.errors import InputError
-from retro.question_answering.question_sets import Question, read_questions
+from retro.evaluation.question_sets import Question, read_questions
 
 ROWS = [
     {"id": "a", "question": "Who?", "answers": ["me", "I"], "positive_ids": ["p/1"], "title": "passed over"},

@@ -22,9 +22,9 @@ from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.question_answering.answer_metrics import Language
-from retro.question_answering.question_sets import Question
-from retro.question_answering.retrieval_metrics import right_documents
+from retro.evaluation.answer_metrics import Language
+from retro.evaluation.question_sets import Question
+from retro.evaluation.retrieval_metrics import right_documents
 
 _BLOCK_QUESTIONS = 256  # searched together
 

@@ -13,7 +13,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from retro.question_answering.question_sets import Question
+from retro.evaluation.question_sets import Question
 
 _BLOCK_QUESTIONS = 64
 
