@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from indexing.progress import status
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from pipelines.config import Config
@@ -141,7 +140,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     import torch
 
     from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.estimates.activation_trace import Pass
+    from retro.estimates.activations import Pass
     from retro.estimates.training_memory import memory_of, sent_bytes
     from retro.model.presets import count_parameters, resolve
     from retro.model.retro import Retro
@@ -170,8 +169,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     gpu = train.device != "cpu"
     run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
     budget, modes = 0.9 * _size(options.device_memory), []
-    for number, parallel in enumerate(planned := modes_of(options), start=1):
-        status("mode %d of %d", number, len(planned))
+    for parallel in modes_of(options):
         memory = memory_of(
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )

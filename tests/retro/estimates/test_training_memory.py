@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from indexing.store.errors import InputError
-from retro.estimates.activation_trace import Pass
+from retro.estimates.activations import Pass
 from retro.estimates.training_memory import (
     Memory,
     copy_head_bytes,
