@@ -22,7 +22,7 @@ from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.datastore_fractions import search_fractions
-from retro.evaluation.leakage import by_leakage, check_source, leakage_of, overlap_statistics
+from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.sets import EvaluationSet, short_names
 from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.retro import Retro
@@ -57,7 +57,7 @@ def evaluate_checkpoints(
     """Everything that `retro eval perplexity` measures, as plain values.
 
     `results` and `changes`: rows over all chunks; `leakage`: the same for each set and t, with α and the fraction of chunks;
-    `overlap`: a row for each set; `datastore_fractions`: size, results and changes for each set and fraction.
+    `datastore_fractions`: size, results and changes for each set and fraction.
 
     Args:
         checkpoints: the model, and the one to compare with.
@@ -70,15 +70,14 @@ def evaluate_checkpoints(
         InputError: a model or the source does not fit a set, or the second model is the first one.
     """
     measured = measure_checkpoints(checkpoints, sets, settings, device, source)
-    out: Row = {"results": [], "changes": [], "leakage": [], "overlap": [], "datastore_fractions": []}
+    out: Row = {"results": [], "changes": [], "leakage": [], "datastore_fractions": []}
     for evaluation_set, rows in zip(sets, measured, strict=True):
         results, changes = _rows_and_changes(rows, settings.seed)
         out["results"] += results
         out["changes"] += [{"set": evaluation_set.name, **change} for change in changes]
         leakage = leakage_by_chunk(evaluation_set, rows, source)
-        if leakage is not None and (chunks := rows[0].result.chunks) is not None:
+        if leakage is not None:
             out["leakage"] += _leakage_levels(evaluation_set, rows, settings, leakage)
-            out["overlap"].append(asdict(overlap_statistics(evaluation_set, chunks.ids, leakage, source=source)))
         if settings.datastore_fractions:
             out["datastore_fractions"] += _fraction_levels(checkpoints, evaluation_set, rows, settings, device)
     return out
@@ -335,7 +334,6 @@ def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
         "Held-out documents": _results_table(results["results"]),
         "Changes": _changes_table(results["changes"]),
         "By leakage": _leakage_table(results["leakage"]),
-        "Overlap with neighbors": _overlap_table(results["overlap"]),
         "By size of the datastore": _fractions_table(results["datastore_fractions"]),
     }
     return {title: table for title, table in tables.items() if table.rows}
@@ -380,25 +378,6 @@ def _leakage_table(levels: Sequence[Row]) -> Table:
         share = f"{100 * level['share_of_chunks']:.1f}%"
         cells.append([level["set"], *limits, share, *(figures.get(column, "–") for column in columns)])
     return Table(["set", "shared tokens at most", "α", "chunks", *columns], cells)
-
-
-def _overlap_table(rows: Sequence[Row]) -> Table:
-    cells = [
-        [
-            row["set"],
-            f"{row['chunks']:,}",
-            str(row["neighbors"]),
-            f"{row['mean']:.3f}",
-            f"{row['median']:.3f}",
-            f"{100 * row['without_neighbors']:.1f}%",
-            f"{row['sources']:,} ({row['source_column']})",
-            f"{100 * row['nearest_of_same_source']:.1f}%",
-            f"{100 * row['any_of_same_source']:.1f}%",
-        ]
-        for row in rows
-    ]
-    header = ["set", "chunks", "neighbors", "mean r", "median r", "without neighbors"]
-    return Table([*header, "sources", "nearest of the same source", "any of the same source"], cells)
 
 
 def _fractions_table(levels: Sequence[Row]) -> Table:

@@ -80,9 +80,6 @@ def test_fractions_of_the_datastore_are_measured_and_printed(trained: Path, tmp_
     ]
     assert small["results"][0] == whole["results"][0]
     assert small["results"][1]["bits_per_byte"] != whole["results"][1]["bits_per_byte"]
-    (overlap,) = written["overlap"]
-    assert overlap["chunks"] == Datastore.open(trained / "datastore").valid.num_chunks
-    assert sum(overlap["share_of_chunks"]) == pytest.approx(1)
 
 
 def test_evaluation_and_added_retrieval_keep_the_neighbor_rules_of_the_run(
@@ -120,7 +117,7 @@ def test_only_the_json_file_is_written_and_missing_measurements_have_no_table(
     assert main([*few, "--output", str(tmp_path / "results.json")]) == 0
     printed = capsys.readouterr().out
     assert "Held-out documents" in printed
-    assert not any(title in printed for title in ("Overlap with neighbors", "By size of the datastore", "Changes"))
+    assert not any(title in printed for title in ("By leakage", "By size of the datastore", "Changes"))
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
