@@ -28,7 +28,7 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """For each column, whether most of its cells begin with a number; pages align these to the right."""
-        columns = [[row[number] for row in self.rows if row[number:]] for number in range(len(self.header))]
+        columns = [[row[column] for row in self.rows if row[column:]] for column in range(len(self.header))]
         return [sum(bool(re.match(r"[-+−]?\.?\d", cell)) for cell in cells) * 2 > len(cells) for cells in columns]
 
 

@@ -252,10 +252,10 @@ def _fraction_levels(
         depth = max(depth, evaluation_set.split.neighbor_ids.row_shape[0])
     fractions, seed = settings.datastore_fractions, settings.seed
     with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
-        found = search_fractions(
+        searched = search_fractions(
             evaluation_set, num_chunks, depth, fractions, seed=seed, device=device, advance=advance
         )
-        parts = list(found)
+        parts = list(searched)
     length = checkpoints[0].settings["data"]["sequence_length"]
     for part in parts:
         rows = []

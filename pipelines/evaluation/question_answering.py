@@ -73,9 +73,9 @@ def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> t
     Raises:
         InputError: a question has no answers, or no question is left to ask.
     """
-    for each in questions:
-        if not each.answers:
-            raise InputError(f"{path}: question {each.id!r} has no answers, so it cannot be scored.")
+    for question in questions:
+        if not question.answers:
+            raise InputError(f"{path}: question {question.id!r} has no answers, so it cannot be scored.")
     shots, chosen = questions[: settings.shots], questions[settings.shots :]
     chosen = chosen[: settings.max_questions or None]
     if not chosen:
@@ -85,7 +85,9 @@ def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> t
 
 def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:
     """The language of the settings, or of the questions."""
-    return language_of([each.question for each in questions]) if settings.language == "auto" else settings.language
+    return (
+        language_of([question.question for question in questions]) if settings.language == "auto" else settings.language
+    )
 
 
 # --- prompts of every mode ------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def all_modes(
     *,
     language: Language,
     shots: Sequence[Question] = (),
-    found: FoundPassages | None = None,
+    passages: FoundPassages | None = None,
 ) -> Iterator[ModePrompts]:
     """All modes that model, settings and passages allow, closed book first.
 
@@ -173,14 +175,14 @@ def all_modes(
         settings: neighbors, lengths.
         language: of the prompts.
         shots: solved questions before each.
-        found: the passages of each question; None: no passages.
+        passages: of each question; None: no passages.
 
     Raises:
         InputError: a question is too long for the model.
     """
-    yield from _in_lines(language_model, questions, settings, language, shots, found)
+    yield from _in_lines(language_model, questions, settings, language, shots, passages)
     if settings.neighbor_passages:
-        yield from _as_in_paper(language_model, questions, settings.neighbor_passages, language, found)
+        yield from _as_in_paper(language_model, questions, settings.neighbor_passages, language, passages)
 
 
 def _in_lines(
@@ -189,17 +191,17 @@ def _in_lines(
     settings: QaSettings,
     language: Language,
     shots: Sequence[Question],
-    found: FoundPassages | None,
+    passages: FoundPassages | None,
 ) -> Iterator[ModePrompts]:
     m = language_model.model.settings.chunk_length
     room = room_for_prompts(language_model.context, m, settings.max_tokens)
     prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m)
-    count = settings.prompt_passages if found else 0
-    texts = [[each.text for each in row[:count]] for row in found.searched] if found and count else None
+    count = settings.prompt_passages if passages else 0
+    texts = [[passage.text for passage in row[:count]] for row in passages.searched] if passages and count else None
     for read in (None, texts) if texts else (None,):
-        made = [prompts.prompt(each, read[number] if read else ()) for number, each in enumerate(questions)]
+        filled = [prompts.prompt(question, read[row] if read else ()) for row, question in enumerate(questions)]
         for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
-            yield ModePrompts(QuestionMode(passages=count if read else 0, k=k), made, texts=read)
+            yield ModePrompts(QuestionMode(passages=count if read else 0, k=k), filled, texts=read)
 
 
 def _as_in_paper(
@@ -207,20 +209,20 @@ def _as_in_paper(
     questions: Sequence[Question],
     count: int,
     language: Language,
-    found: FoundPassages | None,
+    passages: FoundPassages | None,
 ) -> Iterator[ModePrompts]:
     model = language_model.model.settings
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
-    if not found or not model.retrieves:
+    if not passages or not model.retrieves:
         return
-    for gold, passages in ((False, found.searched), (True, found.gold)):
-        if passages is not None:
-            given = [form.neighbors(each, count) for each in passages]
+    for gold, ranked in ((False, passages.searched), (True, passages.gold)):
+        if ranked is not None:
+            given = [form.neighbors(row, count) for row in ranked]
             # Passages may be cut off, so their texts are decoded from the tokens.
-            kept = [[row[:length] for row, length in zip(*each, strict=True)] for each in given]
-            texts = [form.tokenizer.decode_batch(each) for each in kept]
+            kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
+            texts = [form.tokenizer.decode_batch(rows) for rows in kept]
             yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
 
 
@@ -286,8 +288,8 @@ def measure_answers(
             Answered(
                 mode=prepared.mode,
                 answers=answers,
-                exact_match=np.array([exact_match(text, each.answers, language) for text, each in pairs]),
-                f1=np.array([f1(text, each.answers, language) for text, each in pairs]),
+                exact_match=np.array([exact_match(text, question.answers, language) for text, question in pairs]),
+                f1=np.array([f1(text, question.answers, language) for text, question in pairs]),
                 answer_in_passages=None if prepared.texts is None else answer_in_passages(questions, prepared.texts),
             )
         )
@@ -332,8 +334,8 @@ def answer(
 def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequence[str]]) -> float:
     """Fraction of the questions with a right answer in one of their passages."""
     held = [
-        any(right.lower() in text.lower() for right in each.answers for text in texts)
-        for each, texts in zip(questions, passages, strict=True)
+        any(right.lower() in text.lower() for right in question.answers for text in texts)
+        for question, texts in zip(questions, passages, strict=True)
     ]
     return float(np.mean(held))
 
@@ -357,8 +359,8 @@ def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) 
     return {
         "results": [row.as_json(seed) for row in rows],
         "answers": [
-            {"id": each.id, "question": each.question, "right": list(each.answers)}
-            | {mode: texts[number] for mode, texts in given.items()}
-            for number, each in enumerate(questions)
+            {"id": question.id, "question": question.question, "right": list(question.answers)}
+            | {mode: texts[row] for mode, texts in given.items()}
+            for row, question in enumerate(questions)
         ],
     }

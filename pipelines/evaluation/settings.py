@@ -56,9 +56,9 @@ class QaSettings:
 
     def __post_init__(self) -> None:
         least = {"k": 0, "prompt_passages": 0, "neighbor_passages": 0, "shots": 0, "max_questions": 0}
-        for key, number in (least | {"max_tokens": 1, "batch_size": 1}).items():
-            if getattr(self, key) < number:
-                raise InputError(f"{key} = {getattr(self, key)}: must be at least {number}.")
+        for key, smallest in (least | {"max_tokens": 1, "batch_size": 1}).items():
+            if getattr(self, key) < smallest:
+                raise InputError(f"{key} = {getattr(self, key)}: must be at least {smallest}.")
         if self.gold and not self.neighbor_passages:
             raise InputError(
                 "gold needs passages as neighbors: set neighbor_passages, for example --neighbor-passages 20."

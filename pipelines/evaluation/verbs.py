@@ -83,11 +83,11 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
 
 
 def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
-    for each in sets:
+    for evaluation_set in sets:
         checkpoint.check_fits(
-            each.datastore.manifest,
-            f"evaluation set {each.name!r}: {each.datastore.folder}",
-            tokenizer=tokenizer_fingerprint(each.datastore.folder),
+            evaluation_set.datastore.manifest,
+            f"evaluation set {evaluation_set.name!r}: {evaluation_set.datastore.folder}",
+            tokenizer=tokenizer_fingerprint(evaluation_set.datastore.folder),
         )
 
 
@@ -118,8 +118,8 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     model, retriever = question_answering.open_model(
         Path(checkpoint), options.passages or None, options, options.device
     )
-    found = question_answering.found_passages(retriever, chosen, options) if retriever else None
-    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, found=found)
+    passages = question_answering.found_passages(retriever, chosen, options) if retriever else None
+    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
     rows = question_answering.measure_answers(model, modes, chosen, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
@@ -160,7 +160,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     settings = asdict(options) | {"datastore": datastore, "questions": questions}
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
-    rows = [asdict(each) for each in results]
+    rows = [asdict(result) for result in results]
     options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
     return 0
 
@@ -170,9 +170,9 @@ def results_table(results: list[RetrievalResult]) -> Table:
     ks = list(results[0].hit)
     header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
     rows = []
-    for each in results:
-        figures = (*each.hit.values(), *each.recall.values(), each.mrr)
-        rows.append([each.retrieval, *(f"{figure:.3f}" for figure in figures), f"{each.num_questions:,}"])
+    for result in results:
+        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
+        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
     return Table(header, rows)
 
 

@@ -156,7 +156,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
             f"data.sequence_length = {data.sequence_length}: must be a multiple of model.chunk_length = {model.chunk_length}."
         )
     with torch.device("meta"):
-        made = Retro(model)
+        retro = Retro(model)
     per_token = flops_per_token(model, data, options.tuning)
     per_step = train.batch_size * train.gradient_accumulation_steps * data.sequence_length
     rate = (
@@ -178,8 +178,8 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         days = None if seconds is None else seconds * tokens / per_step / 86_400
         modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
-        parameters=count_parameters(made),
-        all_parameters=count_parameters(made, embeddings=True),
+        parameters=count_parameters(retro),
+        all_parameters=count_parameters(retro, embeddings=True),
         flops_per_token=per_token,
         tokens=tokens,
         tokens_per_step=per_step,

@@ -122,11 +122,11 @@ def _exact_distances(
     queries: np.ndarray, retrieval: RetrievalSet, k: int, excluded: tuple[np.ndarray, np.ndarray] | None
 ) -> np.ndarray:
     """Distances [n, k] of the true nearest in the whole retrieval set; `excluded` are ids of the datastore itself."""
-    found = [
-        exact_search(queries, split.embeddings, k, excluded if number == 0 else None)[0]
-        for number, split in enumerate(retrieval.splits)
+    distances = [
+        exact_search(queries, split.embeddings, k, excluded if index == 0 else None)[0]
+        for index, split in enumerate(retrieval.splits)
     ]
-    return np.sort(np.concatenate(found, axis=1), axis=1)[:, :k]
+    return np.sort(np.concatenate(distances, axis=1), axis=1)[:, :k]
 
 
 def _overlaps(split: Split, retrieval: RetrievalSet, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
@@ -163,7 +163,7 @@ def _skew(retriever: Retriever) -> float | None:
     parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
-    sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)
+    sizes = np.sum([[ivf.get_list_size(inverted_list) for inverted_list in range(ivf.nlist)] for ivf in parts], axis=0)
     return float(sizes.max() / max(1e-9, sizes.mean()))
 
 

@@ -151,8 +151,8 @@ def marked(text: str, other: str) -> Any:
     shared = np.zeros(len(words), dtype=bool)
     for match in SequenceMatcher(None, words, theirs, autojunk=False).get_matching_blocks():
         run = range(match.a, match.a + match.size)
-        if sum(_weight(words[number]) for number in run) >= _MARKED_WORDS:
-            inner = [number for number in run if not words[number].isspace()]
+        if sum(_weight(words[index]) for index in run) >= _MARKED_WORDS:
+            inner = [index for index in run if not words[index].isspace()]
             shared[inner[0] : inner[-1] + 1] = True
     out, start = Markup(""), 0
     for stop in range(1, len(words) + 1):
@@ -216,8 +216,8 @@ def bar_chart(bars: Sequence[Bar], title: str) -> str:
 
     scale = _BAR_WIDTH / max(bar.end for bar in bars)
     parts = []
-    for number, bar in enumerate(bars):
-        y = 76 + 56 * number
+    for row, bar in enumerate(bars):
+        y = 76 + 56 * row
         parts.append(
             f'<text x="2%" y="{y}">{escape(bar.name)}</text><text x="98%" y="{y}" text-anchor="end">{bar.figure}</text>'
             f'<rect class="{"with" if bar.is_blue else "without"}" x="2%" y="{y + 8}" width="{scale * bar.value:.2f}%" height="18" rx="3"/>'
@@ -347,13 +347,13 @@ def _axes(figure: Any, x_label: str, y_label: str, title: str) -> Any:
 
 def _draw(figure: Any, plot: Plot) -> None:
     axes = _axes(figure, plot.x_label, plot.y_label, plot.title)
-    for number, (name, points) in enumerate(plot.lines.items()):
+    for next_color, (name, points) in enumerate(plot.lines.items()):
         line = PlotLine(*points)
         axes.plot(
             line.xs,
             line.ys,
             label=name,
-            color=_COLORS[(number if line.color is None else line.color) % len(_COLORS)],
+            color=_COLORS[(next_color if line.color is None else line.color) % len(_COLORS)],
             linestyle="--" if line.dashed else "-",
             marker="o" if len(line.xs) < 30 else "",
             linewidth=1.6,

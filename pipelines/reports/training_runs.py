@@ -88,8 +88,8 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Table:
         raise InputError(f"{', '.join(map(str, folders))}: a run is named twice. Name different runs.")
     runs = [open_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     losses = {
-        run.name: PlotLine(*_thinned(tokens, smoothed(values)), color=number)
-        for number, run in enumerate(runs)
+        run.name: PlotLine(*_thinned(tokens, smoothed(values)), color=color)
+        for color, run in enumerate(runs)
         for tokens, values in [run.curve("loss")]
         if len(values)
     }
@@ -106,12 +106,12 @@ def _sets_of(runs: Sequence[Run]) -> dict[str, str]:
 def _held_out_plot(runs: Sequence[Run], name: str, figure: str) -> Plot:
     """A set's figure, OFF dashed. One run is blue with retrieval and orange without; several runs have a color each."""
     lines = {}
-    for number, run in enumerate(runs):
+    for run_color, run in enumerate(runs):
         for mode in ("on", "off"):
             tokens, values = run.held_out(name, mode)
             if len(values):
                 label = f"{run.name} {mode.upper()}" if len(runs) > 1 else f"retrieval {mode.upper()}"
-                color = number if len(runs) > 1 else int(mode == "off")
+                color = run_color if len(runs) > 1 else int(mode == "off")
                 lines[label] = PlotLine(*_thinned(tokens, values), color, dashed=mode == "off")
     return Plot(lines, "tokens", _UNITS[figure], f"Held out: {name}")
 

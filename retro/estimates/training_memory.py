@@ -233,8 +233,8 @@ def sent_bytes(
     def summed(stage: int) -> float:
         total = 0.0
         for name, shapes in parameter_units(settings, parallel, stage).items():
-            each = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
-            total += each * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
+            per_number = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
+            total += per_number * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
         return total
 
     return round(max(map(summed, range(parallel.pipeline))))
@@ -247,11 +247,11 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
     """True if a process holds a parameter or block. The empty name means the loss."""
     runs = num_stages(parallel, settings.num_layers)
     last, encodes = settings.num_layers - 1, min(settings.retrieval.cca_layers, default=1) - 1
-    kind, number = (*name.split("."), "")[:2]
+    kind, index = (*name.split("."), "")[:2]
     layers = {
-        "attention": lambda: [int(number)],
-        "feed_forward": lambda: [int(number)],
-        "cross": lambda: [int(number) - 1],
+        "attention": lambda: [int(index)],
+        "feed_forward": lambda: [int(index)],
+        "cross": lambda: [int(index) - 1],
         "encoder": lambda: [encodes],
         "position_embedding": lambda: [0],
         "chunk_embedding": lambda: [0],

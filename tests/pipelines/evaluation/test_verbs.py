@@ -223,7 +223,7 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
     asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
     found = found_passages(retriever, asked, settings)
     assert found is not None
-    *_, closed, read = all_modes(model, asked, settings, language="en", found=found)
+    *_, closed, read = all_modes(model, asked, settings, language="en", passages=found)
     assert closed.given is None
     assert read.given is not None
     assert read.texts is not None
