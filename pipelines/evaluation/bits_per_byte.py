@@ -400,6 +400,15 @@ def _interval(change: Row) -> str:
     return f"{low:+.2f}% to {high:+.2f}%" if low < high else "no interval"
 
 
+def gains_of(results: Mapping[str, Any], model: ModelSettings) -> list[str]:
+    """A sentence for each set: what retrieval brings to the first model."""
+    sentences = []
+    for name in dict.fromkeys(row["set"] for row in results["results"]):
+        rows, changes = ([row for row in results[key] if row["set"] == name] for key in ("results", "changes"))
+        sentences.append(gain_in_words(rows, changes, model))
+    return list(filter(None, sentences))
+
+
 def gain_in_words(results: Sequence[Row], changes: Sequence[Row], model: ModelSettings) -> str:
     """What retrieval brings to a model on a set, in a sentence; empty if it was not measured with retrieval.
 

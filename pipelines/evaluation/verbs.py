@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -62,7 +62,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
             f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets."
         )
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
-    results = {
+    results: dict[str, Any] = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (each.fingerprint for each in opened), strict=False)),
             "datastores": {each.name: each.datastore.fingerprint for each in sets},
@@ -72,10 +72,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     }
     blocks = [bits_per_byte.rules_of(opened, settings)]
     blocks += [f"{title}\n{table.text}" for title, table in bits_per_byte.tables_of(results).items()]
-    of_sets = (
-        [[row for row in results[key] if row["set"] == each.name] for key in ("results", "changes")] for each in sets
-    )
-    if gains := [gain for rows in of_sets if (gain := bits_per_byte.gain_in_words(*rows, opened[0].model))]:
+    if gains := bits_per_byte.gains_of(results, opened[0].model):
         results["gains"] = gains
         blocks.append("\n".join(gains))
     options.deliver(results, "\n\n".join(filter(None, blocks)))
@@ -125,8 +122,8 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
-    results = {"fingerprints": prints, "settings": settings}
-    results |= question_answering.as_json(rows, chosen, options.seed)
+    answers = question_answering.as_json(rows, chosen, options.seed)
+    results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
     options.deliver(results, question_answering.answers_table(results["results"]).text)
     return 0
 

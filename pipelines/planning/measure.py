@@ -206,10 +206,14 @@ class _TimedView(StagesView):
     @contextlib.contextmanager
     def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
         """See `StagesView.step`."""
-        before = sum(os.times()[:4])
+        before = _cpu_seconds()
         with super().step(name, total, unit) as advance:
             yield advance
-        self.cpu_seconds[_without_key(name)] = sum(os.times()[:4]) - before
+        self.cpu_seconds[_without_key(name)] = _cpu_seconds() - before
+
+
+def _cpu_seconds() -> float:
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _faster(one: Sample, other: Sample) -> Sample:

@@ -170,7 +170,7 @@ def _attention(
     keys = k * heads.num_kv_heads * heads.head_dim  # numbers in all keys; values have as many
     # Under autocast each projection keeps a copy of its input; in float32 they share the output of the norm.
     kept = _norm(run, q, d, norm) + (w * (q * d + 2 * k * e) if run.narrow else 4 * q * d)
-    products, kept_products = w * (q * wide + 2 * keys), 0
+    products, kept_products = float(w * (q * wide + 2 * keys)), 0.0
     if heads.qk_norm:
         kept += 4 * (q * wide + keys) + _norm(run, q * heads.num_heads + k * heads.num_kv_heads, heads.head_dim)
         kept_products += 0 if run.narrow else 4 * (q * wide + keys)
@@ -229,7 +229,7 @@ def _outside(run: Pass, settings: ModelSettings, rows: int) -> float:
     """Final norm, loss and copy head. The loss computes its gradients, of its input and of the output layer, in the forward pass."""
     s, copy = settings, settings.copy_head
     total = 8 * rows * s.d_model + _norm(run, rows, s.d_model, s.norm) + 4 * s.vocab_size * s.d_model + 8 * rows
-    total += (copy.context + copy.neighbors) * rows * (4 * s.d_model + 240)
+    total += (bool(copy.context) + bool(copy.neighbors)) * rows * (4 * s.d_model + 240)
     if copy.content_width:  # a key for each token of the neighbors, and a score for each token and key
         keys = 2 * rows * run.k
         total += keys * ((4 + 3 * run.width) * s.d_model + 30 * copy.content_width + 20 * s.chunk_length)

@@ -114,7 +114,7 @@ def test_expert_parallelism_divides_experts_and_zero_divides_the_rest() -> None:
     assert sent_bytes(settings, shared) == round(2 * (rest * 3 / 4 + experts / 2 / 2))
     apart, together = (memory_of(settings, RUN, each) for each in (ParallelSettings(4), shared))
     assert together.gathered < apart.gathered
-    with pytest.raises(InputError, match=r"num_experts is 8: set it to a multiple of parallel\.expert = 3"):
+    with pytest.raises(InputError, match=r"num_experts is 8.*parallel\.expert = 3"):
         memory_of(settings, replace(RUN, num_sequences=9), ParallelSettings(3, expert=3))
 
 
@@ -184,13 +184,10 @@ def test_gathered_matrices_take_half_the_bytes_in_16_bits() -> None:
 @pytest.mark.parametrize(
     ("parallel", "told"),
     [
-        (ParallelSettings(3), "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
-        (
-            ParallelSettings(2, pipeline=2, microbatches=8),
-            "parallel.microbatches = 8: each data-parallel process has 4 sequences",
-        ),
-        (ParallelSettings(pipeline=8), "makes 8 stages: too many for model.num_layers = 4"),
-        (ParallelSettings(4, expert=2), "parallel.expert = 2: the model has no experts"),
+        (ParallelSettings(3), "train.batch_size = 8"),
+        (ParallelSettings(2, pipeline=2, microbatches=8), "parallel.microbatches = 8"),
+        (ParallelSettings(pipeline=8), "model.num_layers = 4"),
+        (ParallelSettings(4, expert=2), "parallel.expert = 2"),
         (ParallelSettings(tensor=3), "parallel.tensor = 3: model.attention.num_heads = 2"),
     ],
 )

@@ -47,8 +47,8 @@ def test_positive_documents_are_found_by_id(retriever: Retriever) -> None:
 @pytest.mark.parametrize(
     ("positive_ids", "words"),
     [
-        (("nobody",), r"question 'q': the datastore has none of its \"positive_ids\" \['nobody'\]"),
-        ((), "question 'q' has no \"positive_ids\""),
+        (("nobody",), r"'q'.*\"positive_ids\" \['nobody'\]"),
+        ((), "'q'.*\"positive_ids\""),
     ],
 )
 def test_questions_without_positive_documents_are_rejected(retriever: Retriever, positive_ids, words: str) -> None:
@@ -77,10 +77,10 @@ def test_documents_are_found_by_their_own_text_only(retriever: Retriever, way: R
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"k": ()}, "at least one"),
-        ({"k": (0,)}, "at least 1"),
+        ({"k": ()}, r"k = \(\)"),
+        ({"k": (0,)}, r"k = \(0,\)"),
         ({"k": (200,)}, "chunks = 100"),
-        ({"retrieval": ()}, "at least one"),
+        ({"retrieval": ()}, r"retrieval = \(\)"),
     ],
 )
 def test_empty_or_inconsistent_settings_are_rejected(settings, words: str) -> None:

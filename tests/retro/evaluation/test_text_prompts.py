@@ -54,7 +54,7 @@ def test_long_prompts_lose_passages_first_then_solved_questions(tokenizer: Token
     fewer = text_of(tokenizer, shots=SHOTS, tokens=whole // M * M, passages=PASSAGES)
     assert "chunk" not in fewer
     assert "layer" in fewer
-    with pytest.raises(InputError, match=r"question 'q' has \d+ tokens; at most 15 fit"):
+    with pytest.raises(InputError, match=r"'q'.*at most 15"):
         text_of(tokenizer, tokens=16)
 
 
