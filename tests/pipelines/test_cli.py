@@ -313,6 +313,7 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
         (["report", "RUN", "DATASTORE"], ["is not the folder of a run"]),
         (["eval", "perplexity", "nowhere"], ["`retro train CONFIG`"]),
         (["report", "nowhere"], ["`retro train CONFIG`"]),
+        (["report", "RUN", "--output", "page.html"], ["output = 'page.html'", ".svg"]),
         (["inspect", "nowhere"], ["`retro train CONFIG`", "`retro index CONFIG`"]),
         (["inspect", "EMPTY"], ["`retro train CONFIG`", "`retro index CONFIG`"]),
         (["search", "nowhere", "text"], ["`retro index CONFIG`"]),
