@@ -105,7 +105,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "commands.model", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
         ),
         "report": Verb(
-            "Plot the curves of one or more training runs on an HTML page",
+            "Plot the curves of one or more training runs",
             "commands.model", "report", "ReportOptions", ("RUN…",),
         ),
         "generate": Verb(
@@ -124,19 +124,19 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Evaluation": {
         "eval perplexity": Verb(
             "Measure bits per byte and perplexity of held-out documents, retrieval OFF and ON",
-            "commands.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT",),
+            "evaluation.verbs", "evaluate", "EvalOptions", ("CHECKPOINT",),
         ),
         "eval qa": Verb(
             "Measure exact match and F1 of answers to questions",
-            "commands.evaluation", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS"),
+            "evaluation.verbs", "evaluate_qa", "EvalQaOptions", ("CHECKPOINT", "QUESTIONS"),
         ),
         "eval retrieval": Verb(
             "Measure hit@k, recall@k and MRR of searches",
-            "commands.evaluation", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
+            "evaluation.verbs", "evaluate_retrieval", "EvalRetrievalOptions", ("DATASTORE", "QUESTIONS"),
         ),
         "eval harness": Verb(
             "Run tasks of EleutherAI's lm-evaluation-harness",
-            "commands.evaluation", "evaluate_harness", "EvalHarnessOptions", ("CHECKPOINT",),
+            "evaluation.verbs", "evaluate_harness", "EvalHarnessOptions", ("CHECKPOINT",),
         ),
     },
     "Files": {

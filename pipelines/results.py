@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,26 +57,14 @@ class ResultOptions:
     format: Format = "text"
     """Print the results as `text` or as `json`."""
 
-    def deliver(
-        self,
-        results: dict[str, Any],
-        text: str,
-        write_page: Callable[[Path, Mapping[str, Any]], None] | None = None,
-    ) -> None:
+    def deliver(self, results: dict[str, Any], text: str) -> None:
         """Print results, and write them to `output`.
 
         Args:
             results: plain values, which JSON can hold.
             text: the same for people.
-            write_page: writes an HTML page of the results next to the JSON file, as `NAME.html`.
         """
         print_result(results, text, self.format)
-        if not self.output:
-            return
-        Path(self.output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(self.output), results)
-        if write_page is not None:
-            page = Path(self.output).with_suffix(".html")
-            write_page(page, results)
-            if self.format == "text":
-                echo(f"report: {page}")
+        if self.output:
+            Path(self.output).parent.mkdir(parents=True, exist_ok=True)
+            write_json(Path(self.output), results)

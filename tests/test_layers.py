@@ -20,7 +20,7 @@ LEVELS = (
     ("retro/tuning",),
     ("retro/checkpoints", "retro/estimates", "retro/evaluation"),
     ("retro/inference", "retro/training"),
-    ("retro/huggingface", "retro/question_answering"),
+    ("retro/huggingface",),
     ("retro/finetuning",),
     ("retro/server",),
     ("pipelines/terminal.py", "pipelines/executors"),

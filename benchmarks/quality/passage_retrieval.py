@@ -32,8 +32,8 @@ from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
 from pipelines.terminal import progress, setup_logging
-from retro.question_answering.question_sets import Question, read_questions
-from retro.question_answering.retrieval_metrics import RetrievalSettings, measure, right_documents
+from retro.evaluation.question_sets import Question, read_questions
+from retro.evaluation.retrieval_metrics import RetrievalSettings, measure, right_documents
 
 SETS = {
     "squad_v11_dev": ("passages", "questions"),

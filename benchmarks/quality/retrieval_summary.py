@@ -209,7 +209,7 @@ def _curve_plot(curves: Curves) -> str:
         label: PlotLine(list(curve), list(curve.values()), names.index(label.rpartition(" ")[0]), label.endswith("OFF"))
         for label, curve in curves.items()
     }
-    return line_plot(lines, "training tokens", "bits per byte", "During training", log_y=True)
+    return line_plot(lines, "training tokens", "bits per byte", "During training")
 
 
 def _leakage_plot(scores: AllScores, reference: str) -> str:

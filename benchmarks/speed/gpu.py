@@ -34,7 +34,7 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
 from pipelines.terminal import human_bytes
-from retro.estimates.activation_trace import Pass
+from retro.estimates.activations import Pass
 from retro.estimates.flops import peak_flops, training_flops
 from retro.estimates.training_memory import memory_of
 from retro.inference.decoder import Decoder

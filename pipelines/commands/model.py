@@ -34,7 +34,7 @@ def finetune(config: Config) -> int:
 
 def _learn(config: Config, name: str, learning: Learning) -> int:
     """Train on Ray, in this process, or in the processes of torchrun. Only rank 0 prints."""
-    from pipelines.reports.training_runs import write_run_report
+    from pipelines.reports.training_runs import plot_runs
     from retro.checkpoints.checkpoint import latest
     from retro.parallel.coordination import joined
     from retro.training.loggers import as_line
@@ -56,8 +56,8 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
             return 0
     echo(as_line(read_metrics(config.run)[-1]))
     echo(f"checkpoint: {latest(config.run)}")
-    write_run_report([config.run], config.run / "report.html")
-    echo(f"report: {config.run / 'report.html'}")
+    plot_runs([config.run], config.run / "curves.svg")
+    echo(f"curves: {config.run / 'curves.svg'}")
     return 0
 
 
@@ -116,23 +116,25 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
 
 @settings
 class ReportOptions:
-    """Write one HTML page with curves, evaluation results and settings of one or more runs, finished or running."""
+    """Plot loss and held-out bits per byte of one or more runs, finished or running, in one SVG."""
 
     output: str = ""
-    """HTML file to write; empty: `report.html` in the run's folder, or for several runs `comparison.html` in the first one."""
+    """File to write, `NAME.svg`; empty: `curves.svg` in the run's folder, or for several runs `comparison.svg` in the first one."""
+
+    def __post_init__(self) -> None:
+        if self.output and Path(self.output).suffix != ".svg":
+            raise InputError(f"output = {self.output!r}: must be a file name that ends in .svg.")
 
 
 def report(runs: list[str], options: ReportOptions) -> int:
     """`retro report RUN [RUN2 …]`."""
-    from pipelines.reports.training_runs import write_run_report
+    from pipelines.reports.training_runs import plot_runs
 
     folders = [Path(run) for run in runs]
-    path = (
-        Path(options.output) if options.output else folders[0] / ("comparison.html" if folders[1:] else "report.html")
-    )
+    path = Path(options.output) if options.output else folders[0] / ("comparison.svg" if folders[1:] else "curves.svg")
     path.parent.mkdir(parents=True, exist_ok=True)
-    echo(write_run_report(folders, path).text)
-    echo(f"report: {path}")
+    echo(plot_runs(folders, path).text)
+    echo(f"curves: {path}")
     return 0
 
 

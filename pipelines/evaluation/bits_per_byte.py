@@ -1,10 +1,11 @@
-"""Measurements of `retro eval perplexity`: every evaluation set, retrieval OFF and ON, one model or two.
+"""Bits per byte of every evaluation set, retrieval OFF and ON, one model or two: measurements, tables and a sentence.
 
-model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┬→ Level: results and changes
-chunks, neighbors → leakage r(C) ─────┴→ chunks with r(C) ≤ t/m, for every t ┘
+model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┐
+chunks, neighbors → leakage r(C) ─────┼→ chunks with r(C) ≤ t/m, for every t ┼→ results and changes (JSON) → tables
+fractions of the datastore → Measured ┴→ ON with neighbors from a fraction ──┘
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,22 +13,25 @@ import numpy as np
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from pipelines.evaluation.bits_per_byte_tables import interval_in_words
 from pipelines.evaluation.settings import PerplexitySettings
+from pipelines.results import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
-from retro.evaluation.overlap_statistics import OverlapStatistics, overlap_statistics
 from retro.evaluation.sets import EvaluationSet, short_names
 from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 
 _MANY_DOCUMENTS = 50
+
+Row = dict[str, Any]
+"""Plain values of the JSON file."""
 
 
 @dataclass(frozen=True)
@@ -40,58 +44,46 @@ class Measured:
     @property
     def label(self) -> str:
         """`OFF`, `ON k=2`, `baseline OFF`."""
-        return " ".join(filter(None, (self.model, self.result.mode)))
+        return f"{self.model} {self.result.mode}".strip()
 
 
-@dataclass(frozen=True)
-class Change:
-    """Difference of bits per byte of `measured` from `reference`, in percent; low to high holds 95% of bootstraps."""
-
-    measured: str
-    reference: str
-    percent: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Level:
-    """Measurements on one set over the same chunks.
-
-    Attributes:
-        set: its name.
-        shared_tokens_at_most: t, the longest run that a chunk shares with a neighbor; None = all chunks.
-        leakage_at_most: the paper's α = t/m; None = all chunks.
-        share_of_chunks: fraction of the chunks that are scored.
-        results: of every model, retrieval OFF and ON, without arrays; empty if no chunk is left.
-        changes: between them; empty if no chunk is left.
-    """
-
-    set: str
-    shared_tokens_at_most: int | None
-    leakage_at_most: float | None
-    share_of_chunks: float
-    results: list[dict[str, Any]]
-    changes: list[Change]
-
-
-def measure_all(
-    model: Retro,
-    evaluation_set: EvaluationSet,
+def evaluate_checkpoints(
+    checkpoints: Sequence[Checkpoint],
+    sets: Sequence[EvaluationSet],
     settings: PerplexitySettings,
-    placement: Placement,
-    *,
-    sequence_length: int,
-    use: NeighborUse,
-    by_chunk: bool = False,
-    note: str = "",
-) -> list[SetResult]:
-    """Measure with retrieval OFF, then ON for each k if the model can retrieve; with progress bars, whose names have `note`."""
-    uses = [replace(use, k=k) for k in ((0, *settings.k) if model.settings.retrieves else (0,))]
-    return [
-        measure(model, evaluation_set, settings, placement, use, sequence_length, by_chunk=by_chunk, note=note)
-        for use in uses
-    ]
+    device: str,
+    source: Datastore | None = None,
+) -> Row:
+    """Everything that `retro eval perplexity` measures, as plain values.
+
+    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and t, with α and the fraction of chunks;
+    `datastore_fractions`: size, results and changes for each set and fraction.
+
+    Args:
+        checkpoints: the model, and the one to compare with.
+        sets: sets that fit the first model.
+        settings: k, windows, shared tokens, fractions.
+        device: `auto`, `cpu`, `cuda` …
+        source: datastore whose neighbors define leakage; None: the datastore of each set, if it stores neighbors.
+
+    Raises:
+        InputError: a model or the source does not fit a set, or the second model is the first one.
+    """
+    measured = measure_checkpoints(checkpoints, sets, settings, device, source)
+    out: Row = {"results": [], "changes": [], "leakage": [], "datastore_fractions": []}
+    for evaluation_set, rows in zip(sets, measured, strict=True):
+        results, changes = _rows_and_changes(rows, settings.seed)
+        out["results"] += results
+        out["changes"] += [{"set": evaluation_set.name, **change} for change in changes]
+        leakage = leakage_by_chunk(evaluation_set, rows, source)
+        if leakage is not None:
+            out["leakage"] += _leakage_levels(evaluation_set, rows, settings, leakage)
+        if settings.datastore_fractions:
+            out["datastore_fractions"] += _fraction_levels(checkpoints, evaluation_set, rows, settings, device)
+    return out
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -121,6 +113,26 @@ def measure(
         )
 
 
+def measure_all(
+    model: Retro,
+    evaluation_set: EvaluationSet,
+    settings: PerplexitySettings,
+    placement: Placement,
+    *,
+    sequence_length: int,
+    use: NeighborUse,
+    by_chunk: bool = False,
+    note: str = "",
+) -> list[SetResult]:
+    """Measure with retrieval OFF, then ON for each k if the model can retrieve."""
+    return [
+        measure(
+            model, evaluation_set, settings, placement, replace(use, k=k), sequence_length, by_chunk=by_chunk, note=note
+        )
+        for k in ((0, *settings.k) if model.settings.retrieves else (0,))
+    ]
+
+
 def measure_checkpoints(
     checkpoints: Sequence[Checkpoint],
     sets: Sequence[EvaluationSet],
@@ -128,37 +140,26 @@ def measure_checkpoints(
     device: str,
     source: Datastore | None = None,
 ) -> list[list[Measured]]:
-    """Measure one or two models on every set, with the windows and the precision of the first model.
-
-    Args:
-        checkpoints: the model, and the one to compare with.
-        sets: sets that fit the first model.
-        settings: k, windows, shared tokens.
-        device: `auto`, `cpu`, `cuda` …
-        source: datastore whose neighbors define leakage; None: the datastore of each set, if it stores neighbors.
-
-    Raises:
-        InputError: a model or the source does not fit a set, or the second model is the first one.
-    """
+    """Measure on every set, with the windows and the precision of the first model. See `evaluate_checkpoints`."""
     names = _names(checkpoints)
-    for each in sets:
+    for evaluation_set in sets:
         for checkpoint in checkpoints:
-            each.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.retrieves else 0)
+            evaluation_set.check(checkpoint.model, max(settings.k, default=0) if checkpoint.model.retrieves else 0)
         if source is not None:
-            check_source(each, source)
+            check_source(evaluation_set, source)
     placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
     measured: list[list[Measured]] = [[] for _ in sets]
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_model(checkpoint, placement.device)
-        for each, rows in zip(sets, measured, strict=True):
+        for evaluation_set, rows in zip(sets, measured, strict=True):
             results = measure_all(
                 model,
-                each,
+                evaluation_set,
                 settings,
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
                 use=neighbor_use_of(checkpoint, settings),
-                by_chunk=bool(settings.leakage_tokens) and (source or each.datastore).has("neighbors"),
+                by_chunk=bool(settings.leakage_tokens) and (source or evaluation_set.datastore).has("neighbors"),
             )
             rows += [Measured(name, result) for result in results]
     return measured
@@ -168,15 +169,6 @@ def neighbor_use_of(checkpoint: Checkpoint, settings: PerplexitySettings) -> Nei
     """How a model's neighbors are chosen: as in its run, except for `settings.max_overlap`. A control keeps random ones."""
     rules = checkpoint.neighbor_rules | ({} if settings.max_overlap is None else {"max_overlap": settings.max_overlap})
     return DataSettings(**rules).neighbor_use
-
-
-def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> str:
-    """The rule by which the neighbors of each model are chosen, a line for each model that retrieves."""
-    return "\n".join(
-        f"{name} neighbors: {neighbor_use_of(checkpoint, settings).rule}".strip()
-        for name, checkpoint in zip(_names(checkpoints), checkpoints, strict=True)
-        if checkpoint.model.retrieves
-    )
 
 
 def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -202,66 +194,107 @@ def leakage_by_chunk(
         return leakage_of(evaluation_set, chunks.ids, source=source, advance=advance)
 
 
-def statistics_of(
-    evaluation_set: EvaluationSet,
-    measured: Sequence[Measured],
-    leakage: np.ndarray,
-    source: Datastore | None = None,
-) -> OverlapStatistics:
-    """Overlap of the scored chunks with their neighbors; `leakage` comes from `leakage_by_chunk`."""
-    chunks = measured[0].result.chunks
-    assert chunks is not None, "not measured by chunk"
-    return overlap_statistics(evaluation_set, chunks.ids, leakage, source=source)
+def _leakage_levels(
+    evaluation_set: EvaluationSet, measured: Sequence[Measured], settings: PerplexitySettings, leakage: np.ndarray
+) -> Iterator[Row]:
+    """Measurements over the chunks that share at most t tokens with a neighbor, for each t; none if no chunk is left."""
+    m = evaluation_set.split.chunk_length
+    filtered = [by_leakage(row.result, leakage, settings.leakage_tokens, m) for row in measured]
+    for level in zip(*filtered, strict=True):
+        left = [Measured(row.model, part.result) for row, part in zip(measured, level, strict=True) if part.result]
+        results, changes = _rows_and_changes(left, settings.seed)
+        yield {
+            "set": evaluation_set.name,
+            "shared_tokens_at_most": level[0].shared_tokens,
+            "leakage_at_most": level[0].threshold,
+            "share_of_chunks": level[0].share,
+            "results": results,
+            "changes": changes,
+        }
 
 
-def levels_of(
+def check_fractions(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> None:
+    """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
+    if not settings.datastore_fractions:
+        return
+    retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieves]
+    if not (retrieving and settings.k):
+        cause = f"{checkpoints[0].path} does not retrieve (model.retrieval.cca_layers)."
+        raise InputError(
+            f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
+            f"{'--k is empty.' if retrieving else cause}"
+        )
+    for checkpoint in retrieving:
+        if checkpoint.settings["data"].get("neighbor_source", "nearest") != "nearest":
+            raise InputError(
+                f"evaluation.datastore_fractions: {checkpoint.path} was trained with data.neighbor_source = 'random', "
+                "so fractions of the datastore have no effect."
+            )
+
+
+def _fraction_levels(
+    checkpoints: Sequence[Checkpoint],
     evaluation_set: EvaluationSet,
     measured: Sequence[Measured],
     settings: PerplexitySettings,
-    leakage: np.ndarray | None,
-) -> Iterator[Level]:
-    """Measurements over all chunks of a set, then, if leakage is known, over the chunks that share at most t tokens, for each t.
-
-    Args:
-        evaluation_set: the set.
-        measured: on this set: OFF and ON of the first model, then of the second.
-        settings: shared tokens, seed of the bootstrap.
-        leakage: r of every scored chunk, or None.
-    """
-    yield Level(evaluation_set.name, None, None, 1.0, *rows_and_changes(measured, settings.seed))
-    if leakage is None:
-        return
-    m = evaluation_set.split.chunk_length
-    filtered = [by_leakage(each.result, leakage, settings.leakage_tokens, m) for each in measured]
-    for row in zip(*filtered, strict=True):
-        left = [Measured(each.model, part.result) for each, part in zip(measured, row, strict=True) if part.result]
-        yield Level(
-            evaluation_set.name,
-            row[0].shared_tokens,
-            row[0].threshold,
-            row[0].share,
-            *rows_and_changes(left, settings.seed),
+    device: str,
+) -> Iterator[Row]:
+    """Measure retrieval ON with neighbors from each fraction of the datastore, in ascending order, and add OFF."""
+    placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
+    models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
+    names = list(dict.fromkeys(row.model for row in measured))
+    off = [row for row in measured if not row.result.k]
+    scored = int(np.flatnonzero(off[0].result.bytes_by_document)[-1])
+    num_chunks = evaluation_set.split.chunk_range(scored)[1]
+    uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
+    depth = max(settings.k)
+    if any(use.max_overlap < 1 for use in uses):  # the next neighbors replace those that are skipped
+        depth = max(depth, evaluation_set.split.neighbor_ids.row_shape[0])
+    fractions, seed = settings.datastore_fractions, settings.seed
+    with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
+        searched = search_fractions(
+            evaluation_set, num_chunks, depth, fractions, seed=seed, device=device, advance=advance
         )
+        parts = list(searched)
+    length = checkpoints[0].settings["data"]["sequence_length"]
+    for part in parts:
+        rows = []
+        for name, model, use in zip(names, models, uses, strict=True):
+            rows += [row for row in off if row.model == name]
+            for k in settings.k if model.settings.retrieves else ():
+                nearest, note = replace(use, k=k, found=part.found), f" {part.fraction:g}"
+                result = measure(model, evaluation_set, settings, placement, nearest, length, note=note)
+                rows.append(Measured(name, result))
+        results, changes = _rows_and_changes(rows, seed)
+        yield {
+            "set": evaluation_set.name,
+            "datastore_fraction": part.fraction,
+            "datastore_documents": part.documents,
+            "datastore_chunks": part.chunks,
+            "results": results,
+            "changes": changes,
+        }
 
 
-def rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[dict[str, Any]], list[Change]]:
-    """Results as plain values, and the changes between them."""
-    rows = [{"model": each.model} | each.result.as_json() for each in measured]
-    changes = [
-        Change(first.label, second.label, *compare(first.result, second.result, seed))
-        for first, second in _pairs(measured)
-    ]
+def _rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[Row], list[Row]]:
+    """Results, and changes in percent of bits per byte; low to high holds 95% of bootstraps.
+
+    ON is compared with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF.
+    """
+    rows = [{"model": row.model} | row.result.as_json() for row in measured]
+    ours = [row for row in measured if row.model == measured[0].model]
+    theirs = {row.result.k: row for row in measured if row.model != measured[0].model}
+    pairs = [(row, ours[0]) for row in ours[1:]]
+    pairs += [(row, theirs.get(row.result.k, theirs[0])) for row in ours if theirs]
+    changes = []
+    for row, reference in pairs:
+        percent, low, high = compare(row.result, reference.result, seed)
+        labels = {"measured": row.label, "reference": reference.label}
+        changes.append(labels | {"percent": percent, "low": low, "high": high})
     return rows, changes
 
 
-def _pairs(measured: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
-    """Pairs to compare: ON with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF."""
-    if not measured:
-        return []
-    ours = [each for each in measured if each.model == measured[0].model]
-    theirs = {each.result.k: each for each in measured if each.model != measured[0].model}
-    inside = [(each, ours[0]) for each in ours[1:]]
-    return inside + [(each, theirs.get(each.result.k, theirs[0])) for each in ours if theirs]
+# --- presentation ----------------------------------------------------------------------------------------------------
 
 
 def settings_of(
@@ -269,63 +302,144 @@ def settings_of(
     sets: Sequence[EvaluationSet],
     settings: PerplexitySettings,
     source: Datastore | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Paths and settings, for people."""
     return {
-        "checkpoints": [str(each.path) for each in checkpoints],
-        "steps": [each.step for each in checkpoints],
-        "datastores": {each.name: f"{each.datastore.folder}:{each.split_name}" for each in sets},
+        "checkpoints": [str(checkpoint.path) for checkpoint in checkpoints],
+        "steps": [checkpoint.step for checkpoint in checkpoints],
+        "datastores": {opened.name: f"{opened.datastore.folder}:{opened.split_name}" for opened in sets},
         "leakage_from": str(source.folder) if source else None,
         "sequence_length": checkpoints[0].settings["data"]["sequence_length"],
         "neighbors": {
-            str(each.path): {"neighbor_source": use.source, "max_overlap": use.max_overlap, "seed": use.seed}
-            for each in checkpoints
-            if each.model.retrieves and (use := neighbor_use_of(each, settings))
+            str(checkpoint.path): {"neighbor_source": use.source, "max_overlap": use.max_overlap, "seed": use.seed}
+            for checkpoint in checkpoints
+            if checkpoint.model.retrieves and (use := neighbor_use_of(checkpoint, settings))
         },
         "evaluation": asdict(settings),
     }
 
 
-def as_json(levels: Sequence[Level], statistics: Sequence[OverlapStatistics] = ()) -> dict[str, Any]:
-    """Measurements over all chunks and by leakage.
+def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> str:
+    """The rule by which the neighbors of each model are chosen, a line for each model that retrieves."""
+    return "\n".join(
+        f"{name} neighbors: {neighbor_use_of(checkpoint, settings).rule}".strip()
+        for name, checkpoint in zip(_names(checkpoints), checkpoints, strict=True)
+        if checkpoint.model.retrieves
+    )
 
-    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and t, with α and the fraction of chunks;
-    `overlap`: a row for each set.
-    """
-    whole = [level for level in levels if level.leakage_at_most is None]
-    return {
-        "results": [row for level in whole for row in level.results],
-        "changes": [{"set": level.set} | asdict(change) for level in whole for change in level.changes],
-        "leakage": [asdict(level) for level in levels if level.leakage_at_most is not None],
-        "overlap": [asdict(each) for each in statistics],
+
+def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
+    """Tables of `evaluate_checkpoints` by their headings, without empty ones."""
+    tables = {
+        "Held-out documents": _results_table(results["results"]),
+        "Changes": _changes_table(results["changes"]),
+        "By leakage": _leakage_table(results["leakage"]),
+        "By size of the datastore": _fractions_table(results["datastore_fractions"]),
     }
+    return {title: table for title, table in tables.items() if table.rows}
 
 
-def gain_in_words(level: Level, model: ModelSettings) -> str:
+def _label(row: Row) -> str:
+    mode = f"ON k={row['k']}" if row["k"] else "OFF"
+    return f"{row['model']} {mode}".strip()
+
+
+def _results_table(rows: Sequence[Row]) -> Table:
+    cells = [
+        [
+            row["set"],
+            _label(row),
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['perplexity']:.2f}",
+            f"{row['tokens']:,}",
+            f"{row['bytes']:,}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
+        for row in rows
+    ]
+    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "bytes", "tokens/s"], cells)
+
+
+def _changes_table(rows: Sequence[Row]) -> Table:
+    cells = [[row["set"], row["measured"], row["reference"], f"{row['percent']:+.2f}%", _interval(row)] for row in rows]
+    return Table(["set", "measured", "against", "bits/byte", "95% of bootstraps over documents"], cells)
+
+
+def _leakage_table(levels: Sequence[Row]) -> Table:
+    """A row for each set and number of shared tokens. The changes are those of all chunks; a level without chunks has none."""
+    pair = "{measured} against {reference}".format_map
+    columns = [_label(row) for level in levels for row in level["results"]]
+    columns = list(dict.fromkeys(columns + [pair(change) for level in levels for change in level["changes"]]))
+    cells = []
+    for level in levels:
+        figures = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
+        figures |= {pair(change): f"{change['percent']:+.2f}% ({_interval(change)})" for change in level["changes"]}
+        limits = [f"{level['shared_tokens_at_most']}", f"{level['leakage_at_most']:g}"]
+        share = f"{100 * level['share_of_chunks']:.1f}%"
+        cells.append([level["set"], *limits, share, *(figures.get(column, "–") for column in columns)])
+    return Table(["set", "shared tokens at most", "α", "chunks", *columns], cells)
+
+
+def _fractions_table(levels: Sequence[Row]) -> Table:
+    """A row for each fraction of the datastore and each measurement with retrieval ON, compared with OFF of the same model."""
+    cells = []
+    for level in levels:
+        off = {row["model"]: row["bits_per_byte"] for row in level["results"] if not row["k"]}
+        sizes = [f"{level['datastore_documents']:,}", f"{level['datastore_chunks']:,}"]
+        for row in level["results"]:
+            if row["k"]:
+                bits, change = row["bits_per_byte"], 100 * (row["bits_per_byte"] / off[row["model"]] - 1)
+                fraction = f"{level['datastore_fraction']:g}"
+                cells.append([level["set"], fraction, *sizes, _label(row), f"{bits:.4f}", f"{change:+.2f}%"])
+    return Table(["set", "fraction", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], cells)
+
+
+def _interval(change: Row) -> str:
+    """The interval of a change. A single document has none: both ends are its own change."""
+    low, high = change["low"], change["high"]
+    return f"{low:+.2f}% to {high:+.2f}%" if low < high else "no interval"
+
+
+def gains_of(results: Mapping[str, Any], model: ModelSettings) -> list[str]:
+    """A sentence for each set: what retrieval brings to the first model."""
+    sentences = []
+    for name in dict.fromkeys(row["set"] for row in results["results"]):
+        rows, changes = ([row for row in results[key] if row["set"] == name] for key in ("results", "changes"))
+        sentences.append(gain_in_words(rows, changes, model))
+    return list(filter(None, sentences))
+
+
+def gain_in_words(results: Sequence[Row], changes: Sequence[Row], model: ModelSettings) -> str:
     """What retrieval brings to a model on a set, in a sentence; empty if it was not measured with retrieval.
 
     Args:
-        level: measurements over all chunks. The best ON counts, and its interval must differ from 0 as printed.
+        results: rows of the set over all chunks. The best ON counts, and its interval must differ from 0 as printed.
+        changes: between them.
         model: settings of the first model.
     """
-    off, *others = level.results
+    off, *others = results
     on = [row for row in others if row["model"] == off["model"]]
     if not on:
         return ""
-    best = min(range(len(on)), key=lambda number: on[number]["bits_per_byte"])
-    change, documents = level.changes[best], off["documents"]
-    measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {level.set}"
-    low, high = sorted((abs(change.low), abs(change.high)))
-    size = f"{abs(change.percent):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; {measured})"
-    plain = f"{in_words(change.percent, change.low, change.high)}; {measured}"
+    best = min(range(len(on)), key=lambda row: on[row]["bits_per_byte"])
+    change, documents = changes[best], off["documents"]
+    measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {off['set']}"
+    low, high = sorted((abs(change["low"]), abs(change["high"])))
+    size = (
+        f"{abs(change['percent']):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; "
+        f"{measured})"
+    )
+    plain = (
+        f"{change['percent']:+.2f}% bits per byte (95% of bootstraps over documents: {_interval(change)}); {measured}"
+    )
     if documents < LEAST_DOCUMENTS:
         return (
             f"Too few held-out documents to measure a gain: {plain}. Score {LEAST_DOCUMENTS} or more: raise the second weight of "
             "corpus.split, or evaluation.max_tokens if it is set."
         )
-    if round(change.high, 1) < 0:
+    if round(change["high"], 1) < 0:
         return f"Retrieval saves {size}."
-    if round(change.low, 1) > 0:
+    if round(change["low"], 1) > 0:
         return f"Retrieval costs {size}. {_advice(model, documents)}"
     return f"No measurable gain yet: {plain}. {_advice(model, documents)}"
 
@@ -336,8 +450,3 @@ def _advice(model: ModelSettings, documents: int) -> str:
     tips += [] if model.copy_head.neighbors else ["a copy head (model.copy_head.neighbors = true)"]
     tips += ["more held-out documents (corpus.split)"] if documents < _MANY_DOCUMENTS else []
     return f"Try: {', '.join(tips)}."
-
-
-def in_words(percent: float, low: float, high: float) -> str:
-    """A change of bits per byte with its uncertainty, as `compare` returns it."""
-    return f"{percent:+.2f}% bits per byte (95% of bootstraps over documents: {interval_in_words(low, high)})"

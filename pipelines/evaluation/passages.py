@@ -65,22 +65,22 @@ def colored(passage: Passage, title: str, tokenizer: Tokenizer, retrieval: Retri
             numbers[words[-1]] = run.neighbor + 1
     pieces = []
     for start, stop, part in groups:
-        number, word, gain = numbers.get(start, 0), text[part], float(passage.gains[start:stop].sum())
-        blank = word[len(word.rstrip()) :] if number else ""  # the number comes before a line break
-        pieces += [Piece(word.removesuffix(blank), gain, number), *([Piece(blank)] if blank else [])]
-    real = [number for number, tokens in enumerate(passage.neighbor_tokens) if len(tokens)]
-    documents = retrieval.metadata(passage.neighbor_ids[real]) if real else []
+        neighbor, word, gain = numbers.get(start, 0), text[part], float(passage.gains[start:stop].sum())
+        blank = word[len(word.rstrip()) :] if neighbor else ""  # the number comes before a line break
+        pieces += [Piece(word.removesuffix(blank), gain, neighbor), *([Piece(blank)] if blank else [])]
+    present = [neighbor for neighbor, tokens in enumerate(passage.neighbor_tokens) if len(tokens)]
+    documents = retrieval.metadata(passage.neighbor_ids[present]) if present else []
     return ColoredPassage(
         title,
         tokenizer.decode(passage.before[-_BEFORE:]),
         pieces,
         [
             CopiedNeighbor(
-                number + 1,
+                neighbor + 1,
                 str(row["id"]),
-                _parts(tokenizer, passage.neighbor_tokens[number], [run for run in runs if run.neighbor == number]),
+                _parts(tokenizer, passage.neighbor_tokens[neighbor], [run for run in runs if run.neighbor == neighbor]),
             )
-            for number, row in zip(real, documents, strict=True)
+            for neighbor, row in zip(present, documents, strict=True)
         ],
     )
 
@@ -115,7 +115,10 @@ def _indented(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
 def _excerpt(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, int]]:
     """The longest copied part in one line, with a few characters before and after it."""
-    longest = max((number for number, part in enumerate(parts) if part[1]), key=lambda number: len(parts[number][0]))
-    before, after = ("".join(text for text, _ in each) for each in (parts[:longest], parts[longest + 1 :]))
+    longest = max(
+        (part_index for part_index, part in enumerate(parts) if part[1]),
+        key=lambda part_index: len(parts[part_index][0]),
+    )
+    before, after = ("".join(text for text, _ in group) for group in (parts[:longest], parts[longest + 1 :]))
     texts = ("…" + before[-_AROUND:], parts[longest][0], after[:_AROUND] + "…")
     return [(re.sub(r"\s*\n\s*", " ⏎ ", text), shade) for text, shade in zip(texts, (0, 2, 0), strict=True)]

@@ -1,54 +1,36 @@
-"""Measurements of `retro eval qa`: exact match and F1 of a model's answers in every mode.
+"""Question answering: exact match and F1 of a model's answers in every mode.
 
-questions ─► modes (`question_answering_modes.py`) ─► prompts, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
+questions ─┬─────────────────────────────► lines ──────────► closed book ─────────────────────────┐ each with
+           │                         ┌───► lines ──────────► passages in the prompt ──────────────┘ retrieval OFF and ON
+           ├► find_passages ─► texts ┤
+           │                         └───► the paper's prompt (section 4.3) ─► passages as neighbors
+           └─────────────────────────────► the paper's prompt ─► closed book
+
+prompts of a mode, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from indexing.progress import Advance
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from pipelines.evaluation.question_answering_modes import ModePrompts, QuestionMode
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from retro.inference.language_model import LanguageModel
-from retro.question_answering.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
-from retro.question_answering.question_sets import Question
-from retro.question_answering.text_prompts import answer
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answers to all questions in one mode.
-
-    Attributes:
-        mode: how the questions were asked.
-        answers: [n] texts.
-        exact_match, f1: [n] float64 of each.
-        answer_in_passages: fraction of the questions with a right answer in the passages, the upper bound of a model that only
-            copies; None: no passages.
-    """
-
-    mode: QuestionMode
-    answers: list[str]
-    exact_match: np.ndarray = field(repr=False)
-    f1: np.ndarray = field(repr=False)
-    answer_in_passages: float | None = None
-
-    def as_json(self, seed: int) -> dict[str, Any]:
-        """Means, with the range of 95% of bootstraps over questions."""
-        row: dict[str, Any] = {"mode": self.mode.name, **asdict(self.mode), "questions": len(self.answers)}
-        for name in ("exact_match", "f1"):
-            row[name], row[f"{name}_low"], row[f"{name}_high"] = mean_with_interval(getattr(self, name), seed)
-        return row | {"answer_in_passages": self.answer_in_passages}
+from retro.evaluation.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
+from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
+from retro.evaluation.question_sets import Question
+from retro.evaluation.text_prompts import PromptBuilder, room_for_prompts
+from retro.inference.language_model import GivenNeighbors, LanguageModel
+from retro.inference.settings import GenerationSettings
 
 
 def open_model(
@@ -85,6 +67,194 @@ def _check_readable(checkpoint: Checkpoint, passages: Datastore) -> None:
     )
 
 
+def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> tuple[list[Question], list[Question]]:
+    """Split the questions into solved examples and questions to ask.
+
+    Raises:
+        InputError: a question has no answers, or no question is left to ask.
+    """
+    for question in questions:
+        if not question.answers:
+            raise InputError(f"{path}: question {question.id!r} has no answers, so it cannot be scored.")
+    shots, chosen = questions[: settings.shots], questions[settings.shots :]
+    chosen = chosen[: settings.max_questions or None]
+    if not chosen:
+        raise InputError(f"{path} has {len(questions)} questions: with shots = {settings.shots} none is left to ask.")
+    return list(shots), list(chosen)
+
+
+def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:
+    """The language of the settings, or of the questions."""
+    return (
+        language_of([question.question for question in questions]) if settings.language == "auto" else settings.language
+    )
+
+
+# --- prompts of every mode ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuestionMode:
+    """How questions are asked.
+
+    Attributes:
+        prompt: `lines`: a line for each passage, question and answer; `paper`: the paper's prompt with the question only.
+        passages: number of passages in the prompt.
+        k: neighbors of each chunk, searched with the chunk.
+        neighbors: passages, searched with the question, that all chunks read instead.
+        gold: whether passages with the answer come first among them.
+    """
+
+    prompt: Literal["lines", "paper"] = "lines"
+    passages: int = 0
+    k: int = 0
+    neighbors: int = 0
+    gold: bool = False
+
+    @property
+    def name(self) -> str:
+        """`closed book`, or the open parts: `passages in the prompt, ON k=2`, `paper's prompt, 20 passages as neighbors`."""
+        parts = ["passages in the prompt"] if self.passages else []
+        parts += [f"ON k={self.k}"] if self.k else []
+        parts += [f"{self.neighbors} passages as neighbors"] if self.neighbors else []
+        parts += ["gold first"] if self.gold else []
+        return ", ".join((["paper's prompt"] if self.prompt == "paper" else []) + (parts or ["closed book"]))
+
+
+class ModePrompts(NamedTuple):
+    """All questions in one mode: tokens of each prompt, its given neighbors, and the texts of its passages."""
+
+    mode: QuestionMode
+    prompts: list[np.ndarray]
+    given: GivenNeighbors | None = None  # None: no neighbors, or those that each chunk finds
+    texts: list[list[str]] | None = None  # passages in the prompt or as neighbors; None: no passages
+
+
+class FoundPassages(NamedTuple):
+    """The passages of each question, best first."""
+
+    searched: list[list[Passage]]
+    gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
+
+
+def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> FoundPassages | None:
+    """Find the passages that the settings need, with a progress bar; None if they need none.
+
+    Raises:
+        InputError: `gold` is set, and a question names no document of the datastore.
+    """
+
+    def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
+        with progress(name, total=len(questions), unit="questions") as advance:
+            return find_passages(
+                retriever, questions, k, retrieval=settings.retrieval, positives_first=positives_first, advance=advance
+            )
+
+    k = max(settings.prompt_passages, settings.neighbor_passages)
+    if not k:
+        return None
+    searched = find("search", k, positives_first=False)
+    gold = find("gold", settings.neighbor_passages, positives_first=True) if settings.gold else None
+    return FoundPassages(searched, gold)
+
+
+def all_modes(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    settings: QaSettings,
+    *,
+    language: Language,
+    shots: Sequence[Question] = (),
+    passages: FoundPassages | None = None,
+) -> Iterator[ModePrompts]:
+    """All modes that model, settings and passages allow, closed book first.
+
+    Args:
+        language_model: opened with retrieval, to measure ON.
+        questions: n of them.
+        settings: neighbors, lengths.
+        language: of the prompts.
+        shots: solved questions before each.
+        passages: of each question; None: no passages.
+
+    Raises:
+        InputError: a question is too long for the model.
+    """
+    yield from _in_lines(language_model, questions, settings, language, shots, passages)
+    if settings.neighbor_passages:
+        yield from _as_in_paper(language_model, questions, settings.neighbor_passages, language, passages)
+
+
+def _in_lines(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    settings: QaSettings,
+    language: Language,
+    shots: Sequence[Question],
+    passages: FoundPassages | None,
+) -> Iterator[ModePrompts]:
+    m = language_model.model.settings.chunk_length
+    room = room_for_prompts(language_model.context, m, settings.max_tokens)
+    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m)
+    count = settings.prompt_passages if passages else 0
+    texts = [[passage.text for passage in row[:count]] for row in passages.searched] if passages and count else None
+    for read in (None, texts) if texts else (None,):
+        filled = [prompts.prompt(question, read[row] if read else ()) for row, question in enumerate(questions)]
+        for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
+            yield ModePrompts(QuestionMode(passages=count if read else 0, k=k), filled, texts=read)
+
+
+def _as_in_paper(
+    language_model: LanguageModel,
+    questions: Sequence[Question],
+    count: int,
+    language: Language,
+    passages: FoundPassages | None,
+) -> Iterator[ModePrompts]:
+    model = language_model.model.settings
+    form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
+    prompts = [form.prompt(each.question) for each in questions]
+    yield ModePrompts(QuestionMode("paper"), prompts)
+    if not passages or not model.retrieves:
+        return
+    for gold, ranked in ((False, passages.searched), (True, passages.gold)):
+        if ranked is not None:
+            given = [form.neighbors(row, count) for row in ranked]
+            # Passages may be cut off, so their texts are decoded from the tokens.
+            kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
+            texts = [form.tokenizer.decode_batch(rows) for rows in kept]
+            yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers to all questions in one mode.
+
+    Attributes:
+        mode: how the questions were asked.
+        answers: [n] texts.
+        exact_match, f1: [n] float64 of each.
+        answer_in_passages: fraction of the questions with a right answer in the passages, the upper bound of a model that only
+            copies; None: no passages.
+    """
+
+    mode: QuestionMode
+    answers: list[str]
+    exact_match: np.ndarray = field(repr=False)
+    f1: np.ndarray = field(repr=False)
+    answer_in_passages: float | None = None
+
+    def as_json(self, seed: int) -> dict[str, Any]:
+        """Means, with the range of 95% of bootstraps over questions."""
+        row: dict[str, Any] = {"mode": self.mode.name, **asdict(self.mode), "questions": len(self.answers)}
+        for name in ("exact_match", "f1"):
+            row[name], row[f"{name}_low"], row[f"{name}_high"] = mean_with_interval(getattr(self, name), seed)
+        return row | {"answer_in_passages": self.answer_in_passages}
+
+
 def measure_answers(
     language_model: LanguageModel,
     modes: Iterable[ModePrompts],
@@ -118,40 +288,54 @@ def measure_answers(
             Answered(
                 mode=prepared.mode,
                 answers=answers,
-                exact_match=np.array([exact_match(text, each.answers, language) for text, each in pairs]),
-                f1=np.array([f1(text, each.answers, language) for text, each in pairs]),
+                exact_match=np.array([exact_match(text, question.answers, language) for text, question in pairs]),
+                f1=np.array([f1(text, question.answers, language) for text, question in pairs]),
                 answer_in_passages=None if prepared.texts is None else answer_in_passages(questions, prepared.texts),
             )
         )
     return rows
 
 
-def select(questions: Sequence[Question], settings: QaSettings, path: Path) -> tuple[list[Question], list[Question]]:
-    """Split the questions into solved examples and questions to ask.
+def answer(
+    language_model: LanguageModel,
+    prompts: Sequence[np.ndarray],
+    *,
+    k: int = 0,
+    given: GivenNeighbors | None = None,
+    max_tokens: int,
+    batch_size: int,
+    advance: Advance = lambda _: None,
+) -> list[str]:
+    """Continue each prompt greedily up to the end of its line or of the document.
 
-    Raises:
-        InputError: a question has no answers, or no question is left to ask.
+    Args:
+        language_model: opened with retrieval if k is not 0.
+        prompts: token ids [t] of each.
+        k: neighbors of each chunk; 0 = retrieval OFF.
+        given: neighbors of each prompt; all chunks of prompt and answer read these, and no search runs.
+        max_tokens: largest number of tokens in an answer.
+        batch_size: number of prompts that are continued together.
+        advance: called with numbers of answered questions.
     """
-    for each in questions:
-        if not each.answers:
-            raise InputError(f"{path}: question {each.id!r} has no answers, so it cannot be scored.")
-    shots, chosen = questions[: settings.shots], questions[settings.shots :]
-    chosen = chosen[: settings.max_questions or None]
-    if not chosen:
-        raise InputError(f"{path} has {len(questions)} questions: with shots = {settings.shots} none is left to ask.")
-    return list(shots), list(chosen)
-
-
-def language_for(questions: Sequence[Question], settings: QaSettings) -> Language:
-    """The language of the settings, or of the questions."""
-    return language_of([each.question for each in questions]) if settings.language == "auto" else settings.language
+    settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=("\n",))
+    answers = []
+    for start in range(0, len(prompts), batch_size):
+        block = slice(start, start + batch_size)
+        group, read = prompts[block], None if given is None else given[block]
+        texts = [""] * len(group)
+        for step in language_model.generate(group, settings, k, read):
+            for token in step:
+                texts[token.row] += token.text
+        answers += [text.strip() for text in texts]
+        advance(len(group))
+    return answers
 
 
 def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequence[str]]) -> float:
     """Fraction of the questions with a right answer in one of their passages."""
     held = [
-        any(right.lower() in text.lower() for right in each.answers for text in texts)
-        for each, texts in zip(questions, passages, strict=True)
+        any(right.lower() in text.lower() for right in question.answers for text in texts)
+        for question, texts in zip(questions, passages, strict=True)
     ]
     return float(np.mean(held))
 
@@ -175,8 +359,8 @@ def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) 
     return {
         "results": [row.as_json(seed) for row in rows],
         "answers": [
-            {"id": each.id, "question": each.question, "right": list(each.answers)}
-            | {mode: texts[number] for mode, texts in given.items()}
-            for number, each in enumerate(questions)
+            {"id": question.id, "question": question.question, "right": list(question.answers)}
+            | {mode: texts[row] for mode, texts in given.items()}
+            for row, question in enumerate(questions)
         ],
     }

@@ -91,8 +91,8 @@ class Layout:
 
 def lists_of(key: str) -> int:
     """Inverted lists of a Faiss factory string; 1 for an index without lists."""
-    found = re.search(r"IVF(\d+)", key)
-    return int(found[1]) if found else 1
+    match = re.search(r"IVF(\d+)", key)
+    return int(match[1]) if match else 1
 
 
 def with_lists_for(key: str, chunks: float) -> str:
@@ -127,8 +127,8 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
     trained, inner = _INDEX_HEADER, index  # `index` owns the parts
     if isinstance(index, faiss.IndexPreTransform):
         chain: Any = index.chain
-        transforms = [faiss.downcast_VectorTransform(chain.at(number)) for number in range(chain.size())]
-        trained += sum(4 * each.d_in * each.d_out for each in transforms)
+        transforms = [faiss.downcast_VectorTransform(chain.at(position)) for position in range(chain.size())]
+        trained += sum(4 * transform.d_in * transform.d_out for transform in transforms)
         inner = faiss.downcast_index(index.index)
     if lists_of(key) > 1:
         trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist

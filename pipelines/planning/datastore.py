@@ -41,6 +41,7 @@ class Sample:
     Attributes:
         size: of the build.
         seconds: of each step.
+        cpu_seconds: of all threads in each step. Other work on the machine hardly changes them.
         nprobe: that reached the recall target.
         list_nprobe: the same for a search by lists.
         parquet_bytes: of `documents.parquet` in all splits.
@@ -49,6 +50,7 @@ class Sample:
 
     size: Workload
     seconds: Mapping[str, float]
+    cpu_seconds: Mapping[str, float]
     nprobe: int
     list_nprobe: int
     parquet_bytes: int
@@ -208,24 +210,24 @@ def search_of(config: Config, size: Workload, sample: Sample, dimension: int) ->
 
 
 def line(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
-    """Slope and start of the line through two points (x, y), or through the larger one if a part would be negative."""
+    """Slope and start, neither negative, of the line through two points (x, y); it always passes through the larger one."""
     (x, y), (x2, y2) = small, large
-    slope = (y2 - y) / (x2 - x) if x2 > x else 0.0
-    return (slope, y - slope * x) if slope > 0 and y >= slope * x else (y2 / x2, 0.0)
+    slope = min(max(0.0, (y2 - y) / (x2 - x)), y2 / x2) if x2 > x else 0.0
+    return slope, y2 - slope * x2
 
 
 def exponent_of(small: Sample, large: Sample) -> float:
     """Exponent of the number of chunks in the time of `neighbors`: from two sizes, between 1 and 2."""
     if "neighbors" not in large.seconds or large.size.chunks <= small.size.chunks:
         return 1.0
-    times = max(large.seconds["neighbors"], 1e-9) / max(small.seconds["neighbors"], 1e-9)
+    times = max(large.cpu_seconds["neighbors"], 1e-9) / max(small.cpu_seconds["neighbors"], 1e-9)
     return min(2.0, max(1.0, math.log(times) / math.log(large.size.chunks / small.size.chunks)))
 
 
 def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, float]:
-    """Seconds of each step on one machine like the measured one.
+    """Seconds of each step on one machine like the measured one: those of the larger sample, times the growth of CPU seconds.
 
-    Each grows with one quantity, along the line through both samples; `neighbors` grows with a power of the chunks.
+    CPU seconds grow with one quantity, along the line through both samples; those of `neighbors` with a power of the chunks.
     """
 
     def grown(name: str, size: Workload) -> float:
@@ -243,9 +245,9 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
         if name == "neighbors":
             seconds[name] = took * (size.chunks / large.size.chunks) ** exponent_of(small, large)
         else:
-            points = [(grown(name, sample.size), sample.seconds.get(name, 0.0)) for sample in (small, large)]
+            points = [(grown(name, sample.size), sample.cpu_seconds.get(name, 0.0)) for sample in (small, large)]
             slope, start = line(*points)
-            seconds[name] = start + slope * grown(name, size)
+            seconds[name] = took * (start + slope * grown(name, size)) / max(points[1][1], 1e-9)
     if "tokenizer" in seconds and config.tokenizer.is_trained:  # reads all of the text once more, to draw its sample
         seconds["tokenizer"] += seconds["scan"] * max(0.0, 1 - config.tokenizer.sample_bytes / size.text_bytes)
     return seconds

@@ -5,6 +5,7 @@
 The warm-up loads every library, and shows which search the planned datastore gets. `datastore.py` scales the two others.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**2
                     twice.append(builds.sample(text_bytes, size.key, search))
                     advance(text_bytes)
                 samples.append(_faster(*twice))
-        small, large = (replace(sample, seconds=_with_transformer(sample, embedding)) for sample in samples)
+        small, large = (_with_transformer(sample, embedding) for sample in samples)
         return Measured(
             small=small,
             large=large,
@@ -133,7 +134,7 @@ class _Builds:
             index=replace(config.index, factory=with_lists_for(key, text_bytes / self.chunk_bytes)),
             neighbors=replace(config.neighbors, search=search),
         )
-        view = StagesView(quiet=True)
+        view = _TimedView()
         datastore = build(config, LocalExecutor(config.executor), view=view)
         folder, splits = datastore.folder, datastore.manifest["splits"].values()
         documents, chunks, tokens = (sum(sum(s[key]) for s in splits) for key in ("documents", "chunks", "tokens"))
@@ -156,6 +157,7 @@ class _Builds:
         return Sample(
             size=size,
             seconds=seconds_by_step(view.steps),
+            cpu_seconds=view.cpu_seconds,
             nprobe=tuned["nprobe"],
             list_nprobe=tuned.get("lists", tuned)["nprobe"],
             parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
@@ -194,14 +196,47 @@ class _Builds:
         return replace(self.config, datastore=folder / "datastore", corpus=corpus, neighbors=neighbors)
 
 
+class _TimedView(StagesView):
+    """Records the CPU seconds of each step too, of all threads and of finished child processes."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.cpu_seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def step(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+        """See `StagesView.step`."""
+        before = _cpu_seconds()
+        with super().step(name, total, unit) as advance:
+            yield advance
+        self.cpu_seconds[_without_key(name)] = _cpu_seconds() - before
+
+
+def _cpu_seconds() -> float:
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
 def _faster(one: Sample, other: Sample) -> Sample:
-    """A sample with the smaller time of each step: other work on the machine only adds to a time."""
-    return replace(one, seconds={name: min(took, other.seconds[name]) for name, took in one.seconds.items()})
+    """A sample with the smaller times of each step: other work on the machine only adds to a time."""
+
+    def smaller(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+        return {name: min(seconds, theirs[name]) for name, seconds in ours.items()}
+
+    return replace(
+        one,
+        seconds=smaller(one.seconds, other.seconds),
+        cpu_seconds=smaller(one.cpu_seconds, other.cpu_seconds),
+    )
 
 
 def seconds_by_step(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds of each step by its name, without the key of the index that `train-index` has behind it."""
-    return {step.name if not step.name.startswith("train-index") else "train-index": step.seconds for step in steps}
+    """Seconds of each step by its name."""
+    return {_without_key(step.name): step.seconds for step in steps}
+
+
+def _without_key(name: str) -> str:
+    """The name of a step without the key of the index, which `train-index` has behind it."""
+    return "train-index" if name.startswith("train-index") else name
 
 
 def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
@@ -212,14 +247,18 @@ def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
     return replace(settings, kind="lexical", path="")
 
 
-def _with_transformer(sample: Sample, embedding: dict[int, float]) -> dict[str, float]:
-    """The seconds of a sample, with those of the transformer (by number of chunks) in place of the lexical embedder's."""
+def _with_transformer(sample: Sample, embedding: dict[int, float]) -> Sample:
+    """A sample with the seconds of the transformer (by number of chunks) in place of the lexical embedder's."""
     if not embedding:
-        return dict(sample.seconds)
+        return sample
     few, many = sorted(embedding.items())
     rate, start = line(few, many)
-    kept = {name: value for name, value in sample.seconds.items() if name != "embed: count n-grams"}
-    return kept | {"embed": start + rate * sample.size.chunks}
+    embed = {"embed": start + rate * sample.size.chunks}
+    seconds, cpu_seconds = (
+        {name: value for name, value in times.items() if name != "embed: count n-grams"} | embed
+        for times in (sample.seconds, sample.cpu_seconds)
+    )
+    return replace(sample, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def _processor() -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import Field, PositiveInt
 
-from indexing.progress import status
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.settings import Fraction, settings
@@ -136,7 +135,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     import torch
 
     from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.estimates.activation_trace import Pass
+    from retro.estimates.activations import Pass
     from retro.estimates.training_memory import memory_of, sent_bytes
     from retro.model.presets import count_parameters, resolve
     from retro.model.retro import Retro
@@ -151,7 +150,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
             f"data.sequence_length = {data.sequence_length}: must be a multiple of model.chunk_length = {model.chunk_length}."
         )
     with torch.device("meta"):
-        made = Retro(model)
+        retro = Retro(model)
     per_token = flops_per_token(model, data, options.tuning)
     per_step = train.batch_size * train.gradient_accumulation_steps * data.sequence_length
     rate = (
@@ -164,8 +163,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     gpu = train.device != "cpu"
     run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
     budget, modes = 0.9 * _size(options.device_memory), []
-    for number, parallel in enumerate(planned := modes_of(options), start=1):
-        status("mode %d of %d", number, len(planned))
+    for parallel in modes_of(options):
         memory = memory_of(
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
         )
@@ -174,8 +172,8 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         days = None if seconds is None else seconds * tokens / per_step / 86_400
         modes.append(ParallelMode(parallel, memory, sent, seconds, days, memory.device <= budget))
     return TrainPlan(
-        parameters=count_parameters(made),
-        all_parameters=count_parameters(made, embeddings=True),
+        parameters=count_parameters(retro),
+        all_parameters=count_parameters(retro, embeddings=True),
         flops_per_token=per_token,
         tokens=tokens,
         tokens_per_step=per_step,

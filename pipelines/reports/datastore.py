@@ -122,11 +122,11 @@ def _exact_distances(
     queries: np.ndarray, retrieval: RetrievalSet, k: int, excluded: tuple[np.ndarray, np.ndarray] | None
 ) -> np.ndarray:
     """Distances [n, k] of the true nearest in the whole retrieval set; `excluded` are ids of the datastore itself."""
-    found = [
-        exact_search(queries, split.embeddings, k, excluded if number == 0 else None)[0]
-        for number, split in enumerate(retrieval.splits)
+    distances = [
+        exact_search(queries, split.embeddings, k, excluded if index == 0 else None)[0]
+        for index, split in enumerate(retrieval.splits)
     ]
-    return np.sort(np.concatenate(found, axis=1), axis=1)[:, :k]
+    return np.sort(np.concatenate(distances, axis=1), axis=1)[:, :k]
 
 
 def _overlaps(split: Split, retrieval: RetrievalSet, ids: np.ndarray, near: np.ndarray) -> np.ndarray:
@@ -163,41 +163,30 @@ def _skew(retriever: Retriever) -> float | None:
     parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
-    sizes = np.sum([[ivf.get_list_size(number) for number in range(ivf.nlist)] for ivf in parts], axis=0)
+    sizes = np.sum([[ivf.get_list_size(inverted_list) for inverted_list in range(ivf.nlist)] for ivf in parts], axis=0)
     return float(sizes.max() / max(1e-9, sizes.mean()))
 
 
-def examples_of(retriever: Retriever, ids: np.ndarray, split: Split, k: int = 2) -> list[report.NeighborExample]:
-    """Chunks of a split with their stored neighbors as text."""
-    out = []
-    for chunk_id in ids:
-        tokens = split.tokens.gather(np.array([chunk_id]))[0][: int(split.lengths.gather(np.array([chunk_id]))[0])]
-        following, _ = split.with_continuation(np.array([chunk_id]))
-        near, distances = (
-            array.gather(np.array([chunk_id]))[0][:k] for array in (split.neighbor_ids, split.neighbor_distances)
-        )
-        hits = retriever.hits(retriever.retrieval.without_deleted(near), distances)
-        out.append(
-            report.NeighborExample(
-                chunk=retriever.tokenizer.decode(tokens),
-                continuation=retriever.tokenizer.decode(following[0, split.chunk_length :]),
-                neighbors=[
-                    report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation)
-                    for hit in hits
-                ],
-            )
-        )
-    return out
-
-
-def sample_examples(retriever: Retriever, count: int = _EXAMPLES) -> list[report.NeighborExample]:
-    """A few full held-out chunks with their neighbors, drawn at random."""
+def _examples(retriever: Retriever) -> list[report.NeighborExample]:
+    """A few full held-out chunks with two of their neighbors, drawn at random."""
     ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
     split = retriever.datastore.split(name)
     ids = ids[split.without_deleted(ids) >= 0]
     full = ids[split.lengths.gather(ids) == split.chunk_length]
-    drawn = np.random.default_rng(2).permutation(full if len(full) else ids)[:count]
-    return examples_of(retriever, drawn, split)
+    drawn = np.random.default_rng(2).permutation(full if len(full) else ids)[:_EXAMPLES]
+    near, distances = (array.gather(drawn)[:, :2] for array in (split.neighbor_ids, split.neighbor_distances))
+    tokens, lengths = split.tokens.gather(drawn), split.lengths.gather(drawn)
+    following, _ = split.with_continuation(drawn)
+    examples = []
+    for row in range(len(drawn)):
+        hits = retriever.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
+        neighbors = [
+            report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation) for hit in hits
+        ]
+        text = retriever.tokenizer.decode(tokens[row, : lengths[row]])
+        continuation = retriever.tokenizer.decode(following[row, split.chunk_length :])
+        examples.append(report.NeighborExample(text, continuation, neighbors))
+    return examples
 
 
 def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
@@ -205,19 +194,9 @@ def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
     distances = split.neighbor_distances.gather(ids)
-    ranks = {
-        f"neighbor {rank + 1}": distances[:, rank]
-        for rank in sorted({0, 1, distances.shape[1] - 1})
-        if rank < distances.shape[1]
-    }
-    finite = {name: values[np.isfinite(values)] for name, values in ranks.items()}
-    plots = [
-        report.histogram(
-            {name: values for name, values in finite.items() if len(values)},
-            "squared L2 distance",
-            "Distance to the neighbors",
-        )
-    ]
+    ranks = [rank for rank in sorted({0, 1, distances.shape[1] - 1}) if rank < distances.shape[1]]
+    finite = {f"neighbor {rank + 1}": distances[np.isfinite(distances[:, rank]), rank] for rank in ranks}
+    plots = [report.histogram(finite, "squared L2 distance", "Distance to the neighbors")]
     curve = measured["index"]["curve"]
     if len(curve) > 1:
         points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}
@@ -268,6 +247,6 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
             *([report.Section("Build steps", table=Table(header, rows))] if steps else []),
-            report.Section("Held-out chunks and their neighbors", examples=sample_examples(retriever)),
+            report.Section("Held-out chunks and their neighbors", examples=_examples(retriever)),
         ],
     )

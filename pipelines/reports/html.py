@@ -18,13 +18,13 @@ from indexing.store.files import write_bytes
 from pipelines.results import Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Placeholders for colors of the page's theme, as in `retro/server/page/page.css`. A plot outside the page uses the second value.
+# Placeholders for colors of the page's theme, as in `retro/server/page/page.css`. A file with plots has the second value.
 _THEMED = {
-    "#010203": "var(--ink, #1f2937)",
-    "#010204": "var(--soft, #566275)",
-    "#010205": "var(--line, #e3e6eb)",
-    "#010206": "var(--helped-ink, #1d4ed8)",
-    "#010207": "var(--hurt-ink, #b03a05)",
+    "#010203": ("--ink", "#1f2937"),
+    "#010204": ("--soft", "#566275"),
+    "#010205": ("--line", "#e3e6eb"),
+    "#010206": ("--helped-ink", "#1d4ed8"),
+    "#010207": ("--hurt-ink", "#b03a05"),
 }
 _INK, _SOFT, _LINE, _BLUE, _ORANGE = _THEMED
 # Blue: better, with retrieval. Orange: worse, without. The others are of medium lightness, for light and dark pages.
@@ -143,25 +143,6 @@ def write_report(
     write_bytes(path, html.encode("utf-8", errors="replace"))
 
 
-def settings_table(values: Mapping[str, Any], name: str = "setting") -> Table:
-    """Settings or fingerprints as a table, without those that are None."""
-    rows = [[key, shown(value)] for key, value in flat(values).items() if value is not None]
-    return Table([name, "value"], rows)
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
-    return out
-
-
-def shown(value: Any) -> str:
-    """A setting as text."""
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value)
-
-
 def marked(text: str, other: str) -> Any:
     """`text` as HTML, with marks on runs of words that `other` contains too."""
     from markupsafe import Markup, escape
@@ -170,8 +151,8 @@ def marked(text: str, other: str) -> Any:
     shared = np.zeros(len(words), dtype=bool)
     for match in SequenceMatcher(None, words, theirs, autojunk=False).get_matching_blocks():
         run = range(match.a, match.a + match.size)
-        if sum(_weight(words[number]) for number in run) >= _MARKED_WORDS:
-            inner = [number for number in run if not words[number].isspace()]
+        if sum(_weight(words[index]) for index in run) >= _MARKED_WORDS:
+            inner = [index for index in run if not words[index].isspace()]
             shared[inner[0] : inner[-1] + 1] = True
     out, start = Markup(""), 0
     for stop in range(1, len(words) + 1):
@@ -235,8 +216,8 @@ def bar_chart(bars: Sequence[Bar], title: str) -> str:
 
     scale = _BAR_WIDTH / max(bar.end for bar in bars)
     parts = []
-    for number, bar in enumerate(bars):
-        y = 76 + 56 * number
+    for row, bar in enumerate(bars):
+        y = 76 + 56 * row
         parts.append(
             f'<text x="2%" y="{y}">{escape(bar.name)}</text><text x="98%" y="{y}" text-anchor="end">{bar.figure}</text>'
             f'<rect class="{"with" if bar.is_blue else "without"}" x="2%" y="{y + 8}" width="{scale * bar.value:.2f}%" height="18" rx="3"/>'
@@ -273,73 +254,59 @@ class PlotLine(NamedTuple):
         xs, ys: its points.
         color: number of its color; None = the next one.
         dashed: whether the line is dashed.
-        raw: points of a fainter line behind it, in the same color.
     """
 
     xs: Numbers
     ys: Numbers
     color: int | None = None
     dashed: bool = False
-    raw: tuple[Numbers, Numbers] | None = None
+
+
+class Plot(NamedTuple):
+    """A plot of lines by name."""
+
+    lines: Mapping[str, PlotLine | tuple[Numbers, Numbers]]
+    x_label: str
+    y_label: str
+    title: str
+    log_x: bool = False
 
 
 def line_plot(
-    series: Mapping[str, PlotLine | tuple[Numbers, Numbers]],
+    lines: Mapping[str, PlotLine | tuple[Numbers, Numbers]],
     x_label: str,
     y_label: str,
     title: str,
     *,
     log_x: bool = False,
-    log_y: bool = False,
 ) -> str:
-    """Plot lines by name as an SVG."""
-    from matplotlib.ticker import MaxNLocator
-
+    """Plot lines by name as an SVG of a page."""
     with _style(title):
-        figure, axes = _figure(x_label, y_label, title)
-        for number, (name, points) in enumerate(series.items()):
-            line = PlotLine(*points)
-            color = _COLORS[(number if line.color is None else line.color) % len(_COLORS)]
-            if line.raw is not None:
-                axes.plot(*line.raw, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(
-                line.xs,
-                line.ys,
-                label=name,
-                color=color,
-                linestyle="--" if line.dashed else "-",
-                marker="o" if len(line.xs) < 30 else "",
-                linewidth=1.6,
-                markersize=3.5,
-            )
-        if log_x:
-            axes.set_xscale("log", base=2)
-        if log_y:
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            if high < 10 * low:  # powers of ten would be one label or none
-                axes.yaxis.set_major_locator(MaxNLocator(5))
-        return _svg(figure, axes, title)
+        figure = _figure(1)
+        _draw(figure, Plot(lines, x_label, y_label, title, log_x))
+        return _svg(figure, title, on_page=True)
 
 
-def histogram(series: Mapping[str, Any], x_label: str, title: str, *, bins: int = 50) -> str:
-    """Plot distributions by name over common bins as an SVG."""
-    values = {name: np.asarray(value, dtype=np.float64) for name, value in series.items() if len(value)}
-    if not values:
-        return stairs({}, [], x_label, title)
-    edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins)
-    shares = {name: np.histogram(value, edges)[0] / len(value) for name, value in values.items()}
-    return stairs(shares, edges, x_label, title)
-
-
-def stairs(shares: Mapping[str, Numbers], edges: Numbers, x_label: str, title: str) -> str:
-    """Plot shares [b] of the bins between edges [b + 1], by name, as an SVG."""
+def plots_file(plots: Sequence[Plot], title: str) -> str:
+    """Draw plots side by side as an SVG with a white background, for a file."""
     with _style(title):
-        figure, axes = _figure(x_label, "share", title)
-        for color, (name, share) in zip(cycle(_COLORS), shares.items(), strict=False):
-            axes.stairs(share, edges, fill=True, color=color, alpha=0.25)
-            axes.stairs(share, edges, color=color, linewidth=1.4, label=name)
-        return _svg(figure, axes, title)
+        figure = _figure(len(plots))
+        for part, plot in zip(figure.subfigures(1, len(plots), squeeze=False)[0], plots, strict=True):
+            _draw(part, plot)
+        return _svg(figure, title, on_page=False)
+
+
+def histogram(series: Mapping[str, np.ndarray], x_label: str, title: str) -> str:
+    """Plot distributions by name over 50 common bins as an SVG of a page."""
+    edges = np.histogram_bin_edges(np.concatenate([*series.values(), np.empty(0)]), bins=50)
+    with _style(title):
+        figure = _figure(1)
+        axes = _axes(figure, x_label, "share", title)
+        for color, (name, values) in zip(cycle(_COLORS), series.items(), strict=False):
+            shares = np.histogram(values, edges)[0] / max(1, len(values))
+            axes.stairs(shares, edges, fill=True, color=color, alpha=0.25)
+            axes.stairs(shares, edges, color=color, linewidth=1.4, label=name)
+        return _svg(figure, title, on_page=True)
 
 
 def _style(title: str) -> Any:
@@ -360,10 +327,13 @@ def _style(title: str) -> Any:
     return matplotlib.rc_context(settings)
 
 
-def _figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:
+def _figure(num_plots: int) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 3.3), layout="constrained")
+    return Figure(figsize=(5.4 * num_plots, 3.3), layout="constrained")
+
+
+def _axes(figure: Any, x_label: str, y_label: str, title: str) -> Any:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
@@ -372,38 +342,57 @@ def _figure(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(which="both", length=0)
-    return figure, axes
+    return axes
 
 
-def _svg(figure: Any, axes: Any, title: str) -> str:
+def _draw(figure: Any, plot: Plot) -> None:
+    axes = _axes(figure, plot.x_label, plot.y_label, plot.title)
+    for next_color, (name, points) in enumerate(plot.lines.items()):
+        line = PlotLine(*points)
+        axes.plot(
+            line.xs,
+            line.ys,
+            label=name,
+            color=_COLORS[(next_color if line.color is None else line.color) % len(_COLORS)],
+            linestyle="--" if line.dashed else "-",
+            marker="o" if len(line.xs) < 30 else "",
+            linewidth=1.6,
+            markersize=3.5,
+        )
+    if plot.log_x:
+        axes.set_xscale("log", base=2)
+
+
+def _svg(figure: Any, title: str, *, on_page: bool) -> str:
     from html import escape
 
     from matplotlib.ticker import NullFormatter
 
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: _tick(value))
-        axis.set_minor_formatter(NullFormatter())
-    if labels := axes.get_legend_handles_labels()[1]:
-        # Above the axes, so that it never covers data.
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=max(1, min(3, _LEGEND_CHARACTERS // (max(map(len, labels)) + 6))),
-            frameon=False,
-            borderaxespad=0,
-            borderpad=0.3,
-            handlelength=1.2,
-        )
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), transparent=True)
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: _tick(value))
+            axis.set_minor_formatter(NullFormatter())
+        if labels := axes.get_legend_handles_labels()[1]:
+            # Above the axes, so that it never covers data.
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=max(1, min(3, _LEGEND_CHARACTERS // (max(map(len, labels)) + 6))),
+                frameon=False,
+                borderaxespad=0,
+                borderpad=0.3,
+                handlelength=1.2,
+            )
+    out, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", metadata=nothing, transparent=on_page)
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     # Use the page's font. Older releases of matplotlib write it after the size.
     svg = re.sub(r"(font-family:|font: [\w. ]*px) [^;\"]*", r"\1 system-ui, sans-serif", svg)
     # An id must be unique on a page with several plots. No element refers to these.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
-    for color, themed in _THEMED.items():
-        svg = svg.replace(color, themed)
+    for placeholder, (name, color) in _THEMED.items():
+        svg = svg.replace(placeholder, f"var({name}, {color})" if on_page else color)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 

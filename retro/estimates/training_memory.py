@@ -2,7 +2,7 @@
 
     parallel ┬─ tensor: a model with fewer heads and features ─┐
              ├─ pipeline: some of its layers ──────────────────┼─► parameters ─ ZeRO ─► parameters, gradients, optimizer
-             └─ data: fewer sequences ─────────────────────────┴─► `activation_trace` ─ checkpointing ─► activations, working
+             └─ data: fewer sequences ─────────────────────────┴─► `activations` ─ checkpointing ─► activations, working
 
 Parameters, gradients and AdamW's two moments are float32. Models are on the meta device, so estimates need no memory.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from indexing.store.errors import InputError
-from retro.estimates.activation_trace import Pass, trace
+from retro.estimates.activations import Pass, activations
 from retro.model.loss import block_rows
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
@@ -86,23 +86,23 @@ def _memory_of_stage(
     states = state_bytes(units, parallel, accumulation)
     own, at_once = _own_pass(run, parallel, stage)
     checkpointing, tensor = parallel.activation_checkpointing, parallel.tensor
-    seen = _trace(_with_own_experts(divided(settings, tensor), parallel), own).only(
-        lambda name: _is_held(settings, name, parallel, stage)
-    )
+    blocks, outside = activations(_with_own_experts(divided(settings, tensor), parallel), own)
+    held = [block for name, block in blocks.items() if _is_held(settings, name, parallel, stage)]
     # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline. If there are
     # several processes, they have gathered the copies.
-    copies = sum(seen.copies.values())
-    kept = seen.kept(checkpointing, tensor) - (copies if checkpointing == "none" else 0)
+    copies = sum(block.weights for block in held)
+    kept = sum(block.lasting(checkpointing, tensor) for block in held) - (copies if checkpointing == "none" else 0)
+    kept += sum(size for name, size in outside.items() if _is_held(settings, name, parallel, stage))
     copies = 0 if num_data(parallel) > 1 else copies
     shared = copies if checkpointing == "none" else 0
     last = max(_loss_bytes(settings, own, tensor, compiled), copy_head_bytes(settings, own))  # one after the other
     forward = copies - shared + (last if _holds_loss(parallel, stage) else 0)
-    again = seen.recomputed(checkpointing, tensor) + (copies - shared if parallel.pipeline > 1 else 0)
+    again = max(block.recomputed(checkpointing) for block in held) + (copies - shared if parallel.pipeline > 1 else 0)
     return Memory(
         *states,
         gathered=_gathered_bytes(units, parallel, narrow=run.narrow),
-        activations=round(kept * at_once) + shared,
-        working=max(forward, again),
+        activations=round(kept * at_once + shared),
+        working=round(max(forward, again)),
         offloaded=parallel.cpu_offload,
     )
 
@@ -233,8 +233,8 @@ def sent_bytes(
     def summed(stage: int) -> float:
         total = 0.0
         for name, shapes in parameter_units(settings, parallel, stage).items():
-            each = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
-            total += each * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
+            per_number = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
+            total += per_number * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
         return total
 
     return round(max(map(summed, range(parallel.pipeline))))
@@ -247,12 +247,12 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
     """True if a process holds a parameter or block. The empty name means the loss."""
     runs = num_stages(parallel, settings.num_layers)
     last, encodes = settings.num_layers - 1, min(settings.retrieval.cca_layers, default=1) - 1
-    kind, number = (*name.split("."), "")[:2]
+    kind, index = (*name.split("."), "")[:2]
     last_reads_table = settings.tied_embeddings or (settings.copy_head.neighbors and settings.copy_head.content_width)
     layers = {
-        "attention": lambda: [int(number)],
-        "feed_forward": lambda: [int(number)],
-        "cross": lambda: [int(number) - 1],
+        "attention": lambda: [int(index)],
+        "feed_forward": lambda: [int(index)],
+        "cross": lambda: [int(index) - 1],
         "encoder": lambda: [encodes],
         "position_embedding": lambda: [0],
         "chunk_embedding": lambda: [0],
@@ -288,8 +288,6 @@ def num_data(parallel: ParallelSettings) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------- activations
-
-_trace = functools.lru_cache(maxsize=16)(trace)
 
 
 def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:

@@ -197,14 +197,14 @@ def measure_sets(
     results = [
         evaluate(
             model,
-            each,
+            evaluation_set,
             settings,
             placement,
             use=replace(use, k=k),
             sequence_length=sequence_length,
             token_losses_of=token_losses_of,
         )
-        for each in sets
+        for evaluation_set in sets
         for k in ((0, use.k) if use.k else (0,))
     ]
     return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}

@@ -88,18 +88,18 @@ def search_fractions(
     documents = chunks = 0
     edges = sorted(set(fractions))
     for low, high in zip([0.0, *edges], edges, strict=False):
-        for number, train in enumerate(retrieval.splits):
-            for part, begun in _parts(train, number, low, high, seed):
-                _search_part(split, train, number, part, settings, device, ids, distances)
+        for datastore_index, train in enumerate(retrieval.splits):
+            for part, begun in _parts(train, datastore_index, low, high, seed):
+                _search_part(split, train, datastore_index, part, settings, device, ids, distances)
                 documents, chunks = documents + begun, chunks + len(part)
                 advance(len(part))
         best = ids if order is None else order.best(split.tokens.read(0, num_chunks), ids, distances, k)[0]
         yield PartialDatastore(high, documents, chunks, best[:, :k].copy())
 
 
-def points_of(documents: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """Return the hashes in [0, 1), float64, of documents [n] int64 of one datastore of the retrieval set (`number`)."""
-    bits = mix(mix(mix(seed) ^ number) ^ documents.astype(np.uint64))
+def points_of(documents: np.ndarray, datastore_index: int, seed: int) -> np.ndarray:
+    """Return the hashes in [0, 1), float64, of documents [n] int64 of one datastore of the retrieval set (`datastore_index`)."""
+    bits = mix(mix(mix(seed) ^ datastore_index) ^ documents.astype(np.uint64))
     return (bits >> np.uint64(11)) / 2.0**53  # 53 bits are exact in float64, so no value is rounded up to 1
 
 
@@ -116,12 +116,12 @@ def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
     return replace(settings, stored=k, candidates=candidates, materialized=0)
 
 
-def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
+def _parts(train: Split, datastore_index: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yield ids of chunks whose documents' hashes are in [low, high), block by block, and the number of these documents."""
     for start in range(0, train.num_chunks, _BLOCK_CHUNKS):
         ids = np.arange(start, min(start + _BLOCK_CHUNKS, train.num_chunks), dtype=np.int64)
         documents, first, _ = train.documents_of(ids)
-        points = points_of(documents, number, seed)
+        points = points_of(documents, datastore_index, seed)
         chosen = (points >= low) & (points < high) & (train.without_deleted(ids) >= 0)
         if chosen.any():
             yield ids[chosen], int((first == ids)[chosen].sum())
@@ -130,7 +130,7 @@ def _parts(train: Split, number: int, low: float, high: float, seed: int) -> Ite
 def _search_part(
     split: Split,
     train: Split,
-    number: int,
+    datastore_index: int,
     part: np.ndarray,
     settings: NeighborSettings,
     device: str,
@@ -145,5 +145,5 @@ def _search_part(
         tokens = (split.tokens.read(*bounds), split.lengths.read(*bounds)) if settings.max_overlap < 1 else None
         queries = to_float32(split.embeddings.read(*bounds))
         near, far, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
-        found = [(ids[block], distances[block]), (neighbor_ids(number, near), far)]
-        ids[block], distances[block] = merge_nearest(found, settings.kept)
+        candidates = [(ids[block], distances[block]), (neighbor_ids(datastore_index, near), far)]
+        ids[block], distances[block] = merge_nearest(candidates, settings.kept)

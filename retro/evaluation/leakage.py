@@ -1,4 +1,4 @@
-"""Bits-per-byte of chunks with limited leakage from the datastore (paper, sections 2.6 and 2.7).
+"""Leakage of evaluation chunks from the datastore (paper, sections 2.6 and 2.7).
 
 chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
 bits-per-byte(t) = bits / bytes over the chunks with r(C) ≤ α = t/m; t = m includes all chunks

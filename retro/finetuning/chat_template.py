@@ -26,8 +26,8 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.evaluation.answer_metrics import Language, language_of
 from retro.finetuning.conversations import Conversation, Message
-from retro.question_answering.answer_metrics import Language, language_of
 
 _PLAIN = """\
 {% for message in messages %}

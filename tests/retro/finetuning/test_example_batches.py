@@ -16,6 +16,8 @@ from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import _token_losses
+from retro.evaluation.neighbor_prompts import QuestionFormat, find_passages
+from retro.evaluation.question_sets import Question
 from retro.finetuning import prepare as preparing
 from retro.finetuning.example_batches import ExampleData, Rows, arrange, pack
 from retro.finetuning.prepare import prepare
@@ -25,8 +27,6 @@ from retro.finetuning.trainer import answer_loss
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.question_answering.neighbor_prompts import QuestionFormat, find_passages
-from retro.question_answering.question_sets import Question
 from tests.conftest import contents
 from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 

@@ -17,6 +17,7 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
+from retro.evaluation.neighbor_prompts import Passage, QuestionFormat
 from retro.finetuning import prepare as preparing
 from retro.finetuning.chat_template import ChatTemplate
 from retro.finetuning.conversations import Message
@@ -25,7 +26,6 @@ from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import ModelSettings, updated
-from retro.question_answering.neighbor_prompts import Passage, QuestionFormat
 from retro.training.trainer import Outcome, train
 from retro.tuning.settings import Adapter, TuningSettings
 from tests.conftest import tiny_config

@@ -1,7 +1,7 @@
-"""Closed- and open-book question answering with text prompts and greedy decoding.
+"""Text prompts for closed- and open-book question answering.
 
-    retrieved passages, solved questions, question → prompt of whole chunks → LanguageModel.generate → answer
-                                                          └ (retrieval ON: neighbors of these chunks) ┘
+    retrieved passages, solved questions, question → prompt of whole chunks, which is continued greedily
+                                                          └ (retrieval ON: neighbors of these chunks)
 
 A prompt has a line `Passage: …` for each retrieved passage, then solved questions, then `Question: …` and `Answer:`
 (in Chinese `段落：`, `问题：`, `回答：`); the answer ends at the end of its line. The prompt is padded in front with line ends to
@@ -13,13 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from indexing.progress import Advance
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.language_model import GivenNeighbors, LanguageModel
-from retro.inference.settings import GenerationSettings
-from retro.question_answering.answer_metrics import Language
-from retro.question_answering.question_sets import Question
+from retro.evaluation.answer_metrics import Language
+from retro.evaluation.question_sets import Question
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ TEMPLATES: dict[Language, Template] = {
     "en": Template("Passage: {}\n", "Question: {}\nAnswer:", " {}\n"),
     "zh": Template("段落：{}\n", "问题：{}\n回答：", "{}\n"),
 }
-STOP = ("\n",)
 
 
 @dataclass(frozen=True)
@@ -94,52 +90,16 @@ class PromptBuilder:
         return int(self.tokenizer.encode("\n")[-1])
 
 
-def room_for_prompts(language_model: LanguageModel, max_tokens: int) -> int:
-    """Return the largest number of prompt tokens, in whole chunks, that leaves room for an answer.
+def room_for_prompts(context: int, m: int, max_tokens: int) -> int:
+    """Return the largest number of prompt tokens, in whole chunks, that leaves room for an answer in a model's context.
 
     Raises:
         InputError: there is no room for a chunk.
     """
-    m = language_model.model.settings.chunk_length
-    room = (language_model.context - max_tokens) // m * m
+    room = (context - max_tokens) // m * m
     if room < m:
         raise InputError(
             f"max_tokens = {max_tokens}: an answer of this length leaves no room for a prompt of one chunk ({m} tokens) in a "
-            f"context of {language_model.context} tokens. Lower max_tokens."
+            f"context of {context} tokens. Lower max_tokens."
         )
     return room
-
-
-def answer(
-    language_model: LanguageModel,
-    prompts: Sequence[np.ndarray],
-    *,
-    k: int = 0,
-    given: GivenNeighbors | None = None,
-    max_tokens: int,
-    batch_size: int,
-    advance: Advance = lambda _: None,
-) -> list[str]:
-    """Continue each prompt greedily up to the end of its line or of the document.
-
-    Args:
-        language_model: opened with retrieval if k is not 0.
-        prompts: token ids [t] of each.
-        k: neighbors of each chunk; 0 = retrieval OFF.
-        given: neighbors of each prompt; all chunks of prompt and answer read these, and no search runs.
-        max_tokens: largest number of tokens in an answer.
-        batch_size: number of prompts that are continued together.
-        advance: called with numbers of answered questions.
-    """
-    settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=STOP)
-    answers = []
-    for start in range(0, len(prompts), batch_size):
-        block = slice(start, start + batch_size)
-        group, read = prompts[block], None if given is None else given[block]
-        texts = [""] * len(group)
-        for step in language_model.generate(group, settings, k, read):
-            for token in step:
-                texts[token.row] += token.text
-        answers += [text.strip() for text in texts]
-        advance(len(group))
-    return answers

@@ -42,14 +42,9 @@ def test_question_set_is_measured_with_every_way_of_retrieval(
         assert re.search(rf"{way} +{each['hit']['1']:.3f} +{each['hit']['10']:.3f}", printed)
         assert each["num_questions"] == num_questions
     assert figures["sparse"]["hit"]["10"] > figures["dense"]["hit"]["10"]  # numbers in titles are words
-
-
-def test_options_limit_questions_and_ways_of_retrieval(tiny_datastore: Datastore, questions: Path, capsys) -> None:
-    arguments = ["--retrieval", "sparse", "--max-questions", "7"]
-    assert main(["eval", "retrieval", str(tiny_datastore.folder), str(questions), *arguments]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert re.fullmatch(r"sparse .* 7", lines[1])
+    few = ["--retrieval", "sparse", "--max-questions", "7"]
+    assert main(["eval", "retrieval", folder, str(questions), *few]) == 0
+    assert re.fullmatch(r"retrieval .*\nsparse .* 7\n", capsys.readouterr().out)
 
 
 def test_search_applies_filters_and_retrieval(tiny_datastore: Datastore, capsys) -> None:
@@ -71,9 +66,9 @@ def test_search_applies_filters_and_retrieval(tiny_datastore: Datastore, capsys)
 @pytest.mark.parametrize(
     ("filters", "words"),
     [
-        ("title", r"'title': must be COLUMN=VALUE"),
-        ("=x", "must be COLUMN=VALUE"),
-        ("lang=en", "no column 'lang'; accepted are id"),
+        ("title", "'title'.*COLUMN=VALUE"),
+        ("=x", "COLUMN=VALUE"),
+        ("lang=en", "'lang'.* id"),
     ],
 )
 def test_invalid_filters_are_refused(tiny_datastore: Datastore, filters: str, words: str, capsys) -> None:

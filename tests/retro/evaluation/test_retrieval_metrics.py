@@ -8,8 +8,8 @@ from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS
-from retro.question_answering.question_sets import Question
-from retro.question_answering.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
+from retro.evaluation.question_sets import Question
+from retro.evaluation.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def test_positive_documents_are_found_by_id(retriever: Retriever) -> None:
 @pytest.mark.parametrize(
     ("positive_ids", "words"),
     [
-        (("nobody",), r"question 'q': the datastore has none of its \"positive_ids\" \['nobody'\]"),
-        ((), "question 'q' has no \"positive_ids\""),
+        (("nobody",), r"'q'.*\"positive_ids\" \['nobody'\]"),
+        ((), "'q'.*\"positive_ids\""),
     ],
 )
 def test_questions_without_positive_documents_are_rejected(retriever: Retriever, positive_ids, words: str) -> None:

@@ -22,9 +22,9 @@ from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.question_answering.answer_metrics import Language
-from retro.question_answering.question_sets import Question
-from retro.question_answering.retrieval_metrics import right_documents
+from retro.evaluation.answer_metrics import Language
+from retro.evaluation.question_sets import Question
+from retro.evaluation.retrieval_metrics import right_documents
 
 _BLOCK_QUESTIONS = 256  # searched together
 
@@ -130,24 +130,26 @@ def find_passages(
         InputError: a question is empty, or `positives_first` is set and a question names no document of the datastore.
     """
     right = right_documents(retriever.retrieval, questions) if positives_first else None
-    found: list[list[Passage]] = []
+    passages: list[list[Passage]] = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
-        ranked = retriever.rank([each.question for each in questions[block]], k, retrieval=retrieval).ids
+        ranked = retriever.rank([question.question for question in questions[block]], k, retrieval=retrieval).ids
         rows = [row[row >= 0] for row in ranked]
         if right is not None:
-            rows = [_led_by(retriever.retrieval, *each)[:k] for each in zip(right[block], rows, strict=True)]
-        found += _texts(retriever, rows)
+            rows = [_led_by(retriever.retrieval, *pair)[:k] for pair in zip(right[block], rows, strict=True)]
+        passages += _texts(retriever, rows)
         advance(len(rows))
-    return found
+    return passages
 
 
 def _led_by(retrieval: RetrievalSet, documents: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Put every second chunk of the documents [d] in front of chunk ids [n]: each chunk comes with its continuation."""
     first = []
-    for number, document in zip(documents >> CHUNK_ID_BITS, documents & ((1 << CHUNK_ID_BITS) - 1), strict=True):
-        start, stop = retrieval.splits[number].chunk_range(int(document))
-        first.append(neighbor_ids(int(number), np.arange(start, stop, 2)))
+    for datastore_index, document in zip(
+        documents >> CHUNK_ID_BITS, documents & ((1 << CHUNK_ID_BITS) - 1), strict=True
+    ):
+        start, stop = retrieval.splits[datastore_index].chunk_range(int(document))
+        first.append(neighbor_ids(int(datastore_index), np.arange(start, stop, 2)))
     others = ids[~np.isin(retrieval.documents_of(ids), documents)]
     return np.concatenate([*first, others])
 

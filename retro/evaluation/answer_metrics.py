@@ -40,7 +40,7 @@ def exact_match(answer: str, right: Sequence[str], language: Language) -> float:
         InputError: `right` is empty.
     """
     normalize = _normalized_english if language == "en" else _normalized_chinese
-    return _best(lambda each: float(normalize(answer) == normalize(each)), right)
+    return _best(lambda reference: float(normalize(answer) == normalize(reference)), right)
 
 
 def f1(answer: str, right: Sequence[str], language: Language) -> float:
@@ -49,7 +49,9 @@ def f1(answer: str, right: Sequence[str], language: Language) -> float:
     Raises:
         InputError: `right` is empty.
     """
-    return _best(lambda each: _english_f1(answer, each) if language == "en" else _chinese_f1(answer, each), right)
+    return _best(
+        lambda reference: _english_f1(answer, reference) if language == "en" else _chinese_f1(answer, reference), right
+    )
 
 
 def mean_with_interval(values: np.ndarray, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:

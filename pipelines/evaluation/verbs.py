@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveInt
 
@@ -11,10 +11,10 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.store.settings import Fraction, settings
 from pipelines.evaluation.settings import PerplexitySettings, QaSettings
-from pipelines.results import JsonFile, ResultOptions, Table
+from pipelines.results import ResultOptions, Table
 from pipelines.terminal import progress
+from retro.evaluation.retrieval_metrics import RetrievalResult, RetrievalSettings
 from retro.evaluation.settings import EvaluationSettings
-from retro.question_answering.retrieval_metrics import RetrievalResult, RetrievalSettings
 
 if TYPE_CHECKING:
     from retro.checkpoints.checkpoint import Checkpoint
@@ -38,8 +38,6 @@ class EvalOptions(ResultOptions):
     """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: JsonFile = ""
-    """JSON file to write the results to, `NAME.json`; a page with plots is written next to it, `NAME.html`."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     @property
@@ -50,17 +48,13 @@ class EvalOptions(ResultOptions):
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
-    from pipelines.evaluation import bits_per_byte as eval_report
-    from pipelines.evaluation import datastore_fractions as eval_fractions
-    from pipelines.evaluation.bits_per_byte_page import write_eval_page
-    from pipelines.evaluation.bits_per_byte_tables import tables_of
+    from pipelines.evaluation import bits_per_byte
     from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.evaluation.overlap_statistics import OverlapStatistics
     from retro.evaluation.sets import open_sets
 
     settings = options.settings
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
-    eval_fractions.check_fractions(opened, settings)
+    bits_per_byte.check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
     k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
@@ -71,33 +65,20 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
             f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets."
         )
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
-    measured = eval_report.measure_checkpoints(opened, sets, settings, options.device, source)
-    levels: list[eval_report.Level] = []
-    fractions: list[eval_fractions.FractionLevel] = []
-    statistics: list[OverlapStatistics] = []
-    for evaluation_set, rows in zip(sets, measured, strict=True):
-        leakage = eval_report.leakage_by_chunk(evaluation_set, rows, source)
-        levels += eval_report.levels_of(evaluation_set, rows, settings, leakage)
-        if leakage is not None:
-            statistics.append(eval_report.statistics_of(evaluation_set, rows, leakage, source))
-        if settings.datastore_fractions:
-            fractions += eval_fractions.measure_fractions(opened, evaluation_set, rows, settings, options.device)
-    results = {
+    results: dict[str, Any] = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
             "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
         },
-        "settings": eval_report.settings_of(opened, sets, settings, source),
-        **eval_report.as_json(levels, statistics),
-        **eval_fractions.as_json(fractions),
+        "settings": bits_per_byte.settings_of(opened, sets, settings, source),
+        **bits_per_byte.evaluate_checkpoints(opened, sets, settings, options.device, source),
     }
-    whole = [level for level in levels if level.leakage_at_most is None]
-    tables = {title: table for title, table in tables_of(results).items() if table.rows}
-    blocks = [eval_report.rules_of(opened, settings), *(f"{title}\n{table.text}" for title, table in tables.items())]
-    if gains := [gain for level in whole if (gain := eval_report.gain_in_words(level, opened[0].model))]:
+    blocks = [bits_per_byte.rules_of(opened, settings)]
+    blocks += [f"{title}\n{table.text}" for title, table in bits_per_byte.tables_of(results).items()]
+    if gains := bits_per_byte.gains_of(results, opened[0].model):
         results["gains"] = gains
         blocks.append("\n".join(gains))
-    options.deliver(results, "\n\n".join(filter(None, blocks)), write_eval_page)
+    options.deliver(results, "\n\n".join(filter(None, blocks)))
     return 0
 
 
@@ -120,30 +101,29 @@ class EvalQaOptions(QaSettings, ResultOptions):
     training run."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
-    output: JsonFile = ""
-    """JSON file to write the results and all answers to, `NAME.json`; a page is written next to it, `NAME.html`."""
 
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     """`retro eval qa CHECKPOINT QUESTIONS`."""
-    from pipelines.evaluation import question_answering as eval_qa
-    from pipelines.evaluation.question_answering_modes import all_modes, found_passages
-    from pipelines.evaluation.question_answering_page import write_qa_page
-    from retro.question_answering.question_sets import read_questions
+    from pipelines.evaluation import question_answering
+    from retro.evaluation.question_sets import read_questions
 
     path = Path(questions)
-    shots, chosen = eval_qa.select(read_questions(path), options, path)
-    language = eval_qa.language_for(chosen, options)
-    model, retriever = eval_qa.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    passages = found_passages(retriever, chosen, options) if retriever else None
-    modes = all_modes(model, chosen, options, language=language, shots=shots, found=passages)
-    rows = eval_qa.measure_answers(model, modes, chosen, options, language)
+    shots, chosen = question_answering.select(read_questions(path), options, path)
+    language = question_answering.language_for(chosen, options)
+    model, retriever = question_answering.open_model(
+        Path(checkpoint), options.passages or None, options, options.device
+    )
+    passages = question_answering.found_passages(retriever, chosen, options) if retriever else None
+    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
+    rows = question_answering.measure_answers(model, modes, chosen, options, language)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
-    results = {"fingerprints": prints, "settings": settings} | eval_qa.as_json(rows, chosen, options.seed)
-    options.deliver(results, eval_qa.answers_table(results["results"]).text, write_qa_page)
+    answers = question_answering.as_json(rows, chosen, options.seed)
+    results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
+    options.deliver(results, question_answering.answers_table(results["results"]).text)
     return 0
 
 
@@ -158,8 +138,8 @@ class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
 def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
     """`retro eval retrieval DATASTORE QUESTIONS`."""
     from indexing.retrieval.retriever import Retriever
-    from retro.question_answering.question_sets import read_questions
-    from retro.question_answering.retrieval_metrics import measure, right_documents
+    from retro.evaluation.question_sets import read_questions
+    from retro.evaluation.retrieval_metrics import measure, right_documents
 
     retriever = Retriever.open(datastore, *options.extra_datastores)
     chosen = read_questions(Path(questions))

@@ -1,4 +1,4 @@
-"""`retro eval perplexity` with datastore fractions, its HTML page, and `retro eval qa`: output, files, errors."""
+"""`retro eval perplexity` with datastore fractions, and `retro eval qa`: output, files, errors."""
 
 import json
 import re
@@ -13,16 +13,22 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
 from pipelines.cli import main
-from pipelines.evaluation import question_answering as eval_qa
-from pipelines.evaluation.question_answering import Answered
-from pipelines.evaluation.question_answering_modes import QuestionMode, all_modes, found_passages
+from pipelines.evaluation.question_answering import (
+    Answered,
+    QuestionMode,
+    all_modes,
+    answer_in_passages,
+    found_passages,
+    open_model,
+    select,
+)
 from pipelines.evaluation.settings import QaSettings
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.evaluation.question_sets import Question
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
-from retro.question_answering.question_sets import Question
 from retro.training.run_folder import read_metrics
 from tests.conftest import change_tokenizer, tiny_config
 
@@ -65,18 +71,10 @@ def test_fractions_of_the_datastore_are_measured_and_printed(trained: Path, tmp_
     # Stored neighbors of this small datastore are exact, so searching all of it again gives the same figures.
     stored = [row["bits_per_byte"] for row in written["results"]]
     assert [row["bits_per_byte"] for row in whole["results"]] == pytest.approx(stored, rel=1e-3)
-    assert [(row["model"], row["k"]) for row in small["results"]] == [
-        ("run", 0),
-        ("run", 1),
-        ("run", 2),
-        ("run", 4),
-        ("baseline", 0),
-    ]
+    rows = [(row["model"], row["k"]) for row in small["results"]]
+    assert rows == [*(("run", k) for k in (0, 1, 2, 4)), ("baseline", 0)]
     assert small["results"][0] == whole["results"][0]
     assert small["results"][1]["bits_per_byte"] != whole["results"][1]["bits_per_byte"]
-    (overlap,) = written["overlap"]
-    assert overlap["chunks"] == Datastore.open(trained / "datastore").valid.num_chunks
-    assert sum(overlap["share_of_chunks"]) == pytest.approx(1)
 
 
 def test_evaluation_and_added_retrieval_keep_the_neighbor_rules_of_the_run(
@@ -107,46 +105,15 @@ def test_evaluation_and_added_retrieval_keep_the_neighbor_rules_of_the_run(
     assert whole["results"][1]["bits_per_byte"] == pytest.approx(by_rule, rel=1e-3)  # stored neighbors are exact
 
 
-@pytest.mark.slow
-def test_page_contains_every_figure_and_loads_nothing_from_outside(trained: Path, tmp_path: Path, capsys) -> None:
-    out, page = tmp_path / "results.json", tmp_path / "results.html"
-    arguments = [
-        "--evaluation.datastore-fractions",
-        "0.2",
-        "1",
-        "--k",
-        "1",
-        "2",
-        "--evaluation.leakage-tokens",
-        "0",
-        "8",
-        "16",
-    ]
-    sets = ["--evaluation.sets", "valid", f"copy={trained / 'datastore'}"]
-    assert main(["eval", "perplexity", str(trained / "run"), *arguments, *sets, "--output", str(out)]) == 0
-    assert f"report: {page}" in capsys.readouterr().out
-    html, written = page.read_text(), json.loads(out.read_text())
-    for level in (*written["leakage"], *written["datastore_fractions"], {"results": written["results"]}):
-        for row in level["results"]:
-            assert f"{row['bits_per_byte']:.4f}" in html
-    # For each of the two sets: by k, by shared tokens, by datastore fraction, and the overlap.
-    assert html.count("<svg") == 4 * 2
-    assert open_checkpoint(trained / "run").fingerprint in html
-    assert Datastore.open(trained / "datastore").fingerprint in html
-    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
-
-
-def test_page_is_next_to_the_json_file_and_omits_missing_measurements(trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    assert (
-        main(["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-tokens", "--output", str(out)])
-        == 0
-    )
-    html = (tmp_path / "results.html").read_text()
-    assert "Held-out documents" in html
-    assert not any(title in html for title in ("Overlap with neighbors", "By size of the datastore", "Compared"))
-    assert main(["eval", "perplexity", str(trained / "baseline")]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
+def test_only_the_json_file_is_written_and_missing_measurements_have_no_table(
+    trained: Path, tmp_path: Path, capsys
+) -> None:
+    few = ["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-tokens"]
+    assert main([*few, "--output", str(tmp_path / "results.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "Held-out documents" in printed
+    assert not any(title in printed for title in ("By leakage", "By size of the datastore", "Changes"))
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_datastore_fractions_are_refused_without_retrieval_and_for_a_control(
@@ -157,15 +124,8 @@ def test_datastore_fractions_are_refused_without_retrieval_and_for_a_control(
     assert "does not retrieve" in capsys.readouterr().err
     assert main(["eval", "perplexity", str(trained / "run"), *fractions, "--k"]) == 2
     assert "--k is empty" in capsys.readouterr().err
-    control = [
-        "train",
-        str(trained / "run.toml"),
-        "--run",
-        str(tmp_path / "control"),
-        "--data.neighbor-source",
-        "random",
-    ]
-    assert main([*control, "--train.steps", "2"]) == 0
+    control = ["--run", str(tmp_path / "control"), "--data.neighbor-source", "random", "--train.steps", "2"]
+    assert main(["train", str(trained / "run.toml"), *control]) == 0
     assert main(["eval", "perplexity", str(tmp_path / "control"), *fractions]) == 2
     assert "data.neighbor_source = 'random'" in capsys.readouterr().err
 
@@ -234,27 +194,18 @@ def test_qa_reads_passages_as_neighbors_of_the_papers_prompt(
         "paper's prompt, 3 passages as neighbors",
         "paper's prompt, 3 passages as neighbors, gold first",
     ]
-    assert [(row["prompt"], row["neighbors"], row["gold"]) for row in written["results"]] == [
-        ("lines", 0, False),
-        ("paper", 0, False),
-        ("paper", 3, False),
-        ("paper", 3, True),
-    ]
     gold = written["results"][-1]
     assert gold["answer_in_passages"] == 1  # a document's text begins with its number
-    html = (tmp_path / "qa.html").read_text()
-    assert all(row["question"] in html for row in asked)
-    assert not re.findall(r"(?:src|href)=\"(?!#)[^\"]+", html)
 
 
 def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(trained: Path) -> None:
     settings = QaSettings(k=0, prompt_passages=0, neighbor_passages=2, max_tokens=4)
-    model, retriever = eval_qa.open_model(trained / "run", trained / "datastore", settings, "cpu")
+    model, retriever = open_model(trained / "run", trained / "datastore", settings, "cpu")
     assert retriever is not None
     asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
     found = found_passages(retriever, asked, settings)
     assert found is not None
-    *_, closed, read = all_modes(model, asked, settings, language="en", found=found)
+    *_, closed, read = all_modes(model, asked, settings, language="en", passages=found)
     assert closed.given is None
     assert read.given is not None
     assert read.texts is not None
@@ -280,12 +231,12 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
 @pytest.mark.parametrize(
     ("run", "options", "modes"),
     [
-        ("baseline", ["--neighbor-passages", "2"], ["closed book", "paper's prompt, closed book"]),
         ("baseline", [], ["closed book"]),
         ("run", ["--k", "0"], ["closed book"]),
+        ("baseline", ["--neighbor-passages", "2"], ["closed book", "paper's prompt, closed book"]),
     ],
 )
-def test_baseline_and_k_0_answer_without_retrieval(
+def test_a_baseline_or_k_0_answers_closed_book(
     trained: Path, questions: Path, tmp_path: Path, run: str, options: list[str], modes: list[str]
 ) -> None:
     out = tmp_path / "qa.json"
@@ -303,24 +254,24 @@ def test_scores_are_means_over_questions_with_confidence_intervals() -> None:
     assert (row["mode"], row["exact_match"], row["f1"], row["questions"]) == ("ON k=2", 0.25, 0.375, 4)
     assert row["f1_low"] <= row["f1"] <= row["f1_high"]
     asked = [Question("a", "?", ("Paris", "the Seine")), Question("b", "?", ("42",))]
-    assert eval_qa.answer_in_passages(asked, [["along THE SEINE"], ["41", "43"]]) == 0.5
+    assert answer_in_passages(asked, [["along THE SEINE"], ["41", "43"]]) == 0.5
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["eval", "qa", "RUN"], ["usage: retro eval qa CHECKPOINT QUESTIONS"]),
-        (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl does not exist; QUESTIONS must be"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--shots", "7"], ["has 7 questions", "none is left to ask"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--max-tokens", "60"], ["max_tokens = 60", "no room"]),
+        (["eval", "qa", "RUN", "nowhere.jsonl"], ["nowhere.jsonl", "QUESTIONS"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--shots", "7"], ["7 questions", "shots = 7"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--max-tokens", "60"], ["max_tokens = 60"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--k", "-1"], ["k = -1"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--gold"], ["gold needs passages", "set neighbor_passages"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--gold"], ["gold", "neighbor_passages"]),
         (
             ["eval", "qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--neighbor-passages", "2", "--gold"],
-            ["question 'q0'", 'has no "positive_ids"'],
+            ["'q0'", '"positive_ids"'],
         ),
-        (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere is not a datastore"]),
-        (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere does not exist; CHECKPOINT must be"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--passages", "nowhere"], ["nowhere"]),
+        (["eval", "qa", "nowhere", "QUESTIONS"], ["nowhere", "CHECKPOINT"]),
         (
             ["eval", "perplexity", "RUN", "--evaluation.datastore-fractions", "2"],
             ["evaluation.datastore-fractions[0] = 2"],
@@ -348,8 +299,8 @@ def test_passages_unreadable_by_the_model_are_refused_unless_used_only_in_prompt
     for key in ("chunk_length", "vocab_size"):
         write_checked(folder / "manifest.json", manifest | {key: 999})
         with pytest.raises(InputError, match=rf"--passages .*{key} = 999.*--k 0"):
-            eval_qa.open_model(trained / "run", folder, QaSettings(), "cpu")
-    model, retriever = eval_qa.open_model(trained / "run", folder, QaSettings(k=0), "cpu")
+            open_model(trained / "run", folder, QaSettings(), "cpu")
+    model, retriever = open_model(trained / "run", folder, QaSettings(k=0), "cpu")
     assert model.retriever is None
     assert retriever is not None
 
@@ -378,5 +329,5 @@ def test_a_datastore_with_another_tokenizer_of_the_same_size_is_refused(
 
 
 def test_question_without_answers_is_refused_with_its_id(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"q\.jsonl: question 'x' has no answers"):
-        eval_qa.select([Question("x", "?", ())], QaSettings(), tmp_path / "q.jsonl")
+    with pytest.raises(InputError, match=r"q\.jsonl.*'x'"):
+        select([Question("x", "?", ())], QaSettings(), tmp_path / "q.jsonl")

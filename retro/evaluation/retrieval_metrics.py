@@ -16,7 +16,7 @@ from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.settings import settings
-from retro.question_answering.question_sets import Question
+from retro.evaluation.question_sets import Question
 
 _BLOCK_QUESTIONS = 64
 
@@ -64,11 +64,11 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
     Raises:
         InputError: a question names no document, or no document of the datastore.
     """
-    numbers: dict[str, list[int]] = {each: [] for question in questions for each in question.positive_ids}
+    rows_by_name: dict[str, list[int]] = {name: [] for question in questions for name in question.positive_ids}
     for first, table in retrieval.scan_documents(["id"]):
         for row, name in enumerate(table["id"].to_pylist(), first):
-            if name in numbers:
-                numbers[name].append(row)
+            if name in rows_by_name:
+                rows_by_name[name].append(row)
     right = []
     for question in questions:
         if not question.positive_ids:
@@ -76,13 +76,13 @@ def right_documents(retrieval: RetrievalSet, questions: Sequence[Question]) -> l
                 f'question {question.id!r} has no "positive_ids". Each question must name the documents with an answer: '
                 '"positive_ids": ["id", …].'
             )
-        found = [number for each in question.positive_ids for number in numbers[each]]
-        if not found:
+        documents = [document for name in question.positive_ids for document in rows_by_name[name]]
+        if not documents:
             raise InputError(
                 f'question {question.id!r}: the datastore has none of its "positive_ids" {list(question.positive_ids[:3])}. '
                 "Build the datastore from the set's passages without held-out documents: corpus.split = [1, 0, 0]."
             )
-        right.append(np.array(found, dtype=np.int64))
+        right.append(np.array(documents, dtype=np.int64))
     return right
 
 
@@ -108,7 +108,7 @@ def measure(
 def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the ranks [right] float64, from 1, of the wanted documents among the found ones [n], which may repeat; +inf = not found."""
     order = list(dict.fromkeys(documents.tolist()))
-    return np.array([order.index(each) + 1 if each in order else np.inf for each in wanted.tolist()])
+    return np.array([order.index(document) + 1 if document in order else np.inf for document in wanted.tolist()])
 
 
 def summarize(retrieval: Retrieval, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:
@@ -116,7 +116,7 @@ def summarize(retrieval: Retrieval, ranks: Sequence[np.ndarray], ks: Sequence[in
     return RetrievalResult(
         retrieval=retrieval,
         num_questions=len(ranks),
-        hit={k: float(np.mean([(each <= k).any() for each in ranks])) for k in ks},
-        recall={k: float(np.mean([(each <= k).mean() for each in ranks])) for k in ks},
-        mrr=float(np.mean([1 / each.min() for each in ranks])),
+        hit={k: float(np.mean([(of_question <= k).any() for of_question in ranks])) for k in ks},
+        recall={k: float(np.mean([(of_question <= k).mean() for of_question in ranks])) for k in ks},
+        mrr=float(np.mean([1 / of_question.min() for of_question in ranks])),
     )

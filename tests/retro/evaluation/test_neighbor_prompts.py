@@ -6,9 +6,9 @@ import pytest
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.question_answering.answer_metrics import Language
-from retro.question_answering.neighbor_prompts import Passage, QuestionFormat, find_passages
-from retro.question_answering.question_sets import Question
+from retro.evaluation.answer_metrics import Language
+from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
+from retro.evaluation.question_sets import Question
 
 M = 16
 

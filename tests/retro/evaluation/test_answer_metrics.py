@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from retro.question_answering.answer_metrics import exact_match, f1, language_of, mean_with_interval
+from retro.evaluation.answer_metrics import exact_match, f1, language_of, mean_with_interval
 
 
 @pytest.mark.parametrize(

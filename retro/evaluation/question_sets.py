@@ -43,11 +43,11 @@ def read_questions(path: Path) -> list[Question]:
 
 def read_numbered_questions(path: Path) -> Iterator[tuple[int, Question]]:
     """Yield the questions of a file with their line numbers, from 1. The file may be empty."""
-    for number, row in read_json_lines(path, "a question set"):
-        yield number, _question(f"{path}:{number}", number, row)
+    for line, row in read_json_lines(path, "a question set"):
+        yield line, _question(f"{path}:{line}", line, row)
 
 
-def _question(where: str, number: int, row: Any) -> Question:
+def _question(where: str, line: int, row: Any) -> Question:
     if not isinstance(row, dict) or not isinstance(row.get("question"), str) or not row["question"].strip():
         raise InputError(
             f'{where} has no "question". Each line is an object with "question" (text) and "answers" (texts); "positive_ids" '
@@ -59,4 +59,4 @@ def _question(where: str, number: int, row: Any) -> Question:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise InputError(f'{where}: "{key}" must be a list of texts.')
         lists[key] = tuple(values)
-    return Question(str(row.get("id", number)), row["question"], lists["answers"], lists["positive_ids"])
+    return Question(str(row.get("id", line)), row["question"], lists["answers"], lists["positive_ids"])
