@@ -5,24 +5,31 @@
 Everything that `transformers` would skip without an error (unknown tensors, RoPE scaling) is refused before it reads the file.
 """
 
+import contextlib
+import io
 import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from retro.huggingface.import_folder import WEIGHTS
 
-_PARTS = {
-    "llama": r"attn_(q|k|v|output|norm)\.weight",
-    "qwen2": r"attn_((q|k|v)\.(weight|bias)|(output|norm)\.weight)",
-    "qwen3": r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight",
+_LAYER = (
+    *(f"attn_{part}.weight" for part in ("norm", "q", "k", "v", "output")),
+    *(f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down")),
+)
+_ADDED = {
+    "llama": (),
+    "qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight"),
 }
-"""By `general.architecture`: the tensors of an attention. Files of Mistral models name the architecture llama."""
+"""By `general.architecture`: the other tensors of a layer. Files of Mistral models name the architecture llama."""
 _NOT_READ = ("rope.scaling.type", "expert_count", "attention.sliding_window")
 """Keys that change the function and that `transformers` does not read from these families' files."""
+_FOLDER = "Import the model's folder in Hugging Face format instead"
 _BYTES_PER_WEIGHT = 4
 
 
@@ -30,7 +37,7 @@ def write_folder(file: Path, folder: Path) -> str:
     """Write config.json, weights, tokenizer and chat template of a GGUF file to an empty folder.
 
     Args:
-        file: a file of a family of `_PARTS`, with its tokenizer.
+        file: a file of a family of `_ADDED`, with its tokenizer.
         folder: an existing folder.
 
     Returns:
@@ -50,28 +57,19 @@ def write_folder(file: Path, folder: Path) -> str:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
-        if missing := sorted(report["missing_keys"]):
-            raise InputError(f"{file} has no tensor for {missing[0]}. Get a complete file.")
-        values = model.config.to_dict()
-        values.pop("quantization_config", None)
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            tensors.pop("lm_head.weight")
-        write_json(folder / "config.json", values)
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-        tokenizer.save_pretrained(folder)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    with contextlib.redirect_stderr(io.StringIO()):  # bars that no setting turns off
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, **source, dtype=torch.float32)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    write_json(folder / "config.json", config)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    tokenizer.save_pretrained(folder)
     return stored_as
 
 
@@ -94,31 +92,31 @@ def _checked(file: Path) -> tuple[str, int]:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise InputError(f"{file} is cut or damaged ({error}). Download it again.") from error
+        raise InputError(f"{file}, {file.stat().st_size:,} bytes, is cut or damaged. Download it again.") from error
 
-    def refuse(key: str, accepted: str) -> None:
+    def refuse(key: str, accepted: str) -> NoReturn:
         raise InputError(f"{file}: {key} is {fields.get(key, 'missing')!r}; accepted: {accepted}.")
 
     family = fields.get("general.architecture")
-    if family not in _PARTS:
-        refuse("general.architecture", ", ".join(_PARTS) + " (Llama and Mistral, Qwen2, Qwen3)")
+    if family not in _ADDED:
+        refuse("general.architecture", ", ".join(_ADDED) + " (Llama and Mistral, Qwen2, Qwen3)")
     for key in _NOT_READ:
         if fields.get(f"{family}.{key}") not in (None, 0, "none"):
-            refuse(f"{family}.{key}", "none. Import the model's folder in Hugging Face format instead")
+            refuse(f"{family}.{key}", f"none. {_FOLDER}")
     if not fields.get("tokenizer.ggml.tokens"):
         raise InputError(f"{file} has no tokenizer (tokenizer.ggml.tokens). Name a file with one.")
     if fields.get("tokenizer.ggml.model") not in ("llama", "gpt2"):
         refuse("tokenizer.ggml.model", "llama, gpt2")
-    known = re.compile(
-        rf"(token_embd|output_norm|output)\.weight|blk\.\d+\.({_PARTS[family]}|ffn_(gate|up|down|norm)\.weight)"
-    )
     sizes: Counter[Any] = Counter()
     for tensor in reader.tensors:
-        if not known.fullmatch(tensor.name):
-            raise InputError(
-                f"{file}: tensor {tensor.name} is unknown for the family {family}. Import the model's folder in Hugging Face format instead."
-            )
         sizes[tensor.tensor_type] += int(tensor.n_elements)
+    names, layers = {tensor.name for tensor in reader.tensors}, range(fields.get(f"{family}.block_count", 0))
+    required = {f"blk.{layer}.{part}" for layer in layers for part in (*_LAYER, *_ADDED[family])}
+    required |= {"token_embd.weight", "output_norm.weight"}
+    if unknown := sorted(names - required - {"output.weight"}):
+        raise InputError(f"{file}: tensor {unknown[0]} is unknown for the family {family}. {_FOLDER}.")
+    if missing := sorted(required - names):
+        raise InputError(f"{file} has no tensor {missing[0]}. Download it again.")
     for kind in sizes:
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -127,6 +125,6 @@ def _checked(file: Path) -> tuple[str, int]:
                 f"{file}: weights of the type {kind.name} cannot be read by the package gguf. Name a file with another quantization, such as "
                 "Q4_K_M or Q8_0."
             ) from error
-    names = [kind.name for kind, _ in sizes.most_common()]
-    bits = re.findall(r"\d+", names[0])[0]
-    return f"{bits}-bit ({', '.join(name for name in names if name != 'F32') or 'F32'})", sum(sizes.values())
+    kinds = [kind.name for kind, _ in sizes.most_common()]
+    bits = re.findall(r"\d+", kinds[0])[0]
+    return f"{bits}-bit ({', '.join(kind for kind in kinds if kind != 'F32') or 'F32'})", sum(sizes.values())
