@@ -12,7 +12,7 @@ a window. Rows of finished windows are kept in FOLDER, so the script resumes. `s
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,13 @@ def rows_of(results: dict[str, SetResult], reference: SetResult) -> list[dict[st
     ]
 
 
-def run(base: Path, name: str, corpus: str, options: argparse.Namespace) -> None:
-    """Measure one corpus; finished parts are skipped."""
+def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure parts of one corpus; finished ones are skipped."""
     stored = options.output / f"{name}.json"
     finished: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    parts = [part for part in parts if part not in finished]
+    if not parts:
+        return
     file = build(name, corpus, base, options.output)
     datastore = Datastore.open(options.output / name)
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
@@ -132,7 +135,7 @@ def run(base: Path, name: str, corpus: str, options: argparse.Namespace) -> None
 
     near = NeighborUse(4)
     with torch.inference_mode():
-        if "k" not in finished:
+        if "k" in parts:
             began = time.monotonic()
             uses = {"OFF": NeighborUse(0), **{f"k = {k}": NeighborUse(k) for k in (1, 2, 4, 16)}}
             uses["4 random neighbors"] = NeighborUse(4, source="random")
@@ -142,20 +145,20 @@ def run(base: Path, name: str, corpus: str, options: argparse.Namespace) -> None
             off, on = results["OFF"], results["k = 4"]
             assert off.chunks is not None
             shared = leakage_of(held_out, off.chunks.ids)
-            parts = [by_leakage(each, shared, LEAKAGE, held_out.split.chunk_length) for each in (off, on)]
+            filtered = [by_leakage(each, shared, LEAKAGE, held_out.split.chunk_length) for each in (off, on)]
             leakage = [
                 {"shared_tokens": a.shared_tokens, "share": a.share, "off": a.result.bits_per_byte}
                 | {"on": b.result.bits_per_byte, "change": compare(b.result, a.result)}
-                for a, b in zip(*parts, strict=True)
+                for a, b in zip(*filtered, strict=True)
                 if a.result and b.result
             ]
             keep("k", {"rows": rows_of(results, off), "leakage": leakage}, began)
         for window in CONTEXTS:
-            if f"context {window}" not in finished:
+            if f"context {window}" in parts:
                 began = time.monotonic()
                 off, on = measure(model, held_out, (NeighborUse(0), near), window, options.context_tokens, place)
                 keep(f"context {window}", rows_of({"OFF": off, "k = 4": on}, off), began)
-    if "own context" not in finished:
+    if "own context" in parts:
         began = time.monotonic()
         data = DataSettings(datastores=(datastore.folder,), sequence_length=WINDOW, k=4)
         source = TrainingData(data.datastores, data, retrieval=True)
@@ -266,9 +269,10 @@ def main() -> None:
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    for entry in options.corpus:
-        name, _, path = entry.partition("=")
-        run(Path(options.base), name, path, options)
+    for parts in (("k", "own context"), [f"context {window}" for window in CONTEXTS]):  # the main table first
+        for entry in options.corpus:
+            name, _, path = entry.partition("=")
+            run(Path(options.base), name, path, parts, options)
 
 
 if __name__ == "__main__":
