@@ -61,7 +61,7 @@ def import_(source: str, options: ImportOptions) -> int:
                     os.replace(file, target / file.name)
         echo(f"{target}: tokenizer; for a datastore: --tokenizer.kind huggingface --tokenizer.path {target}")
         return 0
-    folder = _local_folder(source)
+    folder = local_folder(source)
     if is_exported(folder):
         state, tensors = read_folder(folder)
         write_exported(state, tensors, options.output)
@@ -71,7 +71,7 @@ def import_(source: str, options: ImportOptions) -> int:
     return 0
 
 
-def _local_folder(source: str) -> Path:
+def local_folder(source: str) -> Path:
     """The folder itself, or that of a model of the Hugging Face Hub, which is downloaded to the Hub's cache if necessary."""
     if Path(source).is_dir():
         return Path(source)
@@ -111,7 +111,7 @@ def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "
         replace(base, folder=kept), options.output, options.context, options.precision, template_in(folder), stored_as
     )
     number = sum(tensor.numel() for tensor in base.tensors.values())
-    weights = f"{number:,} parameters" + (f" from {stored_as} weights" if stored_as else "")
+    weights = f"{number:,} parameters" + (f" ({stored_as})" if stored_as else "")
     echo(f"{options.output}: {base.family}, {weights}, {human_bytes(options.output.stat().st_size)}")
     if base.added_rows:
         echo(f"{base.added_rows} ids of the tokenizer had no rows; their rows are the mean of the others")

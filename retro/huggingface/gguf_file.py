@@ -41,7 +41,7 @@ def write_folder(file: Path, folder: Path) -> str:
         folder: an existing folder.
 
     Returns:
-        how the file stores the weights, such as `4-bit (Q4_1, Q8_0)`.
+        how the file stores the weights, such as `4-bit: Q4_1, Q8_0`.
 
     Raises:
         InputError: the file is damaged, has no tokenizer, is of another family or has a quantization that cannot be read; a
@@ -127,4 +127,4 @@ def _checked(file: Path) -> tuple[str, int]:
             ) from error
     kinds = [kind.name for kind, _ in sizes.most_common()]
     bits = re.findall(r"\d+", kinds[0])[0]
-    return f"{bits}-bit ({', '.join(kind for kind in kinds if kind != 'F32') or 'F32'})", sum(sizes.values())
+    return f"{bits}-bit: {', '.join(kind for kind in kinds if kind != 'F32') or 'F32'}", sum(sizes.values())

@@ -32,14 +32,14 @@ def import_gguf(file: Path, output: Path, *options: str) -> int:
 
 @pytest.mark.parametrize(
     ("family", "quantization", "stored_as"),
-    [("llama", "Q4_1", "4-bit (Q4_1)"), ("qwen2", "Q8_0", "8-bit (Q8_0)"), ("qwen3", "F32", "32-bit (F32)")],
+    [("llama", "Q4_1", "4-bit: Q4_1"), ("qwen2", "Q8_0", "8-bit: Q8_0"), ("qwen3", "F32", "32-bit: F32")],
 )
 def test_an_imported_file_has_the_logits_of_transformers(
     tmp_path: Path, family: str, quantization: str, stored_as: str, capsys
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", family, quantization=quantization)
     assert import_gguf(file, tmp_path / "out/tiny.safetensors") == 0
-    assert f"from {stored_as} weights" in capsys.readouterr().out
+    assert f"({stored_as})" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tiny", "tiny.safetensors"]
     tokens = torch.arange(1, 100)[None]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
