@@ -20,7 +20,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import main
 from pipelines.commands import demo_training
-from pipelines.commands.demo import Compared, DemoOptions, difference, print_chart, _words, demo
+from pipelines.commands.demo import Compared, DemoOptions, _words, demo, difference, print_chart
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
@@ -147,7 +147,7 @@ def test_of_a_run_the_demo_logs_only_warnings_and_the_status(small: Config, monk
         ((-0.1, -0.6, 0.2), "needs about as many bits per byte as a plain baseline (-0.1%; 95%"),
     ],
 )
-def test_adifference_that_may_be_chance_is_not_called_a_gain(change: tuple[float, float, float], said: str) -> None:
+def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[float, float, float], said: str) -> None:
     assert said in difference("RETRO", "a plain baseline", change, 20)
 
 
@@ -281,7 +281,7 @@ def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) 
 
 def test_another_corpus_needs_another_folder(tmp_path: Path) -> None:
     write_json(tmp_path / "demo.json", {"corpus": ["a"], "seed": 0})
-    with pytest.raises(InputError, match="another corpus or seed"):
+    with pytest.raises(InputError, match="another model, corpus or seed"):
         demo(DemoOptions(corpus=("b",), output=tmp_path))
 
 
