@@ -56,7 +56,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Start here": {
         "demo": Verb(
             "Build a datastore, train three small models and compare them, in minutes",
-            "commands.demo", "demo", "DemoOptions", resumes=True,
+            "commands.demo_model", "run_demo", "DemoOptions", resumes=True,
         ),
         "doctor": Verb(
             "Check installed packages, devices and memory",

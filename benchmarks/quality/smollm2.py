@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import markdown, measured_on, placement, say, write
+from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say, write
 from indexing.corpus.readers import CorpusSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
@@ -80,7 +80,7 @@ def open_model(file: Path, place: Placement) -> Retro:
             known[key] = compute(tokens, documents)
         return known[key]
 
-    model.hidden = hidden  # type: ignore[method-assign]
+    model.hidden = hidden  # type: ignore[method-assign, assignment]
     return model
 
 
@@ -265,15 +265,17 @@ def main() -> None:
         "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
     )
     parser.add_argument("--precision", default="auto")
+    add_minutes(parser)
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    for parts in (("k", "own context"), [f"context {window}" for window in CONTEXTS]):  # the main table first
-        for entry in options.corpus:
-            name, _, path = entry.partition("=")
-            run(Path(options.base), name, path, parts, options)
+    main_table, contexts = ["k", "own context"], [f"context {window}" for window in CONTEXTS]
+    work = [(entry, parts) for parts in (main_table, contexts) for entry in options.corpus]
+    for entry, parts in budget(options).each(work, "part"):
+        name, _, path = entry.partition("=")
+        run(Path(options.base), name, path, parts, options)
 
 
 if __name__ == "__main__":

