@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli import main
-from pipelines.commands.demo_model import Written, fetch_smollm2, side_by_side
+from pipelines.commands.demo_model import Written, fetch_smollm2, one_window_each, side_by_side
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.retro.huggingface.small_gguf import write_gguf
 
@@ -44,6 +45,16 @@ def test_both_texts_are_whole_and_in_columns() -> None:
     columns = [line.split(" │ ") for line in lines if " │ " in line]
     assert "".join(left.strip() + " " for left, _ in columns).split() == ["retrieval", "OFF", *off.split()]
     assert [right for _, right in columns if right.strip()] == ["retrieval ON", "with neighbors[1]", "  indented"]
+
+
+def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.valid
+    windows = one_window_each(split, 2 * split.chunk_length, seed=0)
+    assert sorted(window.text for window in windows) == list(range(split.num_documents))
+    for window in windows:
+        first, stop = split.chunk_range(window.text)
+        assert first <= window.start == window.scored < window.stop <= stop
+        assert window.stop - window.start == min(2, stop - first)
 
 
 def test_another_model_needs_another_folder(tmp_path: Path, capsys) -> None:
