@@ -58,7 +58,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Start here": {
         "demo": Verb(
             "Build a datastore, train three small models and compare them, in minutes",
-            "commands.demo", "demo", "DemoOptions", resumes=True,
+            "commands.demo_model", "run_demo", "DemoOptions", resumes=True,
         ),
         "doctor": Verb(
             "Check installed packages, devices and memory",
@@ -153,8 +153,8 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "commands.model", "export", "ExportOptions", ("CHECKPOINT",),
         ),
         "import": Verb(
-            "Read a decoder in Hugging Face format and write it as a checkpoint",
-            "commands.huggingface", "import_", "ImportOptions", ("FOLDER",),
+            "Read a decoder in Hugging Face format or from a .gguf file, and write it as a checkpoint",
+            "commands.huggingface", "import_", "ImportOptions", ("MODEL",),
         ),
         "extend-vocabulary": Verb(
             "Add tokens learned from a corpus to a tokenizer and a model",
@@ -285,7 +285,7 @@ def require_paths(verb: Verb, given: Sequence[str]) -> None:
     """
     names = verb.positional * len(given) if _takes_several(verb) else verb.positional
     for name, value in zip((name.rstrip("…") for name in names), given, strict=False):
-        if name != "TEXT" and not url_of(value) and not Path(value.removesuffix("@best")).exists():
+        if name not in ("TEXT", "MODEL") and not url_of(value) and not Path(value.removesuffix("@best")).exists():
             hints = [f" {_MADE_BY[kind]}" for kind in name.split("|") if kind in _MADE_BY]
             raise InputError(
                 f"{value} does not exist; {name} must be a file or folder that exists, or a URL.{''.join(hints)}"

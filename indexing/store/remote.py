@@ -47,15 +47,14 @@ def url_of(location: Path | str) -> str | None:
 
 
 def local_folder(location: Path | str) -> Path:
-    """The local path of a location: itself, or the mirror of its URL in the cache.
-
-    The cache is the folder in the environment variable RETRO_CACHE, else `~/.cache/retro`.
-    """
+    """The local path of a location: itself, or the mirror of its URL in the cache."""
     url = url_of(location)
-    if url is None:
-        return Path(location)
-    cache = Path(os.environ.get("RETRO_CACHE") or Path.home() / ".cache" / "retro").absolute()
-    return cache / Path(url)
+    return Path(location) if url is None else cache_folder() / Path(url)
+
+
+def cache_folder() -> Path:
+    """The folder in the environment variable RETRO_CACHE, else `~/.cache/retro`."""
+    return Path(os.environ.get("RETRO_CACHE") or Path.home() / ".cache" / "retro").absolute()
 
 
 def absolute(location: Path | str) -> str:

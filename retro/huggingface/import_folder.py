@@ -39,7 +39,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LONGEST_CONTEXT = 2048
 _TABLES = ("embedding.weight", "head.weight")
 
@@ -116,7 +116,12 @@ def tokenizer_size(folder: Path) -> int:
 
 
 def import_base(
-    base: ImportedDecoder, file: Path, context: int = 0, precision: Precision = "auto", chat_template: str = ""
+    base: ImportedDecoder,
+    file: Path,
+    context: int = 0,
+    precision: Precision = "auto",
+    chat_template: str = "",
+    stored_as: str = "",
 ) -> None:
     """Write an imported decoder as one file, like an exported checkpoint of step 0 without a datastore.
 
@@ -126,6 +131,7 @@ def import_base(
         context: context length for scoring and generation in tokens, in whole chunks; 0 = the decoder's, at most 2,048.
         precision: precision of matrix products, `TrainSettings.precision`.
         chat_template: Jinja template of conversations, kept for chat; empty = none.
+        stored_as: the quantization of the original weights, for people; empty = none.
 
     Raises:
         InputError: the file has another ending, or the context is longer than the table of positions or shorter than a chunk.
@@ -142,7 +148,7 @@ def import_base(
         "family": base.family,
         "added_rows": base.added_rows,
         "chat_template": chat_template,
-    }
+    } | ({"stored_as": stored_as} if stored_as else {})
     settings: dict[str, Any] = {
         "model": asdict(base.settings),
         "data": asdict(DataSettings(sequence_length=context)),
@@ -190,8 +196,8 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     Raises:
         InputError: there are no safetensors files, or one is missing or damaged.
     """
-    if (folder / _WEIGHTS).is_file():
-        files = [folder / _WEIGHTS]
+    if (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
     elif (folder / _INDEX).is_file():
         named = read_object(folder / _INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(Path(str(name)).name == name for name in named.values()):
@@ -203,7 +209,7 @@ def open_weights(folder: Path) -> Iterator[Weights]:
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(…)."
         )
     else:
-        raise InputError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}.")
+        raise InputError(f"{folder} has neither {WEIGHTS} nor {_INDEX}.")
     file_of: dict[str, Path] = {}
     for file in files:
         if not file.is_file():

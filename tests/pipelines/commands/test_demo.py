@@ -20,7 +20,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import main
 from pipelines.commands import demo_training
-from pipelines.commands.demo import Compared, DemoOptions, _difference, _print_chart, _words, demo
+from pipelines.commands.demo import Compared, DemoOptions, _words, demo, difference, print_chart
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
@@ -148,7 +148,7 @@ def test_of_a_run_the_demo_logs_only_warnings_and_the_status(small: Config, monk
     ],
 )
 def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[float, float, float], said: str) -> None:
-    assert said in _difference("a plain baseline", change, 20)
+    assert said in difference("RETRO", "a plain baseline", change, 20)
 
 
 def measured(*nats: float, k: int = 0) -> SetResult:
@@ -159,7 +159,7 @@ def measured(*nats: float, k: int = 0) -> SetResult:
 
 def compared(documents: int) -> Compared:
     rows = [measured(*(part * np.linspace(1, 2, documents)), k=k) for part, k in ((2, 0), (1.5, 0), (1.6, 0), (1, 4))]
-    verdict = _difference("a baseline", compare(rows[3], rows[1]), documents)
+    verdict = difference("RETRO", "a baseline", compare(rows[3], rows[1]), documents)
     return Compared(*rows, verdict, _words(rows[3]), [])
 
 
@@ -167,7 +167,7 @@ def test_a_single_document_has_no_interval(capsys) -> None:
     one = compared(1)
     assert "no interval" in one.verdict
     assert [bar.interval for bar in one.bars] == [None] * 4
-    _print_chart(one)
+    print_chart(one.bars, one.table, one.words)
     shown = capsys.readouterr().out
     assert "95% interval" not in shown
     assert " to " not in shown.partition("\n\n")[0]
@@ -176,7 +176,7 @@ def test_a_single_document_has_no_interval(capsys) -> None:
 
 def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys) -> None:
     three = compared(3)
-    _print_chart(three)
+    print_chart(three.bars, three.table, three.words)
     table, words = capsys.readouterr().out.split("\n\n")
     rows = table.splitlines()[1:]
     lengths = [row.count("█") for row in rows]
@@ -281,7 +281,7 @@ def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) 
 
 def test_another_corpus_needs_another_folder(tmp_path: Path) -> None:
     write_json(tmp_path / "demo.json", {"corpus": ["a"], "seed": 0})
-    with pytest.raises(InputError, match="another corpus or seed"):
+    with pytest.raises(InputError, match="another model, corpus or seed"):
         demo(DemoOptions(corpus=("b",), output=tmp_path))
 
 

