@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import markdown, say, write
+from benchmarks.common import add_minutes, budget, markdown, say, write
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
 from indexing.suffixes.search import SuffixIndex
@@ -131,20 +131,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens, in whole documents")
     parser.add_argument("--k", type=int, default=4, help="neighbors of the row that copies from neighbors")
     parser.add_argument("--output", type=Path, help="also write the figures as JSON")
+    add_minutes(parser)
     options = parser.parse_args()
-    datastore = Datastore.open(options.datastore)
-    texts = held_out_documents(datastore.valid, options.tokens)
+    limit, datastore = budget(options), Datastore.open(options.datastore)
+    all_texts = held_out_documents(datastore.valid, options.tokens)
     index = SuffixIndex.open(options.datastore)
     model = LanguageModel.open(options.checkpoint, Retriever.open(options.datastore))
+    texts: list[np.ndarray] = []
+    scores: dict[int, list[np.ndarray]] = {0: [], options.k: []}
+    for text in limit.each(all_texts, "document", len):
+        texts.append(text)
+        for k, rows_of_k in scores.items():
+            rows_of_k += model.score([text], k)
+    scored = {k: np.exp(np.concatenate(rows_of_k)) for k, rows_of_k in scores.items()}
     documents = np.repeat(np.arange(len(texts)), [len(text) - 1 for text in texts])
     num_bytes = sum(len(model.tokenizer.decode(text).encode()) for text in texts)
-    say(
-        f"{len(documents):,} held-out tokens of {len(texts)} documents; {sum(datastore.manifest['splits']['train']['tokens']):,} in the datastore"
-    )
-    scored = {}
-    for k in (0, options.k):
-        scored[k] = np.exp(np.concatenate([row for text in texts for row in model.score([text], k)]))
-        say(f"k = {k}: scored")
+    total = sum(datastore.manifest["splits"]["train"]["tokens"])
+    say(f"{len(documents):,} held-out tokens of {len(texts)} documents; {total:,} in the datastore")
     began = time.process_time()
     store = Votes(*np.array([row for text in texts for row in votes_of_datastore(index, text)]).T)
     say(

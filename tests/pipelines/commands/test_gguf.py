@@ -16,6 +16,7 @@ from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.finetuning.chat_template import template_of
 from retro.finetuning.conversations import Message
 from retro.inference.language_model import LanguageModel
+from retro.model.inputs import Inputs
 from tests.conftest import build_local, tiny_config
 from tests.retro.huggingface.small_gguf import WIDTH, write_gguf
 
@@ -45,7 +46,7 @@ def test_an_imported_file_has_the_logits_of_transformers(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     with torch.no_grad():
         expected = theirs.eval()(tokens).logits
-        ours = load_model(open_checkpoint(tmp_path / "out/tiny.safetensors"), torch.device("cpu"))(tokens)
+        ours = load_model(open_checkpoint(tmp_path / "out/tiny.safetensors"), torch.device("cpu"))(Inputs(tokens))
     torch.testing.assert_close(ours[..., : expected.shape[-1]], expected, rtol=1e-4, atol=1e-4)
 
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from retro.estimates.activations import Pass, activations
+from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.presets import PRESETS
 from retro.model.residual_block import Residual
@@ -48,8 +49,9 @@ def forward(model: Retro, run: Pass) -> Tensor:
     documents = torch.zeros(run.num_sequences, num_chunks, dtype=torch.int64) if run.documents else None
     neighbors = torch.zeros(run.num_sequences, num_chunks, run.k, 2 * m, dtype=torch.int64) if run.k else None
     with torch.autocast("cpu", torch.bfloat16, enabled=run.narrow):
-        hidden = model.hidden(tokens, documents, neighbors)
-        return loss(hidden, model.output_weight, tokens, model.copying(hidden, tokens, tokens, documents, neighbors))
+        inputs = Inputs(tokens, documents, neighbors, labels=tokens)
+        hidden, _ = model.hidden(inputs)
+        return loss(hidden, model.output_weight, tokens, model.mixture(hidden, inputs))
 
 
 def kept_bytes(model: Retro, run: Pass) -> int:
