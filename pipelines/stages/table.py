@@ -62,6 +62,21 @@ class Stage:
     needs: str = ""
 
 
+STAGES: dict[str, Stage] = {
+    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
+    "embed": Stage(run_embed, ("embedder", "embeddings/*")),
+    "train-index": Stage(run_train_index, ("index/trained",)),
+    "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
+    "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
+    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
+    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
+    "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
+    "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
+    "suffixes": Stage(run_suffixes, ("suffixes/*",), lambda config: False, needs="chunk"),
+}
+"""The stages in the order of a build; `merge` and `suffixes` run only by name."""
+
+
 def build(
     config: Config,
     executor: Executor,
@@ -211,17 +226,3 @@ def _write_manifest(config: Config, name: str, result: str) -> None:
             write_datastore_manifest(folder, manifest)
     elif manifest != {key: value for key, value in old.items() if key != "format_version"}:
         write_datastore_manifest(folder, manifest)
-
-
-STAGES: dict[str, Stage] = {
-    "chunk": Stage(run_chunk, ("corpus", "appended/*", "tokenizer", "dedup", "chunks/*")),
-    "embed": Stage(run_embed, ("embedder", "embeddings/*")),
-    "train-index": Stage(run_train_index, ("index/trained",)),
-    "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
-    "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
-    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
-    "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
-    "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
-    "suffixes": Stage(run_suffixes, ("suffixes/*",), lambda config: False, needs="chunk"),
-}
