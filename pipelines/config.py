@@ -11,7 +11,7 @@ from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
-from indexing.store.settings import settings
+from indexing.store.settings import Location, settings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.executors.settings import ExecutorSettings
 from retro.data.settings import DataSettings
@@ -28,9 +28,9 @@ from retro.tuning.settings import TuningSettings
 class Config:
     """All settings of a datastore and a training run, in one TOML file for every verb."""
 
-    datastore: Path = Path("datastore")
+    datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
-    run: Path = Path("run")
+    run: Location = Path("run")
     """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     dedup: DedupSettings = field(default_factory=DedupSettings)

@@ -10,10 +10,11 @@ Relations between fields are checked in `__post_init__`, which raises InputError
 import json
 import re
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from indexing.store.errors import InputError
 
@@ -37,6 +38,8 @@ def _size(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_text)]
 """Not empty. pydantic's `min_length` refuses file names that are not UTF-8."""
+Location = Annotated[Path, BeforeValidator(lambda path: path if isinstance(path, Path) else _text(path))]
+"""A path or URL that is not empty: an empty one would be the current folder."""
 Size = Annotated[str, AfterValidator(_size)]
 """Bytes with a unit, as text; may be empty."""
 

@@ -226,7 +226,7 @@ def summary_table(measured: dict[str, Any]) -> Table:
             rows.append([f"{name}: neighbors missing", f"{100 * measured['neighbors'][name]['missing_share']:.2f}%"])
     rows.append(["search, one query (p50)", f"{measured['latency_ms']['single_p50']:.2f} ms"])
     rows.append(["search, in a batch", f"{measured['latency_ms']['batched']:.3f} ms"])
-    rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items()]
+    rows += [[f"{name} on disk", human_bytes(size)] for name, size in measured["bytes"].items() if size]
     return Table(["", "measured"], rows)
 
 

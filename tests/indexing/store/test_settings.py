@@ -9,7 +9,7 @@ import pytest
 from pydantic import PositiveInt
 
 from indexing.store.errors import InputError
-from indexing.store.settings import Fraction, Size, Text, settings
+from indexing.store.settings import Fraction, Location, Size, Text, settings
 
 
 @settings
@@ -27,7 +27,7 @@ class Whole:
     key: ClassVar = "whole"
     part: Part = field(default_factory=Part)
     paths: tuple[Text, ...] = ()
-    folder: Path = Path("a")
+    folder: Location = Path("a")
     memory: Size = ""
     zero: Literal[0, 1] = 0
 
@@ -44,6 +44,7 @@ class Whole:
         ({"part": {"share": float("nan")}}, "whole.part.share = NaN"),
         ({"part": {"header": 1}}, "whole.part.header"),
         ({"paths": ["a", ""]}, 'whole.paths[1] = ""'),
+        ({"folder": ""}, 'whole.folder = ""'),
         ({"memory": "5 apples"}, "whole.memory = \"5 apples\": should be a size such as '500MB'"),
         ({"zero": 2}, "whole.zero = 2: should be 0 or 1"),
         ({"zero": 1}, "whole.zero = 1 needs paths."),
