@@ -97,7 +97,7 @@ def test_run_with_a_killed_worker_ends_with_the_same_weights(cluster: Any, confi
     assert driver.process.wait(PATIENCE) == 0, driver.log.read_text()
     said = driver.log.read_text()
     assert said.count("resuming from step") == 1
-    for beginning in ("data: ", "train: 51,200 tokens in ", "checkpoint: ", "report: "):
+    for beginning in ("data: ", "train: 51,200 tokens in ", "checkpoint: ", "curves: "):
         assert any(line.startswith(beginning) for line in said.splitlines()), said
     assert losses(driver.run) == losses(calm.run)
     weights = [name for name in last_checkpoint(calm.run) if name.endswith(".safetensors")]

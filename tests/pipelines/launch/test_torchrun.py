@@ -127,7 +127,7 @@ def test_two_processes_have_the_losses_of_one_and_only_one_logs(config: Config, 
     processes = Processes(config)
     assert processes.end() == [0, 0], processes.said.read_text()
     said = processes.said.read_text().splitlines()
-    for beginning in ("data: ", "step 8  tokens 2,048  loss ", "train: 2,048 tokens in ", "checkpoint: ", "report: "):
+    for beginning in ("data: ", "step 8  tokens 2,048  loss ", "train: 2,048 tokens in ", "checkpoint: ", "curves: "):
         assert sum(line.startswith(beginning) for line in said) == 1, (beginning, said)
     train(tmp_path / "one", config.run_settings)
     assert losses(config.run) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
