@@ -259,4 +259,4 @@ def test_stage_without_free_resources_logs_a_warning(executor, caplog, monkeypat
     once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         list(waiting.map("chunk", lambda *, advance: None, [Task("chunks/0", (), 1)], lambda _: None))
-    assert "chunk: no worker has started for 1 s: each needs Resources(cpus=1, gpus=1" in caplog.text
+    assert "chunk: no worker has started for 1 s: each needs Resources(cpus=1.0, gpus=1.0" in caplog.text
