@@ -34,7 +34,7 @@ SETTINGS_PAGES = {
 """Sections of the TOML file by page."""
 _SETTINGS_INTRO = """\
 Settings come from a TOML file and from the command line, which wins. `train.lr` is `lr` in the section `[train]` of the file
-and `--train.lr 1e-3` on the command line. A switch is `--train.compile` or `--train.no-compile`. A list is
+and `--train.lr 1e-3` on the command line. A switch is `--data.materialized` or `--data.no-materialized`. A list is
 `--data.weights 1 2`."""
 _SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "string", Path: "path", types.NoneType: '"None"'}

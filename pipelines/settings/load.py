@@ -115,7 +115,7 @@ def _file_values(
 def _options(leaves: Mapping[str, Any], arguments: Sequence[str], verb: str) -> dict[str, Any]:
     """Read `--section.key value`; the last one of a key wins.
 
-    Hyphens and underscores are the same. A switch is `--train.compile`, `--train.no-compile` or `--train.compile true`. A list takes
+    Hyphens and underscores are the same. A switch is `--data.materialized`, `--data.no-materialized` or `--data.materialized true`. A list takes
     all words up to the next option. `--key=value` passes a value that begins with two hyphens.
     """
     values: dict[str, Any] = {}
@@ -154,8 +154,13 @@ def _is_list(hint: Any) -> bool:
     return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
+_REMOVED = {"neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key."}
+
+
 def _hint(key: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
     """Keys that a user probably meant, or those of the section: the same key elsewhere, else a similar one of this section."""
+    if key in _REMOVED:
+        return f" {_REMOVED[key]}"
     section, _, name = key.rpartition(".")
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
