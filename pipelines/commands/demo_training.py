@@ -81,7 +81,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
     while True:
         write_json(stored, read_json(stored) | {"round": asdict(now)})
         planned = _with_steps(config, now)
-        echo(f"   to step {now.steps}" + (", the learning rate falls" if now.falls_from else ""))
+        echo(f"   training to step {now.steps}" + (", the learning rate falls" if now.falls_from else ""))
         outcomes = {name: run_training(run, f"train {name}", train_silently) for name, run in runs_of(planned).items()}
         if now.falls_from:
             break
