@@ -41,7 +41,7 @@ class IndexSettings:
 
     factory: str = ""
     """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings below."""
-    memory: Annotated[Size, Field(min_length=1)] = "4GB"
+    memory: Size = "4GB"
     """Memory budget for the whole index (`500MB`, `16GB`)."""
     flat_below: int = 20_000
     """Datastores with fewer chunks get an exact index (`Flat`)."""

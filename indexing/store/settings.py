@@ -30,9 +30,20 @@ def _text(text: str) -> str:
     return text
 
 
-def _size(text: str) -> str:
-    if text and not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]?B", text):
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as `16GB`, with powers of 1000; 0 for the empty text.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", text or "0B")
+    if not match:
         raise ValueError("should be a size such as '500MB' or '16GB'")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
+
+
+def _size(text: str) -> str:
+    size_bytes(text)
     return text
 
 
@@ -40,8 +51,9 @@ Text = Annotated[str, AfterValidator(_text)]
 """Not empty. pydantic's `min_length` refuses file names that are not UTF-8."""
 Location = Annotated[Path, BeforeValidator(lambda path: path if isinstance(path, Path) else _text(path))]
 """A path or URL that is not empty: an empty one would be the current folder."""
-Size = Annotated[str, AfterValidator(_size)]
-"""Bytes with a unit, as text; may be empty."""
+Size = Annotated[Text, AfterValidator(_size)]
+"""Bytes with a unit, as text."""
+SizeOrEmpty = Annotated[str, AfterValidator(_size)]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

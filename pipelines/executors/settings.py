@@ -1,14 +1,12 @@
 """Where stages, training and serving run, and what each worker of a Ray cluster reserves."""
 
-import re
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from indexing.store.settings import Size, settings
+from indexing.store.settings import SizeOrEmpty, settings, size_bytes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -20,7 +18,7 @@ class Resources:
     """CPUs of a worker. It uses as many threads."""
     gpus: NonNegativeFloat = 0
     """GPUs of a worker. With a fraction, workers share a GPU."""
-    memory: Size = ""
+    memory: SizeOrEmpty = ""
     """Memory of a worker (`8GB`), which limits how many workers Ray starts on a machine; empty: not reserved."""
     workers: NonNegativeInt = 0
     """Workers of the stage; 0 = as many as fit into the cluster."""
@@ -28,8 +26,7 @@ class Resources:
     @property
     def memory_bytes(self) -> int:
         """The memory in bytes; 0 where none is reserved."""
-        value, unit = re.fullmatch(r"([\d.]*)\s*([KMGT]?)B?", self.memory).groups()  # type: ignore[union-attr]
-        return int(float(value or 0) * _UNITS[unit])
+        return size_bytes(self.memory)
 
 
 @settings

@@ -8,7 +8,6 @@ Nothing is trained and no device is used. docs/results/parallel.md compares the 
 """
 
 import itertools
-import re
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import Field, PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from indexing.store.settings import Fraction, settings
+from indexing.store.settings import Fraction, Size, settings, size_bytes
 from pipelines.config import Config
 from pipelines.results import ResultOptions
 from pipelines.terminal import aligned, human_bytes, human_count, long_time
@@ -40,7 +39,7 @@ class PlanTrainOptions(Config, ResultOptions):
 
     devices: PositiveInt = 8
     """Number of devices, with one process each."""
-    device_memory: str = "80GB"
+    device_memory: Size = "80GB"
     """Memory of each device (`24GB`, `80GB`). A tenth of it is reserved for the runtime and fragmentation."""
     tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Tokens to train on (2e12); 0 = as set by `train.steps`."""
@@ -61,7 +60,6 @@ class PlanTrainOptions(Config, ResultOptions):
                 f"devices = {self.devices}: must be pipeline {self.parallel.pipeline} × data {data or 'any'} × tensor {self.parallel.tensor} "
                 "of [parallel]."
             )
-        _size(self.device_memory)
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     step_seconds = per_step * per_token / (options.devices * rate) / _busy(options) if rate else 0.0
     gpu = train.device != "cpu"
     run = Pass(train.batch_size, data.sequence_length, data.k, train.precision != "float32", gpu)
-    budget, modes = 0.9 * _size(options.device_memory), []
+    budget, modes = 0.9 * size_bytes(options.device_memory), []
     for parallel in modes_of(options):
         memory = memory_of(
             model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
@@ -238,18 +236,6 @@ def _busy(options: PlanTrainOptions) -> float:
     runs = num_microbatches(parallel, options.train.batch_size // _num_data(options))
     runs *= 2 if parallel.pipeline_schedule == "interleaved" else 1
     return runs / (runs + parallel.pipeline - 1)
-
-
-def _size(text: str) -> float:
-    """Bytes of a size such as `80GB`, with powers of 1000.
-
-    Raises:
-        InputError: it has another form.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text)
-    if not match:
-        raise InputError(f"device_memory = {text!r}: must be a size such as '24GB' or '80GB'.")
-    return float(match[1]) * 1000 ** (1 + "KMGT".index(match[2]))
 
 
 # ------------------------------------------------------------------------------------------------------------ reporting

@@ -9,7 +9,7 @@ import pytest
 from pydantic import PositiveInt
 
 from indexing.store.errors import InputError
-from indexing.store.settings import Fraction, Location, Size, Text, settings
+from indexing.store.settings import Fraction, Location, Size, SizeOrEmpty, Text, settings, size_bytes
 
 
 @settings
@@ -28,7 +28,8 @@ class Whole:
     part: Part = field(default_factory=Part)
     paths: tuple[Text, ...] = ()
     folder: Location = Path("a")
-    memory: Size = ""
+    memory: SizeOrEmpty = ""
+    budget: Size = "4GB"
     zero: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class Whole:
         ({"part": {"header": 1}}, "whole.part.header"),
         ({"paths": ["a", ""]}, 'whole.paths[1] = ""'),
         ({"folder": ""}, 'whole.folder = ""'),
+        ({"budget": ""}, 'whole.budget = "": should not be empty'),
         ({"memory": "5 apples"}, "whole.memory = \"5 apples\": should be a size such as '500MB'"),
         ({"zero": 2}, "whole.zero = 2: should be 0 or 1"),
         ({"zero": 1}, "whole.zero = 1 needs paths."),
@@ -67,3 +69,10 @@ def test_settings_are_frozen_values_that_other_processes_can_read() -> None:
     assert hash(whole) == hash(Whole(memory="16GB"))
     with pytest.raises(AttributeError):
         whole.zero = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("", 0), ("12B", 12), ("1.5 KB", 1500), ("80GB", 80 * 10**9), ("2TB", 2 * 10**12)]
+)
+def test_sizes_are_powers_of_1000(text: str, size: int) -> None:
+    assert size_bytes(text) == size

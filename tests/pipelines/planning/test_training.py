@@ -99,7 +99,7 @@ def test_device_throughput_comes_from_the_median_of_a_measured_run(measured_run:
     [
         (["--devices", "0"], "devices = 0"),
         (["--devices", "3", "--parallel.tensor", "2"], "devices = 3"),
-        (["--device-memory", "much"], "device_memory = 'much'"),
+        (["--device-memory", "much"], "--device-memory = much"),
         (["--mfu", "40"], "mfu = 40"),
         (["--peak-tflops", "0"], "peak-tflops = 0"),
         (["--devices", "3"], "train.batch_size = 8"),
