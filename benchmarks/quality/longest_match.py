@@ -11,25 +11,26 @@ itself ("own context"), which is the baseline of a model that copies without a d
 """
 
 import argparse
-import json
-import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import add_minutes, budget, markdown, say, write
+from benchmarks.common import Budget, add_minutes, budget, markdown, say, write
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
 from indexing.suffixes.search import SuffixIndex
 from pipelines.results import Table
+from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.inference.language_model import LanguageModel
 
 BOUNDS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 """Match lengths at which a row of the gate's table begins."""
 LONGEST = 64
+ALONE, CONTEXT, STORE = "model alone", "+ own context", "+ datastore"
 _ROUNDS = 60
 
 
@@ -115,12 +116,51 @@ def mixed(probabilities: np.ndarray, votes: Votes, half: np.ndarray) -> np.ndarr
     return out
 
 
-def change(nats: np.ndarray, reference: np.ndarray, documents: np.ndarray) -> str:
+def result_of(nats: np.ndarray, documents: np.ndarray, num_bytes: np.ndarray) -> SetResult:
+    """Nats of tokens [n] as the measurement of documents with these bytes, for intervals."""
+    return SetResult("valid", 0, len(nats), 0.0, np.bincount(documents, nats), num_bytes)
+
+
+def change(measured: SetResult, reference: SetResult) -> str:
     """Difference in percent, with its 95% interval in a bootstrap over documents."""
-    a, b = (np.bincount(documents, values) for values in (nats, reference))
-    draws = np.random.default_rng(0).integers(0, len(a), (1000, len(a)))
-    low, high = np.percentile(a[draws].sum(1) / b[draws].sum(1), [2.5, 97.5])
-    return f"{100 * (a.sum() / b.sum() - 1):+.1f}% ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f})"
+    difference, low, high = compare(measured, reference)
+    return f"{difference:+.1f}% ({low:+.1f} to {high:+.1f})"
+
+
+def probabilities(model: LanguageModel, texts: list[np.ndarray], k: int, limit: Budget) -> dict[str, np.ndarray]:
+    """The model's probabilities of all tokens of as many documents as fit into the time, without and with k neighbors."""
+    scores: dict[str, list[np.ndarray]] = {ALONE: [], f"+ {k} neighbors": []}
+    for text in limit.each(texts, "document", len):
+        for rows, neighbors in zip(scores.values(), (0, k), strict=True):
+            rows += model.score([text], neighbors)
+    return {name: np.exp(np.concatenate(rows)) for name, rows in scores.items()}
+
+
+def combined(scored: dict[str, np.ndarray], context: Votes, store: Votes, half: np.ndarray) -> dict[str, np.ndarray]:
+    """Probabilities of all combinations of the sources."""
+    (_, base), (near_name, near) = scored.items()
+    with_context = mixed(base, context, half)
+    return {
+        ALONE: base,
+        CONTEXT: with_context,
+        near_name: near,
+        STORE: mixed(base, store, half),
+        f"{near_name} {STORE}": mixed(near, store, half),
+        f"{CONTEXT} {STORE}": mixed(with_context, store, half),
+        f"{CONTEXT} {near_name} {STORE}": mixed(mixed(near, context, half), store, half),
+    }
+
+
+def table_by_length(store: Votes, nats: dict[str, np.ndarray], near: str) -> Table:
+    """Mean nats of the tokens with a longest match of each length."""
+    shown, rows = (ALONE, near, STORE), []
+    bounds = [0, *BOUNDS.tolist(), 10**9]
+    for low, high in pairwise(bounds):
+        here = (store.length >= low) & (store.length < high)
+        if here.any():
+            label = f"{low} and more" if high == bounds[-1] else str(low) if high == low + 1 else f"{low} to {high - 1}"
+            rows.append([label, f"{here.mean():.1%}", *(f"{nats[name][here].mean():.2f}" for name in shown)])
+    return Table(["longest match (tokens)", "tokens", *(f"nats, {name}" for name in shown)], rows)
 
 
 def main() -> None:
@@ -134,59 +174,34 @@ def main() -> None:
     add_minutes(parser)
     options = parser.parse_args()
     limit, datastore = budget(options), Datastore.open(options.datastore)
-    all_texts = held_out_documents(datastore.valid, options.tokens)
-    index = SuffixIndex.open(options.datastore)
+    texts, index = held_out_documents(datastore.valid, options.tokens), SuffixIndex.open(options.datastore)
     model = LanguageModel.open(options.checkpoint, Retriever.open(options.datastore))
-    texts: list[np.ndarray] = []
-    scores: dict[int, list[np.ndarray]] = {0: [], options.k: []}
-    for text in limit.each(all_texts, "document", len):
-        texts.append(text)
-        for k, rows_of_k in scores.items():
-            rows_of_k += model.score([text], k)
-    scored = {k: np.exp(np.concatenate(rows_of_k)) for k, rows_of_k in scores.items()}
+    scored = probabilities(model, texts, options.k, limit)
+    ends = np.cumsum([len(text) - 1 for text in texts])
+    texts = texts[: int(np.searchsorted(ends, len(scored[ALONE]))) + 1]
     documents = np.repeat(np.arange(len(texts)), [len(text) - 1 for text in texts])
-    num_bytes = sum(len(model.tokenizer.decode(text).encode()) for text in texts)
     total = sum(datastore.manifest["splits"]["train"]["tokens"])
     say(f"{len(documents):,} held-out tokens of {len(texts)} documents; {total:,} in the datastore")
+
     began = time.process_time()
     store = Votes(*np.array([row for text in texts for row in votes_of_datastore(index, text)]).T)
-    say(
-        f"longest matches in the datastore: {1e6 * (time.process_time() - began) / len(documents):.0f} CPU microseconds a token"
-    )
-    own, half = Votes(*np.array([row for text in texts for row in votes_of_context(text)]).T), documents % 2
-    base, near = scored[0], scored[options.k]
-    context = mixed(base, own, half)
-    rows = {
-        "model alone": base,
-        "+ own context": context,
-        f"+ {options.k} neighbors": near,
-        "+ datastore": mixed(base, store, half),
-        f"+ {options.k} neighbors + datastore": mixed(near, store, half),
-        "+ own context + datastore": mixed(context, store, half),
-        f"+ own context + {options.k} neighbors + datastore": mixed(mixed(near, own, half), store, half),
-    }
-    nats = {name: -np.log(p.clip(min=1e-30)) for name, p in rows.items()}
-    bits = {name: float(values.sum() / math.log(2) / num_bytes) for name, values in nats.items()}
+    each = (time.process_time() - began) / len(documents)
+    say(f"longest matches in the datastore: {1e6 * each:.0f} CPU microseconds a token")
+    context = Votes(*np.array([row for text in texts for row in votes_of_context(text)]).T)
+    sources = combined(scored, context, store, documents % 2)
+    nats = {name: -np.log(values.clip(min=1e-30)) for name, values in sources.items()}
+    num_bytes = np.array([len(model.tokenizer.decode(text).encode()) for text in texts], dtype=np.float64)
+    results = {name: result_of(values, documents, num_bytes) for name, values in nats.items()}
     body = [
-        [name, f"{bits[name]:.4f}", *(change(values, nats[of], documents) for of in ("model alone", "+ own context"))]
-        for name, values in nats.items()
+        [name, f"{result.bits_per_byte:.4f}", *(change(result, results[other]) for other in (ALONE, CONTEXT))]
+        for name, result in results.items()
     ]
+    by_length = table_by_length(store, nats, [*scored][1])
     say("\n" + markdown(Table(["", "bits per byte", "against the model alone", "against own context"], body)))
-    lengths = [0, *BOUNDS.tolist()]
-    table = []
-    for low, high in zip(lengths, [*lengths[1:], 10**9], strict=True):
-        here = (store.length >= low) & (store.length < high)
-        if here.any():
-            means = [
-                float(nats[name][here].mean()) for name in ("model alone", f"+ {options.k} neighbors", "+ datastore")
-            ]
-            label = str(low) if high == low + 1 else f"{low} to {high - 1}" if high < 10**9 else f"{low} and more"
-            table.append([label, f"{here.mean():.1%}", *(f"{mean:.2f}" for mean in means)])
-    header = ["longest match (tokens)", "tokens", "nats, model alone", f"+ {options.k} neighbors", "+ datastore"]
-    say("\n" + markdown(Table(header, table)))
+    say("\n" + markdown(by_length))
     if options.output:
-        write(options.output, {"rows": body, "by_length": table, "tokens": len(documents), "documents": len(texts)})
-        say(json.dumps({"written": str(options.output)}))
+        figures = {"rows": body, "by_length": by_length.rows, "tokens": len(documents), "documents": len(texts)}
+        write(options.output, figures)
 
 
 if __name__ == "__main__":

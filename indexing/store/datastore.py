@@ -134,7 +134,8 @@ class Split:
         return self._array("materialized", f"{self.name}/lengths")
 
     @cached_property
-    def _offsets(self) -> ShardedArray:
+    def document_offsets(self) -> ShardedArray:
+        """[documents + 1] int64 in each shard: the first chunk of every document, counted from the shard's first one."""
         # Small, and searched, so always memory-mapped.
         paths = [
             self.folder / "chunks" / shard_name(s) / self.name / "documents.npy" for s in range(len(self.chunk_rows))
@@ -149,10 +150,10 @@ class Split:
         document, first, stop = np.empty((3, len(ids)), dtype=np.int64)
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
-            offsets = self._offsets.shard(int(shard))
+            offsets = self.document_offsets.shard(int(shard))
             chunks = ids[rows] - starts[shard]
             local = np.searchsorted(offsets, chunks, side="right") - 1
-            with reading(self._offsets.paths[shard]):
+            with reading(self.document_offsets.paths[shard]):
                 begin, end = offsets[local], offsets[local + 1]
                 if ((begin > chunks) | (end <= chunks) | (begin < 0) | (end > self.chunk_rows[shard])).any():
                     raise ValueError("chunks are in none of the documents")
@@ -174,7 +175,7 @@ class Split:
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
             local = documents[rows] - first_documents[shard]
-            offsets = self._offsets.shard(int(shard))
+            offsets = self.document_offsets.shard(int(shard))
             out[rows] = np.stack([offsets[local], offsets[local + 1]], axis=1) + self.tokens.starts[shard]
         return out
 

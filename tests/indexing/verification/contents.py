@@ -48,7 +48,7 @@ def _check_chunks(datastore: Datastore, shard: int, name: str) -> None:
     for split in map(datastore.split, SPLITS):
         rows, documents = split.chunk_rows[shard], split.document_rows[shard]
         tokens, lengths = split.tokens.shard(shard), split.lengths.shard(shard)
-        offsets = split._offsets.shard(shard)
+        offsets = split.document_offsets.shard(shard)
         assert (tokens.shape, lengths.shape, offsets.shape) == ((rows, split.chunk_length), (rows,), (documents + 1,))
         assert (tokens < datastore.manifest["vocab_size"]).all()
         assert ((lengths >= 1) & (lengths <= split.chunk_length)).all()
