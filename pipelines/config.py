@@ -1,7 +1,9 @@
 """The tree of all settings. Each section is defined next to the code that uses it."""
 
+from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -27,6 +29,10 @@ from retro.tuning.settings import TuningSettings
 @settings
 class Config:
     """All settings of a datastore and a training run, in one TOML file for every verb."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key."
+    }
 
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""

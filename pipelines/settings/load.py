@@ -30,7 +30,8 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
     """Settings from their defaults, then a TOML file, then the command line; the later one wins.
 
     Args:
-        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections.
+        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
+            `removed` may say of former keys what became of them.
         file: the TOML file, if any. None is written "None", as TOML has no null.
         arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
@@ -42,9 +43,10 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
     if {"-h", "--help"} & set(arguments):
         _print_help(settings_type, file, verb)
     leaves, source = leaf_types(settings_type), TomlFile.read(file)
-    options = _options(leaves, arguments, verb)
+    removed = getattr(settings_type, "removed", {})
+    options = _options(leaves, arguments, verb, removed)
     tree: dict[str, Any] = {}
-    for key, value in (dict(_file_values(leaves, source, skipped=options)) | options).items():
+    for key, value in (dict(_file_values(leaves, source, removed, skipped=options)) | options).items():
         *sections, name = key.split(".")
         section = tree
         for part in sections:
@@ -85,7 +87,7 @@ def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
 
 
 def _file_values(
-    leaves: Mapping[str, Any], source: TomlFile, *, skipped: Mapping[str, Any]
+    leaves: Mapping[str, Any], source: TomlFile, removed: Mapping[str, str], *, skipped: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """The values of a file by key, each checked unless an option replaces it."""
     known = {key[: dot.start()] for key in leaves for dot in re.finditer(r"\.", key)}
@@ -98,7 +100,7 @@ def _file_values(
                     yield key, _checked(leaves[key], value, f"{source.at(key)}: {key}", strict=True)
             elif key not in known:
                 kind, others = ("section", known) if isinstance(value, dict) else ("key", leaves)
-                raise InputError(f"{source.at(key)}: unknown {kind} {key}.{_hint(key, others)}")
+                raise InputError(f"{source.at(key)}: unknown {kind} {key}.{_hint(key, others, removed)}")
             elif isinstance(value, dict):
                 yield from walk(value, f"{key}.")
             else:
@@ -112,7 +114,9 @@ def _file_values(
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
-def _options(leaves: Mapping[str, Any], arguments: Sequence[str], verb: str) -> dict[str, Any]:
+def _options(
+    leaves: Mapping[str, Any], arguments: Sequence[str], verb: str, removed: Mapping[str, str]
+) -> dict[str, Any]:
     """Read `--section.key value`; the last one of a key wins.
 
     Hyphens and underscores are the same. A switch is `--data.materialized`, `--data.no-materialized` or `--data.materialized true`. A list takes
@@ -133,7 +137,7 @@ def _options(leaves: Mapping[str, Any], arguments: Sequence[str], verb: str) -> 
         if not option.startswith("--"):
             raise InputError(f"unexpected argument {option!r}. {more}")
         if key not in leaves:
-            raise InputError(f"unknown option {option}.{_hint(key, leaves, _option)} {more}")
+            raise InputError(f"unknown option {option}.{_hint(key, leaves, removed, _option)} {more}")
         if _is_list(leaves[key]):
             values[key] = _checked(leaves[key], words, option, strict=False)
             continue
@@ -154,13 +158,11 @@ def _is_list(hint: Any) -> bool:
     return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
-_REMOVED = {"neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key."}
-
-
-def _hint(key: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
-    """Keys that a user probably meant, or those of the section: the same key elsewhere, else a similar one of this section."""
-    if key in _REMOVED:
-        return f" {_REMOVED[key]}"
+def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
+    """What became of a removed key; else keys that a user probably meant, or those of the section. Probable are the same key
+    elsewhere, else a similar one of this section."""
+    if key in removed:
+        return f" {removed[key]}"
     section, _, name = key.rpartition(".")
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
