@@ -1,85 +1,38 @@
-"""Scores, continuations and chat answers over HTTP, also by OpenAI's own client, equal those of the language model."""
+"""Continuations, chat answers and their sources over HTTP equal those of the language model; mistakes are refused by field."""
 
 import asyncio
 import re
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
 from retro.inference import scoring
 from retro.inference.decoder import Decoder
-from retro.inference.generation import Batch, GeneratedToken
+from retro.inference.generation import Batch
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
-from retro.inference.settings import GenerationSettings
 from retro.server import schemas, search_api
 from retro.server.service import ScoreKey
 from retro.server.sources import joined
 from tests.conftest import PATIENCE
 from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Make, events_of
-
-GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
-ENDPOINTS = [GENERATE, COMPLETIONS, CHAT]
-MESSAGES = [
-    {"role": "system", "content": "index and chunk"},
-    {"role": "user", "content": "the memory"},
-    {"role": "assistant", "content": "the vector"},
-    {"role": "user", "content": "检索 the store"},
-]
-BODIES: dict[str, dict[str, Any]] = {
-    GENERATE: {"prompt": TEXT, "top_k": 0, "top_p": 1},
-    COMPLETIONS: {"model": "tiny", "prompt": TEXT},
-    CHAT: {"model": "tiny", "messages": MESSAGES},
-}
-"""For each endpoint, a request that samples from the whole distribution."""
-
-
-def with_bos(language_model: LanguageModel, text: str) -> np.ndarray:
-    return np.concatenate([[language_model.tokenizer.bos_id], language_model.tokenizer.encode(text)]).astype(np.int64)
-
-
-def generated(language_model: LanguageModel, path: str, k: int = 2, **settings) -> list[GeneratedToken]:
-    """The tokens that the model generates for the request in `BODIES`."""
-    prompt = with_bos(language_model, TEXT)
-    if path == CHAT:
-        prompt = ChatTemplate(language_model.tokenizer, CHAT_TEMPLATE).prompt([Message(**each) for each in MESSAGES])
-    sampling = GenerationSettings(**{"max_tokens": 12, "temperature": 0, "top_k": 0, "top_p": 1, **settings})
-    return [step[0] for step in language_model.generate([prompt], sampling, k)]
-
-
-def post(client: TestClient, path: str, **changes) -> Any:
-    response = client.post(path, json={"max_tokens": 12, "temperature": 0} | BODIES[path] | changes)
-    assert response.status_code == 200, response.text
-    return response
-
-
-def choices_of(path: str, answer: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Text and finish reason of each continuation in an answer."""
-    if path == GENERATE:
-        return [(answer["text"], answer["finish_reason"])]
-    texts = [each["message"]["content"] if path == CHAT else each["text"] for each in answer["choices"]]
-    return [(text, each["finish_reason"]) for text, each in zip(texts, answer["choices"], strict=True)]
-
-
-def refusal(response: Any) -> tuple[int, str | None, str | None]:
-    error = response.json()["error"]
-    return response.status_code, error["param"], error["code"]
-
-
-@pytest.fixture(scope="module")
-def api(url: str):
-    with openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as opened:
-        yield opened
-
+from tests.retro.server.generation_requests import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    GENERATE,
+    MESSAGES,
+    choices_of,
+    generated,
+    post,
+    refusal,
+)
 
 # --- continuations ---------------------------------------------------------------------------------------------------
 
@@ -254,64 +207,6 @@ def test_the_chat_template_is_the_checkpoints_or_the_given_one_or_missing(
         assert refusal(refused)[:2] == (400, "messages")
         assert "no system message" in refused.json()["error"]["message"]
         assert post(client, CHAT, messages=MESSAGES[1:])
-
-
-# --- scores ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", [TEXT * 3, "a", "龘🙂 and 龘 again"])
-def test_token_scores_join_to_the_text_and_sum_to_its_bits(
-    client: TestClient, language_model: LanguageModel, text: str
-) -> None:
-    answer = client.post("/score", json={"text": text, "k": 2}).json()
-    assert "".join(token["text"] for token in answer["tokens"]) == text
-    assert all(token["text"] and "\ufffd" not in token["text"] for token in answer["tokens"])
-    for key, k in (("on", 2), ("off", 0)):
-        expected = language_model.score([with_bos(language_model, text)], k)[0]
-        assert sum(token[key] for token in answer["tokens"]) == pytest.approx(expected.sum())
-        bits = -expected.sum() / np.log(2) / len(text.encode())
-        assert answer[f"bits_per_byte_{key}"] == pytest.approx(bits)
-    for token in answer["tokens"]:
-        assert token["difference"] == pytest.approx(token["on"] - token["off"])
-
-
-def test_scored_prompts_equal_the_models(client: TestClient, language_model: LanguageModel) -> None:
-    """lm_eval sends token ids with echo and drops the one generated token; greedy: the token is the likeliest."""
-    ids = language_model.tokenizer.encode(TEXT).tolist()
-    rows = [ids, ids[:5]]
-    for name, k in (("tiny", 2), ("tiny:off", 0)):
-        answer = post(client, COMPLETIONS, model=name, prompt=rows, echo=True, logprobs=1, max_tokens=1).json()
-        scores = language_model.score_with_likeliest(
-            [np.array([language_model.tokenizer.bos_id, *row]) for row in rows], k
-        )
-        for row, choice, expected in zip(rows, answer["choices"], scores, strict=True):
-            logprobs = choice["logprobs"]
-            assert len(logprobs["tokens"]) == len(row) + 1
-            # Computed in batches of other shapes, which round differently.
-            np.testing.assert_allclose(logprobs["token_logprobs"][:-1], expected.log_probabilities, rtol=2e-3)
-            values = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-            greedy = [own == max(top.values()) for own, top in values]
-            assert greedy == [*(expected.likeliest[:, 0] == row).tolist(), True]
-        assert answer["usage"]["prompt_tokens"] == len(ids) + 5
-    with_it, without = (
-        post(client, COMPLETIONS, prompt=prompt, echo=True, logprobs=2, max_tokens=0).json()["choices"][0]["logprobs"]
-        for prompt in ([language_model.tokenizer.bos_id, *ids], ids)
-    )
-    assert with_it["token_logprobs"] == [None, *without["token_logprobs"]]
-    assert with_it["tokens"] == ["", *without["tokens"]]
-
-
-@pytest.mark.parametrize("text", [TEXT, "龘🙂 ok 龘"])
-def test_tokens_and_their_offsets_reproduce_the_text(client: TestClient, text: str) -> None:
-    (choice,) = post(client, COMPLETIONS, prompt=text, echo=True, logprobs=2, seed=3, temperature=1).json()["choices"]
-    logprobs, whole = choice["logprobs"], choice["text"]
-    assert whole.startswith(text)
-    assert "".join(logprobs["tokens"]) == whole
-    borders = pairwise([*logprobs["text_offset"], len(whole)])
-    assert [whole[start:stop] for start, stop in borders] == logprobs["tokens"]
-    for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
-        assert value in top.values()
-        assert 2 <= len(top) <= 3
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -571,66 +466,3 @@ def test_a_short_score_waits_for_a_few_windows_of_long_ones(
     for tokens, (scores_of_request,) in zip([long] * 6 + [short], [*of_long, of_short], strict=True):
         (expected,) = language_model.score([tokens], k)
         assert scores_of_request.log_probabilities == pytest.approx(expected, abs=0.1)  # in bfloat16
-
-
-# --- OpenAI's client -------------------------------------------------------------------------------------------------
-
-
-def test_openais_client_generates_streams_and_lists_models(
-    api: openai.OpenAI, client: TestClient, language_model: LanguageModel
-) -> None:
-    lengths = {model.id: model.max_model_len for model in api.models.list()}  # type: ignore[attr-defined]
-    assert lengths == {"tiny": language_model.context, "tiny:off": language_model.context, "tiny:embedder": None}
-    assert all(api.models.retrieve(name).id == name for name in lengths)
-    assert client.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == language_model.context
-    body: Any = {"max_tokens": 12, "temperature": 0}
-    text = choices_of(COMPLETIONS, post(client, COMPLETIONS).json())[0][0]
-    assert api.completions.create(**BODIES[COMPLETIONS], **body).choices[0].text == text
-    assert (
-        "".join(e.choices[0].text for e in api.completions.create(**BODIES[COMPLETIONS], **body, stream=True)) == text
-    )
-    answer = choices_of(CHAT, post(client, CHAT).json())[0][0]
-    assert api.chat.completions.create(**BODIES[CHAT], **body).choices[0].message.content == answer
-    parts = api.chat.completions.create(**BODIES[CHAT], **body, stream=True)
-    assert "".join(event.choices[0].delta.content for event in parts) == answer
-
-
-def test_unknown_models_are_not_found(api: openai.OpenAI) -> None:
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: api.models.retrieve("other"),
-        lambda: api.embeddings.create(model="tiny", input="a"),
-        lambda: api.completions.create(model="tiny:embedder", prompt="a"),
-    )
-    for call in calls:
-        with pytest.raises(openai.NotFoundError, match="tiny:") as refused:
-            call()
-        assert (refused.value.type, refused.value.code, refused.value.param) == (
-            "invalid_request_error", "model_not_found", "model",
-        )  # fmt: skip
-
-
-def test_neutral_and_unknown_fields_are_accepted_with_a_warning_or_refused_by_a_strict_server(
-    client: TestClient, app_with: Make
-) -> None:
-    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me"}
-    odd = {"store": True, 'x"\r\ny': 1, "stream_options": {"query": True}}
-    plain, ignoring = post(client, COMPLETIONS, **neutral), post(client, COMPLETIONS, **odd)
-    assert "Warning" not in plain.headers
-    names = ignoring.headers["Warning"].rpartition(": ")[2].removesuffix('"').split(", ")
-    assert sorted(names) == ["store", "stream_options.query", "x???y"]
-    assert ignoring.json()["choices"] == plain.json()["choices"]
-    assert "store" in post(client, COMPLETIONS, store=True, stream=True).headers["Warning"]
-    many = post(client, COMPLETIONS, **{f"field{number}": 1 for number in range(1000)})
-    assert many.headers["Warning"].endswith(', 984 more"')
-    accepted = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}
-    named = post(client, CHAT, **accepted, messages=[message | {"name": "Ada"} for message in MESSAGES])
-    assert named.headers["Warning"].endswith('messages.0.name, messages.1.name, messages.2.name, messages.3.name"')
-    with TestClient(app_with(strict_fields=True)) as strict:
-        assert post(strict, COMPLETIONS, **neutral)
-        for extra, param, fields in (
-            ({"store": True}, "store", "prompt, max_tokens, echo"),
-            ({"stream_options": {"query": True}}, "stream_options.query", "include_usage"),
-        ):
-            refused = strict.post(COMPLETIONS, json=BODIES[COMPLETIONS] | extra)
-            assert refusal(refused) == (400, param, "unknown_parameter")
-            assert fields in refused.json()["error"]["message"]
