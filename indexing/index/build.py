@@ -214,8 +214,8 @@ def tune_lists(
     home = ivf.quantizer.search(transformed(trained, to_float32(embeddings.gather(ids[real]))), 1)[1]  # [neighbors, 1]
     probes = ivf.quantizer.search(transformed(trained, queries), min(_MOST_PROBES, ivf.nlist))[1]
     hits = probes[np.nonzero(real)[0]] == home  # [neighbors, probes]
-    found = hits.any(1)
-    recalls = np.cumsum(np.bincount(hits.argmax(1)[found], minlength=probes.shape[1])) / max(1, len(home))
+    is_hit = hits.any(1)
+    recalls = np.cumsum(np.bincount(hits.argmax(1)[is_hit], minlength=probes.shape[1])) / max(1, len(home))
     nprobe = int(np.searchsorted(recalls, target)) + 1
     if nprobe > len(recalls):
         return {"nprobe": int(ivf.nlist), "recall_at_10": 1.0}

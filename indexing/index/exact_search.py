@@ -30,8 +30,8 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
 
     def fill(start: int) -> None:
         block = slice(start, start + step)
-        found = embeddings.gather(np.maximum(ids[block], 0).ravel())
-        vectors = to_float32(found).reshape(*ids[block].shape, -1)  # [n, c, d]
+        candidates = embeddings.gather(np.maximum(ids[block], 0).ravel())
+        vectors = to_float32(candidates).reshape(*ids[block].shape, -1)  # [n, c, d]
         # einsum, not matmul: BLAS rounds differently with other numbers of threads, and stored bytes must not depend on them.
         products = np.einsum("ncd,nd->nc", vectors, queries[block])
         squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
@@ -72,7 +72,7 @@ def exact_search(
     excluded: tuple[np.ndarray, np.ndarray] | None = None,
     among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the true k nearest by a blocked matrix product over all stored embeddings: the reference of every recall.
+    """Find the true k nearest by a blocked matrix product over all stored embeddings. All recalls are measured against it.
 
     Args:
         queries: [n, d] float32.
@@ -95,9 +95,9 @@ def exact_search(
             columns = np.argpartition(distances, k - 1, axis=1)[:, :k]
         else:
             columns = np.broadcast_to(np.arange(len(vectors)), distances.shape)
-        found = np.take_along_axis(distances, columns, 1)
-        joined_ids = np.concatenate([best_ids, np.where(np.isfinite(found), ids[columns], -1)], axis=1)
-        joined = order_by_distance(np.concatenate([best_distances, found], axis=1), joined_ids)
+        nearest = np.take_along_axis(distances, columns, 1)
+        joined_ids = np.concatenate([best_ids, np.where(np.isfinite(nearest), ids[columns], -1)], axis=1)
+        joined = order_by_distance(np.concatenate([best_distances, nearest], axis=1), joined_ids)
         best_distances, best_ids = joined[0][:, :k], joined[1][:, :k]
     return np.maximum(best_distances, 0), best_ids
 
@@ -111,8 +111,8 @@ def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tupl
         of_range = np.searchsorted(stops, places, side="right")
         ids = places - stops[of_range] + ranges[of_range, 1]
         whole = int(ids[-1]) - int(ids[0]) + 1 == len(ids)
-        found = embeddings.read(int(ids[0]), int(ids[-1]) + 1) if whole else embeddings.gather(ids)
-        yield ids, to_float32(found)
+        vectors = embeddings.read(int(ids[0]), int(ids[-1]) + 1) if whole else embeddings.gather(ids)
+        yield ids, to_float32(vectors)
 
 
 def recall(found: np.ndarray, exact: np.ndarray) -> float:

@@ -35,8 +35,8 @@ def ivf_of(index: Any) -> Any | None:
     """The IVF part of an index, with its own type (`IndexIVFPQ`, …; Faiss returns `IndexIVF`), or None if it has none."""
     import faiss
 
-    found = faiss.try_extract_index_ivf(index)
-    return None if found is None else faiss.downcast_index(found)
+    ivf = faiss.try_extract_index_ivf(index)
+    return None if ivf is None else faiss.downcast_index(ivf)
 
 
 def num_lists(index: Any) -> int:

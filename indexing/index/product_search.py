@@ -94,8 +94,8 @@ class ProductIndex:
                     block = slice(first, first + rows)
                     own = None if ranges is None else ranges[block] - start
                     tile = _tile(len(points[block]), len(columns), shape)
-                    found, places = _best_of(points[block], columns, tile, real, scores[block], own)
-                    joined = torch.cat((scores[block], found), dim=1)
+                    maxima, places = _best_of(points[block], columns, tile, real, scores[block], own)
+                    joined = torch.cat((scores[block], maxima), dim=1)
                     scores[block], order = joined.topk(k, dim=1)
                     ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
 

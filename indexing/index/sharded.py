@@ -100,14 +100,14 @@ class ShardedIndex:
 
         nprobe = self.nprobe if nprobe is None else min(nprobe, self.max_nprobe)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
-        found: list[tuple[np.ndarray, np.ndarray]] = []
+        hits: list[tuple[np.ndarray, np.ndarray]] = []
         for shard in self.each():
-            found.append(search_index(shard, queries, k, nprobe))
-            if len(found) == 2:
-                distances, ids = (np.stack(pair) for pair in zip(*found, strict=True))
-                found = [faiss.merge_knn_results(distances, ids)]
+            hits.append(search_index(shard, queries, k, nprobe))
+            if len(hits) == 2:
+                distances, ids = (np.stack(pair) for pair in zip(*hits, strict=True))
+                hits = [faiss.merge_knn_results(distances, ids)]
             del shard
-        nearest = found[0][1]
+        nearest = hits[0][1]
         with reading(*self.folders):
             if nearest.max(initial=-1) >= self._stop:
                 raise ValueError(f"the index holds ids from {self._stop} on")

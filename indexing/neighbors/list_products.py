@@ -111,17 +111,17 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
     bounds = numbers.T.tolist()
     for start, height, size, _, width, row, product, _ in bounds:
         some = asking[row : row + width]
-        found = products[product : product + height * width].view(height, width)
-        torch.mm(part.columns[start : start + height], points.index_select(0, some).T, out=found)
+        scores = products[product : product + height * width].view(height, width)
+        torch.mm(part.columns[start : start + height], points.index_select(0, some).T, out=scores)
         if size < height:
-            found[size:] = -torch.inf
+            scores[size:] = -torch.inf
     made = _Visits(columns, wide, products, maxima, at, tops)
     if own is not None:
         _exclude(own, lists.view(len(points), -1), part, made)
     for _, height, _, entries, width, _, product, top in bounds:
-        found = products[product : product + height * width]
+        scores = products[product : product + height * width]
         # Transposed, so that the values of one query in a list are adjacent.
-        maxima[top : top + entries * width].view(width, -1).copy_(found.view(-1, entries * ENTRY, width).amax(0).T)
+        maxima[top : top + entries * width].view(width, -1).copy_(scores.view(-1, entries * ENTRY, width).amax(0).T)
     return made
 
 

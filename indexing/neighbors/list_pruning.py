@@ -49,7 +49,7 @@ def improve(
     heights = (height for _, height, *_ in tiles)
     buffer = points.new_empty(max((height * width for height, width in zip(heights, widths, strict=True)), default=0))
     worst = scores[:, -1].to(points).take(asking)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    hits: list[tuple[Tensor, Tensor, Tensor]] = []
     held = 0
     for (start, height, size, first, stop), width in zip(tiles, widths, strict=True):
         some, limit = asking[first:stop], worst[first:stop]
@@ -62,12 +62,12 @@ def improve(
         groups, columns = (folded.amax(0) > limit).nonzero(as_tuple=True)
         values = folded[:, groups, columns]  # [members, n]
         member, hit = (values > limit[columns]).nonzero(as_tuple=True)
-        found.append((some[columns[hit]], part.ids[start + groups[hit] + height // FAN * member], values[member, hit]))
+        hits.append((some[columns[hit]], part.ids[start + groups[hit] + height // FAN * member], values[member, hit]))
         held += len(hit)
         if held > _FOUND:
-            _merge(found, scores, ids, own)
+            _merge(hits, scores, ids, own)
             worst, held = scores[:, -1].to(points).take(asking), 0
-    _merge(found, scores, ids, own)
+    _merge(hits, scores, ids, own)
 
 
 def _merge(

@@ -39,10 +39,10 @@ def waves(nprobe: int, kind: str = "cpu") -> list[int]:
 
     A GPU visits all at a time, because it would wait for the number of better chunks in every list.
     """
-    found = [nprobe if nprobe <= 4 * _NEAREST or kind != "cpu" else _NEAREST]
-    while (visited := sum(found)) < nprobe:
-        found.append(min(7 * visited, nprobe - visited))
-    return found
+    counts = [nprobe if nprobe <= 4 * _NEAREST or kind != "cpu" else _NEAREST]
+    while (visited := sum(counts)) < nprobe:
+        counts.append(min(7 * visited, nprobe - visited))
+    return counts
 
 
 def rows_at_a_time(products: float, entries: float, kind: str) -> float:
@@ -157,8 +157,8 @@ class ListIndex:
                     for first, stop in self._fitting(nearest, part):
                         block = slice(start + first, start + stop)
                         own_block = None if own is None else own[:, block]
-                        found, known = best_of(points[block], nearest[first:stop], part, k, own_block)
-                        joined, order = torch.cat((scores[block], found), dim=1).topk(k, dim=1)
+                        hits, known = best_of(points[block], nearest[first:stop], part, k, own_block)
+                        joined, order = torch.cat((scores[block], hits), dim=1).topk(k, dim=1)
                         scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
                     block = slice(start, start + len(probes))
                     own_block = None if own is None else own[:, block]
@@ -201,14 +201,14 @@ class ListIndex:
         """Choose the lists that queries [q, d] visit: [q, nprobe] int64, the nearest wave first."""
         import torch
 
-        rows, found = min(CHOSEN, max(16, TABLE // self.max_nprobe)), []
+        rows, nearest = min(CHOSEN, max(16, TABLE // self.max_nprobe)), []
         for some in points.split(rows):
             products = torch.addmm(self._offsets, some, self._centroids.T)
             near = greatest(products, nprobe)
             if nprobe > self._waves(nprobe)[0]:
                 near = near.gather(1, products.gather(1, near).argsort(dim=1, descending=True))
-            found.append(near)
-        return torch.cat(found)
+            nearest.append(near)
+        return torch.cat(nearest)
 
     def _parts(self) -> Iterator[LoadedLists]:
         """Yield all lists, as many at a time as memory holds. If all fit, they stay loaded."""

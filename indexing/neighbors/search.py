@@ -80,7 +80,7 @@ class NeighborSettings:
 
     @property
     def kept(self) -> int:
-        """Nearest candidates of each index: those that are stored, or that are ordered in another way."""
+        """Candidates kept per index: `stored`, or all if the order by tokens follows."""
         return self.candidates if self.rerank == "tokens" else self.stored
 
     def __post_init__(self) -> None:
@@ -169,20 +169,20 @@ class OpenIndex:
     number: int = 0
 
 
-def merge_nearest(found: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
+def merge_nearest(nearest: Sequence[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Merge the results of several indexes.
 
     Args:
-        found: for each index, ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf), with c >= k.
+        nearest: for each index, ids of the retrieval set [n, c] int64 (-1 = none) and exact distances [n, c] (+inf), with c >= k.
         k: neighbors to keep.
 
     Returns:
         ids [n, k] int64 and distances [n, k] float32 of the k nearest.
     """
-    if len(found) == 1:
-        return found[0][0][:, :k], found[0][1][:, :k]
-    ids = np.concatenate([each for each, _ in found], axis=1)
-    distances, ids = order_by_distance(np.concatenate([near for _, near in found], axis=1), ids)
+    if len(nearest) == 1:
+        return nearest[0][0][:, :k], nearest[0][1][:, :k]
+    ids = np.concatenate([each for each, _ in nearest], axis=1)
+    distances, ids = order_by_distance(np.concatenate([near for _, near in nearest], axis=1), ids)
     return ids[:, :k], distances[:, :k]
 
 
@@ -244,17 +244,17 @@ def find_neighbors(
     """
     if by_ngrams is not None:
         return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live)
-    found, deeper = [], 0
+    nearest, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
         ids, distances, more = neighbors_of(
             vectors, each.index, each.train, settings, excluded=excluded, tokens=tokens, live=live
         )
-        found.append((neighbor_ids(each.number, ids), distances))
+        nearest.append((neighbor_ids(each.number, ids), distances))
         deeper += more
     if known is not None:
-        found.append(known)
-    ids, distances = merge_nearest(found, settings.stored if order is None else settings.candidates)
+        nearest.append(known)
+    ids, distances = merge_nearest(nearest, settings.stored if order is None else settings.candidates)
     if order is not None:
         ids, distances = order.best(tokens[0], ids, distances, settings.stored)
     return ids, distances, deeper
@@ -358,8 +358,8 @@ def _too_similar(
     rows, columns = np.nonzero(ids >= 0)
     for start in range(0, len(rows), _OVERLAP_ROWS):
         row, column = rows[start : start + _OVERLAP_ROWS], columns[start : start + _OVERLAP_ROWS]
-        found, lengths = chunks.with_continuation(ids[row, column])
-        out[row, column] = overlap(tokens[0][row], tokens[1][row], found, lengths) > max_overlap
+        neighbors, lengths = chunks.with_continuation(ids[row, column])
+        out[row, column] = overlap(tokens[0][row], tokens[1][row], neighbors, lengths) > max_overlap
     return out
 
 
@@ -453,7 +453,7 @@ def _by_ngrams(
         queries = _QueryChunks(vectors, own, tokens, live).take(starved)
         nearest = []
         for each in searched:
-            found = neighbors_of(
+            neighbors = neighbors_of(
                 queries.vectors,
                 each.index,
                 each.train,
@@ -463,7 +463,7 @@ def _by_ngrams(
                 nprobe=min(_FEW_LISTS, each.index.nprobe),
                 live=live,
             )
-            nearest.append((neighbor_ids(each.number, found[0]), found[1]))
+            nearest.append((neighbor_ids(each.number, neighbors[0]), neighbors[1]))
         near, distances = merge_nearest(nearest, settings.stored)
         near = np.where((near[:, :, None] == ids[starved, None, :]).any(axis=2), -1, near)
         joined = order_by_distance(

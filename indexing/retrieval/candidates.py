@@ -89,14 +89,14 @@ def find_candidates(
         depth = min(deepest, wanted * index.num_vectors // allowed)
     restricted = among is not None or len(deleted_ranges(split.folder)) > 0
     while True:
-        found, names = search_available(index, vectors, depth)
+        hits, names = search_available(index, vectors, depth)
         missing |= dict.fromkeys(names)
-        found = split.without_deleted(found) if among is None else np.where(inside(found, among), found, -1)
-        lacking = np.flatnonzero((found >= 0).sum(axis=1) < k) if restricted else np.empty(0, dtype=np.int64)
+        hits = split.without_deleted(hits) if among is None else np.where(inside(hits, among), hits, -1)
+        lacking = np.flatnonzero((hits >= 0).sum(axis=1) < k) if restricted else np.empty(0, dtype=np.int64)
         if not len(lacking) or depth >= deepest:
             break
         depth = min(4 * depth, deepest)
-    distances, ids = rerank(vectors, _first(found, wanted) if restricted else found, split.embeddings)
+    distances, ids = rerank(vectors, _first(hits, wanted) if restricted else hits, split.embeddings)
     if among is not None and len(lacking):  # the visited lists hold no more
         distances[lacking], ids[lacking] = exact_search(vectors[lacking], split.embeddings, ids.shape[1], among=among)
     return Candidates(ids, distances, tuple(missing))

@@ -47,15 +47,15 @@ def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.nd
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    found = []
+    matching = []
     for first, table in split.documents.scan(list(filters)):
         matches = None
         for column, values in filters.items():
             each = pc.is_in(table[column], value_set=_values(column, values, table.schema.field(column).type))
             matches = each if matches is None else pc.and_(matches, each)
         assert isinstance(matches, pa.ChunkedArray)
-        found.append(np.flatnonzero(matches.to_numpy()) + first)
-    ranges = split.chunk_ranges(np.concatenate(found) if found else np.empty(0, dtype=np.int64))
+        matching.append(np.flatnonzero(matches.to_numpy()) + first)
+    ranges = split.chunk_ranges(np.concatenate(matching) if matching else np.empty(0, dtype=np.int64))
     ranges = ranges[~inside(ranges[:, 0], deleted_ranges(split.folder))]
     if not len(ranges):
         return ranges

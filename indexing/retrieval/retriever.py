@@ -149,23 +149,23 @@ class Retriever:
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
-        found = self._candidates(vectors, CANDIDATES, k, None)
-        return found.ids[:, :k], found.distances[:, :k]
+        candidates = self._candidates(vectors, CANDIDATES, k, None)
+        return candidates.ids[:, :k], candidates.distances[:, :k]
 
     def _candidates(self, vectors: np.ndarray, wanted: int, k: int, among: Sequence[np.ndarray] | None) -> Candidates:
         """The nearest chunks of all datastores, [n, at least k]; `wanted` of them if there are as many."""
-        found = [
+        candidates = [
             find_candidates(vectors, index, split, wanted, k, among[number] if among else None)
             for number, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
         ]
-        if len(found) == 1 and found[0].ids.shape[1] >= k:
-            return found[0]
-        ids = [neighbor_ids(number, each.ids) for number, each in enumerate(found)]
+        if len(candidates) == 1 and candidates[0].ids.shape[1] >= k:
+            return candidates[0]
+        ids = [neighbor_ids(number, each.ids) for number, each in enumerate(candidates)]
         ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # pads the result to k
-        distances = [*(each.distances for each in found), np.full((len(vectors), k), np.inf, dtype=np.float32)]
+        distances = [*(each.distances for each in candidates), np.full((len(vectors), k), np.inf, dtype=np.float32)]
         near, joined = order_by_distance(np.concatenate(distances, axis=1), np.concatenate(ids, axis=1))
         keep = max(wanted, k)
-        return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in found for name in each.missing))
+        return Candidates(joined[:, :keep], near[:, :keep], tuple(name for each in candidates for name in each.missing))
 
     def neighbors(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Full chunks [n, m] → neighbor tokens with continuations [n, k, 2m] int64, and lengths [n, k] int64.
@@ -176,9 +176,9 @@ class Retriever:
 
     def neighbors_with_ids(self, chunks: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """As `neighbors`, with ids [n, k] int64 (-1 = none) and squared distances [n, k] float32."""
-        found = self.rank_neighbors(chunks, k)
-        tokens, lengths = self.retrieval.with_continuation(found.ids.ravel())
-        return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), found.ids, found.distances
+        ranked = self.rank_neighbors(chunks, k)
+        tokens, lengths = self.retrieval.with_continuation(ranked.ids.ravel())
+        return tokens.reshape(len(chunks), k, -1), lengths.reshape(len(chunks), k), ranked.ids, ranked.distances
 
     def rank_neighbors(self, chunks: np.ndarray, k: int) -> Ranked:
         """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted chunks.
@@ -265,9 +265,9 @@ class Retriever:
             InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index is missing.
         """
         ranked = self.rank(queries, k, filters=filters, retrieval=retrieval)
-        found = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
+        hits = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
         counts = (ranked.ids >= 0).sum(axis=1).tolist()
-        return Results([[next(found) for _ in range(count)] for count in counts], ranked.missing)
+        return Results([[next(hits) for _ in range(count)] for count in counts], ranked.missing)
 
     def rank(
         self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"

@@ -74,10 +74,10 @@ class SharedTokens:
         present = np.flatnonzero(ids.ravel() >= 0)
         wanted = tokens[present // ids.shape[1]]  # [present, m]
         # Pairs are adjacent, so that each operation runs over long rows.
-        found = np.ascontiguousarray(
+        held = np.ascontiguousarray(
             self.retrieval.chunks(ids.ravel()[present])[0].T, dtype=tokens.dtype
         )  # [m, present]
         shared = np.zeros((tokens.shape[1], ids.size), dtype=np.float32)
         for t, token in enumerate(np.ascontiguousarray(wanted.T)):
-            shared[t, present] = (found == token).any(axis=0)
+            shared[t, present] = (held == token).any(axis=0)
         return shared.reshape(-1, *ids.shape)

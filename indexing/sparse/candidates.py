@@ -43,11 +43,11 @@ def find_by_terms(
     scores = np.zeros((len(queries), wanted), dtype=np.float32)
     rows, depth = np.arange(len(queries)), wanted
     while len(rows):
-        found, best = index.search([queries[row] for row in rows], depth, among)
-        has_more = found[:, -1] >= 0
-        found = kept(rows, found)
-        order = np.argsort(found < 0, axis=1, kind="stable")[:, :wanted]
-        ids[rows] = np.take_along_axis(found, order, 1)
+        hits, best = index.search([queries[row] for row in rows], depth, among)
+        has_more = hits[:, -1] >= 0
+        hits = kept(rows, hits)
+        order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+        ids[rows] = np.take_along_axis(hits, order, 1)
         scores[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
         rows, depth = rows[(ids[rows, -1] < 0) & has_more], 4 * depth
     return ids, scores
@@ -105,5 +105,5 @@ def _mean_cosine(ids: np.ndarray, distances: np.ndarray) -> np.ndarray:
     """Mean cosine [n] of the first candidates of each query; 1 without any."""
     present = ids[:, :_AGREEING] >= 0
     cosines = np.where(present, 1 - distances[:, :_AGREEING] / 2, 0)
-    found = present.sum(axis=1)
-    return np.where(found, cosines.sum(axis=1) / np.maximum(found, 1), 1)
+    count = present.sum(axis=1)
+    return np.where(count, cosines.sum(axis=1) / np.maximum(count, 1), 1)

@@ -55,8 +55,8 @@ class _Lists:
     def largest(self, query: Counter[str]) -> float:
         """The BM25 of a text that repeats all terms of the query endlessly."""
         with reading(*self.folders):
-            found = np.array([self.searcher.doc_freq(TERMS, term) for term in query], dtype=np.float64)
-        weights = np.log1p((self.size - found + 0.5) / (found + 0.5))
+            frequencies = np.array([self.searcher.doc_freq(TERMS, term) for term in query], dtype=np.float64)
+        weights = np.log1p((self.size - frequencies + 0.5) / (frequencies + 0.5))
         return float((_K1 + 1) * weights @ np.array(list(query.values()), dtype=np.float64))
 
     def best(
@@ -88,8 +88,8 @@ class _Lists:
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
             hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
-            found = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
-            places = self.starts[found[:, 0]] + found[:, 1]
+            documents = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
+            places = self.starts[documents[:, 0]] + documents[:, 1]
             if places.max(initial=-1) >= self.size:
                 raise ValueError("the lists hold texts that do not exist")
         return places, np.array([score for score, _ in hits], dtype=np.float32)
@@ -162,9 +162,9 @@ class SparseIndex:
         ids, scores = np.full((len(queries), k), -1, dtype=np.int64), np.zeros((len(queries), k), dtype=np.float32)
         allowed = None if among is None else np.unique(np.asarray(among, dtype=np.int64))
         for row, query in enumerate(queries):
-            found, best = self._search(Counter(query), max(k, _PASSAGES), allowed)
-            order = np.lexsort((found, -best))[:k]
-            ids[row, : len(order)], scores[row, : len(order)] = found[order], best[order]
+            hits, best = self._search(Counter(query), max(k, _PASSAGES), allowed)
+            order = np.lexsort((hits, -best))[:k]
+            ids[row, : len(order)], scores[row, : len(order)] = hits[order], best[order]
         return ids, scores
 
     def largest(self, query: Sequence[str]) -> float:
@@ -211,11 +211,11 @@ class SparseIndex:
 
     def _passages_of(self, allowed: np.ndarray) -> list[int]:
         """First chunks of the passages that some chunks of a split [n] int64, sorted, are part of, in every split."""
-        found = []
+        passages = []
         for borders in self.borders:
             inside = allowed[(allowed >= borders[0]) & (allowed < borders[-1])]
-            found.append(np.unique(borders[np.searchsorted(borders, inside, side="right") - 1]))
-        return np.unique(np.concatenate(found)).tolist() if found else []
+            passages.append(np.unique(borders[np.searchsorted(borders, inside, side="right") - 1]))
+        return np.unique(np.concatenate(passages)).tolist() if passages else []
 
 
 def _passage_weight(query: Counter[str]) -> float:

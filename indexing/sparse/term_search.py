@@ -89,10 +89,10 @@ class TermSearch:
         weights = np.full(len(texts), _LEXICAL_WEIGHT, dtype=np.float32)
         if self.mean is not None:
             weights = agreement((sparse[0], sparse[2]), dense, vectors @ self.mean)
-        found = []
+        parts = []
         for start in range(0, max(1, len(texts)), _BLOCK_QUERIES):
             block = slice(start, start + _BLOCK_QUERIES)
             by_terms = (sparse[0][block], sparse[1][block], sparse[2][block])
-            found.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], weights[block]))
-        ids, scores, distances = (np.concatenate(each)[:, :wanted] for each in zip(*found, strict=True))
+            parts.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], weights[block]))
+        ids, scores, distances = (np.concatenate(each)[:, :wanted] for each in zip(*parts, strict=True))
         return ids, scores, distances

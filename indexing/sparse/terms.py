@@ -17,14 +17,14 @@ def terms(text: str) -> list[str]:
 
     Pairs replace words without a dictionary. Single characters help if a question abbreviates.
     """
-    found = []
+    out = []
     for run in _RUNS.findall(text.lower()):
         if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean separates words by blanks
-            found += run
-            found += [run[place : place + 2] for place in range(len(run) - 1)]
+            out += run
+            out += [run[place : place + 2] for place in range(len(run) - 1)]
         else:
-            found.append(_stem(run))
-    return found
+            out.append(_stem(run))
+    return out
 
 
 def query_terms(text: str) -> list[str]:

@@ -366,10 +366,10 @@ def build_datastore(config: Config) -> dict[str, Any]:
         f"   {totals['documents']:,} documents, {totals['chunks']:,} chunks, {totals['tokens']:,} tokens; "
         f"held out: {held_out['documents']:,} documents, {held_out['tokens']:,} tokens"
     )
-    found = ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))  # none if ordered by tokens
+    recalled = ", ".join(f"recall@{k} {value:.3f}" for k, value in recalls(measured))  # none if ordered by tokens
     echo(
         f"   index {measured['index']['key']}, nprobe {measured['index']['nprobe']}; neighbors by {measured['search']}, "
-        + (f"against exact search: {found}" if found else "ordered by shared tokens")
+        + (f"against exact search: {recalled}" if recalled else "ordered by shared tokens")
         + f"; missing {100 * measured['neighbors']['train']['missing_share']:.2f}%"
     )
     return measured

@@ -101,25 +101,25 @@ def _warn_of_few_chunks(config: Config) -> None:
 
 
 def _generations(config: Config) -> list[SearchedShards]:
-    folder, found = config.datastore, list[SearchedShards]()
+    folder, searched = config.datastore, list[SearchedShards]()
     for stage in _searched(config).values():
         Datastore.open(folder).require(stage)
     for generation in generations(folder):
         prints = {name: generation_fingerprint(folder, name, generation) for name in _searched(config)}
-        if not found:
+        if not searched:
             prints["index"] = fingerprint_of(folder / "index" / "tuned")
-        found.append(SearchedShards(folder, generation, 0, fingerprint(prints)))
-    return found
+        searched.append(SearchedShards(folder, generation, 0, fingerprint(prints)))
+    return searched
 
 
 def _others(config: Config) -> list[SearchedShards]:
-    found = []
+    searched = []
     for number, other in enumerate(sharing.retrieved_from(config), start=1):
         for stage in _searched(config).values():
             other.require(stage)
         prints = {name: other.manifest["fingerprints"][stage] for name, stage in _searched(config).items()}
-        found.append(SearchedShards(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
-    return found
+        searched.append(SearchedShards(other.folder, range(len(other.train.chunk_rows)), number, fingerprint(prints)))
+    return searched
 
 
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
@@ -148,8 +148,8 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
         remote.move(out, _before(out))
     if damage(_before(out)):
         return 0
-    found = parse_manifest(_before(out))["fingerprint"]
-    return made.index(found) + 1 if found in made else 0
+    previous = parse_manifest(_before(out))["fingerprint"]
+    return made.index(previous) + 1 if previous in made else 0
 
 
 @lru_cache(maxsize=1)

@@ -70,8 +70,8 @@ class Config:
 
     def refuse(self, key: str, accepted: str) -> NoReturn:
         """Raise InputError that names file, key, value and accepted values."""
-        found = repr(self.values[key]) if key in self.values else "missing"
-        raise InputError(f"{self.file}: {key} is {found}; accepted: {accepted}.")
+        value = repr(self.values[key]) if key in self.values else "missing"
+        raise InputError(f"{self.file}: {key} is {value}; accepted: {accepted}.")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -152,9 +152,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with open_weights(folder) as weights:
         files = sorted(set(weights.files.values()))
     tensors = {name.removeprefix(_PREFIX): one for name, one in read_tensors(index(files)).items()}
-    found = digest(tensors)
-    if found != recorded:
-        state |= {"fingerprint": found[:16], "started_from": state["fingerprint"]}
+    actual = digest(tensors)
+    if actual != recorded:
+        state |= {"fingerprint": actual[:16], "started_from": state["fingerprint"]}
     return state, tensors
 
 

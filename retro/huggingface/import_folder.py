@@ -243,8 +243,8 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
         used.add(stored)
         tensor = names.ours(name, weights.read(stored), settings.attention.num_heads)
         if tensor.shape != shape:
-            found = f"gives {name} the shape {list(tensor.shape)}, its config.json {list(shape)}"
-            raise InputError(f"{weights.files[stored]}: {stored} {found}.")
+            problem = f"gives {name} the shape {list(tensor.shape)}, its config.json {list(shape)}"
+            raise InputError(f"{weights.files[stored]}: {stored} {problem}.")
         read[name] = tensor.contiguous()
     tied = {f"{names.head}.weight"} if settings.tied_embeddings else set()
     foreign = [name for name in weights.files if name not in used | tied and not names.is_ignored(name)]

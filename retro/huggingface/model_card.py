@@ -75,8 +75,8 @@ def _results(checkpoint: Checkpoint) -> str:
     line = _measured(checkpoint)
     sets: dict[str, dict[str, float]] = {}
     for key, value in line.items():
-        name, found, mode = key.rpartition("_bits_per_byte_")
-        if found and mode in ("off", "on"):
+        name, separator, mode = key.rpartition("_bits_per_byte_")
+        if separator and mode in ("off", "on"):
             sets.setdefault(name, {})[mode] = value
     if not sets:
         return "There are no results for this step of training, or the run's metrics were not available."

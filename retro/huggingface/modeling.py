@@ -309,9 +309,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         if not bool(complete.any()):
             return None, None
         assert self._retrieve is not None
-        found = self._retrieve(chunks[complete].cpu().numpy())
-        neighbors, neighbor_lengths = (tokens.new_zeros(*complete.shape, *each.shape[1:]) for each in found)
-        for whole, each in zip((neighbors, neighbor_lengths), found, strict=True):
+        read = self._retrieve(chunks[complete].cpu().numpy())
+        neighbors, neighbor_lengths = (tokens.new_zeros(*complete.shape, *each.shape[1:]) for each in read)
+        for whole, each in zip((neighbors, neighbor_lengths), read, strict=True):
             whole[complete] = torch.from_numpy(each).to(tokens)
         return neighbors, neighbor_lengths
 

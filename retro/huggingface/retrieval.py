@@ -46,8 +46,8 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
         check_fits(model, server.metadata, source, num_ids=num_ids, tokenizer=tokenizer)
         return server
     retriever = Retriever.open(source)
-    found = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
-    check_fits(model, found, source, num_ids=num_ids, tokenizer=tokenizer)
+    actual = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
+    check_fits(model, actual, source, num_ids=num_ids, tokenizer=tokenizer)
     return lambda chunks: retriever.neighbors(chunks, k)
 
 

@@ -70,12 +70,12 @@ class Names:
 
     def theirs(self, tensors: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
         """Convert all our tensors to theirs; the inverse of `ours`."""
-        found: dict[str, dict[int | None, tuple[str, Tensor]]] = {}
+        layers: dict[str, dict[int | None, tuple[str, Tensor]]] = {}
         for name, tensor in tensors.items():
             theirs, part = self.of(name)
-            found.setdefault(theirs, {})[part] = name, tensor
+            layers.setdefault(theirs, {})[part] = name, tensor
         joined: dict[str, Tensor] = {}
-        for theirs, parts in found.items():
+        for theirs, parts in layers.items():
             name = next(iter(parts.values()))[0]
             if None in parts:
                 tensor = parts[None][1]

@@ -66,10 +66,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     Raises:
         InputError: the folder has no tokenizer.json.
     """
-    found = [source / name for name in _COPIED if (source / name).is_file()]
-    if source / HUGGINGFACE_MODEL not in found:
+    files = [source / name for name in _COPIED if (source / name).is_file()]
+    if source / HUGGINGFACE_MODEL not in files:
         raise InputError(f"{source} has no {HUGGINGFACE_MODEL}. Name a folder with a 'fast' Hugging Face tokenizer.")
-    for file in found:
+    for file in files:
         write_bytes(folder / file.name, file.read_bytes())
 
 
