@@ -67,7 +67,7 @@ def random_chunks(seed: int, count: int, m: int = 12, vocabulary: int = 40) -> t
 
 def ngrams_of(tokens: np.ndarray, length: int) -> set[tuple[int, ...]]:
     text = tokens[:length].tolist()
-    return {tuple(text[i : i + order]) for order in (2, 4) for i in range(length - order + 1)}
+    return {tuple(text[i : i + order]) for order in (2, 4) for i in range(int(length) - order + 1)}
 
 
 def reference(
