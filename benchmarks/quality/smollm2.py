@@ -50,7 +50,7 @@ LEAKAGE = (4, 8, 16, 32)
 _FITTED_TOKENS = 20_000
 
 
-def build(name: str, corpus: str, base: Path, folder: Path) -> Path:
+def build(name: str, corpus: str, base: Path, folder: Path, search: Any) -> Path:
     """Build a datastore with the model's tokenizer, and add retrieval to the model. Returns the model's file."""
     datastore, file = folder / name, folder / f"{name}.safetensors"
     tokenizer = open_checkpoint(base).settings["imported"]["folder"]
@@ -58,7 +58,7 @@ def build(name: str, corpus: str, base: Path, folder: Path) -> Path:
         datastore=datastore,
         corpus=CorpusSettings(paths=(corpus,)),
         tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
-        neighbors=NeighborSettings(rerank="tokens"),
+        neighbors=NeighborSettings(rerank="tokens", search=search),
     )
     if not datastore.exists():
         (folder / f"{name}.toml").write_text(to_toml(config))
@@ -123,7 +123,7 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
     parts = [part for part in parts if part not in finished]
     if not parts:
         return
-    file = build(name, corpus, base, options.output)
+    file = build(name, corpus, base, options.output, options.search)
     datastore = Datastore.open(options.output / name)
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
     totals = datastore.manifest["splits"]["train"]
@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
     )
+    parser.add_argument("--search", default="auto", help="neighbors.search of new datastores (default: auto)")
     parser.add_argument("--precision", default="auto")
     add_minutes(parser)
     options = parser.parse_args()
