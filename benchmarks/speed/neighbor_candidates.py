@@ -1,7 +1,7 @@
 """Neighbors by n-grams against neighbors by embeddings: speed, and how much of the next chunk they hold.
 
     retro index CONFIG && retro index CONFIG --stage ngrams
-    python -m benchmarks.speed.neighbor_candidates DATASTORE [--methods lists ngrams] [--queries 65536] [--rounds 3]
+    python -m benchmarks.speed.neighbor_candidates DATASTORE [--methods lists ngrams] [--rerank tokens] [--rounds 3]
 
 The methods alternate within one run. Each finds the stored neighbors of the same training chunks, everything included: candidates,
 own documents, the order by tokens (with the lexical embedder) and distances. Opening an index is not timed.
@@ -43,6 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
     parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=["lists", "ngrams"])
+    parser.add_argument(
+        "--rerank", choices=("tokens", "embeddings"), default="tokens", help="order; a transformer has `embeddings`"
+    )
     parser.add_argument("--queries", type=int, default=65_536, help="training chunks per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=4, help="neighbors for the coverage")
@@ -56,7 +59,7 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     """Measure all methods, print the table and return its rows."""
     datastore = Datastore.open(options.datastore)
     train, valid = datastore.train, datastore.valid
-    searches = {method: search_by(datastore, method) for method in options.methods}
+    searches = {method: search_by(datastore, method, options.rerank) for method in options.methods}
     queries = np.arange(min(options.queries, train.num_chunks))
     following = np.arange(max(0, valid.num_chunks - 1))
     following = following[following + 1 < valid.documents_of(following)[2]]
@@ -102,12 +105,13 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     return {"chunks": train.num_chunks, "queries": len(queries), "k": options.k, "rows": rows}
 
 
-def search_by(datastore: Datastore, method: Method) -> Search:
+def search_by(datastore: Datastore, method: Method, rerank: str) -> Search:
     """Open what a method searches, and return its search."""
     train, retrieval = datastore.train, RetrievalSet((datastore.train,))
     lexical = stored_json(datastore.folder / "embedder" / "embedder.json")["kind"] == "lexical"
-    settings = NeighborSettings(search=method, rerank="tokens" if lexical else "embeddings")
-    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if lexical else None
+    by_tokens = lexical and rerank == "tokens"
+    settings = NeighborSettings(search=method, rerank="tokens" if by_tokens else "embeddings")
+    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if by_tokens else None
     opened = [OpenIndex(open_index(train, range(len(train.chunk_rows)), method, keep=True), train)]
     by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
 

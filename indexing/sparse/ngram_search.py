@@ -36,15 +36,17 @@ class NgramIndex:
     Attributes:
         retrieval: the chunks.
         lists: of every generation of every datastore.
+        num_chunks: chunks in the lists; all, or a part.
     """
 
     retrieval: RetrievalSet
     lists: tuple[NgramLists, ...]
+    num_chunks: int
 
     @classmethod
     def open(cls, retrieval: RetrievalSet) -> "NgramIndex":
         """Open the n-grams of a retrieval set; see `NgramLists.of`."""
-        return cls(retrieval, NgramLists.of(retrieval))
+        return cls(retrieval, NgramLists.of(retrieval), retrieval.num_chunks)
 
     def search(
         self, tokens: np.ndarray, lengths: np.ndarray, wanted: int, enough: int, kept: Kept, *, own: bool
@@ -124,7 +126,7 @@ class NgramIndex:
         from sparse_dot_topn import sp_matmul_topn
 
         hashes, columns = queries.used()
-        idf = np.log((self.retrieval.num_chunks + 1) / queries.frequencies[queries.columns])
+        idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
         rarity = np.rint(idf * _UNIT).astype(np.int64)
         asked = csr_matrix((rarity, columns, queries.offsets), shape=(len(queries), len(hashes)))
         offsets, places, chunks = self._read(hashes)

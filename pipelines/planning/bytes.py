@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from indexing.index.build import IndexSettings
-from indexing.index.key import choose_key
+from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method
 from indexing.store.errors import InputError
@@ -56,7 +56,7 @@ class Workload:
     @property
     def lists(self) -> int:
         """Number of inverted lists; 1 for an index without lists."""
-        return lists_of(self.key)
+        return num_lists(self.key)
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,10 @@ class Layout:
 # --- index -----------------------------------------------------------------------------------------------------------
 
 
-def lists_of(key: str) -> int:
-    """Inverted lists of a Faiss factory string; 1 for an index without lists."""
-    match = re.search(r"IVF(\d+)", key)
-    return int(match[1]) if match else 1
-
-
 def with_lists_for(key: str, chunks: float) -> str:
     """The same kind of index for fewer chunks: 4·√chunks lists, rounded down to a power of two, and at most those of `key`."""
     wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
-    return re.sub(r"IVF\d+", f"IVF{min(wanted, lists_of(key))}", key)
+    return re.sub(r"IVF\d+", f"IVF{min(wanted, num_lists(key))}", key)
 
 
 def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str, IndexSettings]:
@@ -130,7 +124,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
         transforms = [faiss.downcast_VectorTransform(chain.at(position)) for position in range(chain.size())]
         trained += sum(4 * transform.d_in * transform.d_out for transform in transforms)
         inner = faiss.downcast_index(index.index)
-    if lists_of(key) > 1:
+    if num_lists(key) > 1:
         trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist
         if graph := re.search(
             r"HNSW(\d+)", key

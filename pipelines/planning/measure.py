@@ -158,7 +158,6 @@ class _Builds:
             size=size,
             seconds=seconds_by_step(view.steps),
             cpu_seconds=view.cpu_seconds,
-            nprobe=tuned["nprobe"],
             list_nprobe=tuned.get("lists", tuned)["nprobe"],
             parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
             sparse_bytes=sum(file.stat().st_size for file in folder.glob("sparse/*/*") if file.suffix != ".json"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexing.sparse import ngram_index, ngram_search
-from indexing.sparse.ngram_index import FOLDER, Generation, NgramLists, write_ngrams, write_run
+from indexing.sparse.ngram_index import FOLDER, Generation, write_ngrams, write_run
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Split, shard_name, write_datastore_manifest
@@ -211,8 +211,6 @@ def test_damaged_lists_are_named(tmp_path) -> None:
     array = np.load(path)
     array[:] = 2**32 - 1
     np.save(path, array)
-    index = NgramIndex(
-        *((retrieval := RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),))), NgramLists.of(retrieval))
-    )
+    index = NgramIndex.open(RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),)))
     with pytest.raises(InputError, match=r"chunks\.npy has changed"):
         index.search(*random_chunks(10, 200), 4, 2, all_kept, own=True)

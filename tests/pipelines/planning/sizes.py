@@ -60,7 +60,6 @@ def measured(**changes) -> Measured:
             seconds_of(size),
             {name: 2 * took for name, took in seconds_of(size).items()},  # two threads
             16,
-            16,
             int(100 * size.documents + 9000),
             int(60 * size.train_chunks + 5000),
         )
