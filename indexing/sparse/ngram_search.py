@@ -26,7 +26,8 @@ _FEW_ROWS = 1024  # queries at a time that request all chunks
 _FEW_QUERIES = 64  # for which starting threads takes longer than the product
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
 _WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
-_WIDE = 2**27  # chunks from which on the product is not given a column for each
+NARROW = 2**27
+"""Chunks below which the product has a column for each."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class NgramIndex:
             places[np.repeat(filled, sizes) + within(sizes)] = chunks
             filled += sizes
         total = self.retrieval.num_chunks
-        if total // 16 < len(places) and total < _WIDE:
+        if total // 16 < len(places) and total < NARROW:
             return offsets, places, np.arange(total)
         # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
         chunks, columns = np.unique(places, return_inverse=True)

@@ -1,7 +1,9 @@
 """Bytes of every artifact of a datastore, computed from the file formats, and memory of the build (docs/reference/file-formats.md)."""
 
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +11,7 @@ from indexing.index.build import IndexSettings
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method
+from indexing.sparse.ngram_search import NARROW
 from indexing.store.errors import InputError
 
 NUM_SPLITS = 3
@@ -19,6 +22,8 @@ _MANIFEST_BYTES = {
     "embeddings": 630,
     "index": 430,
     "sparse": 2800,
+    "ngrams": 600,
+    "suffixes": 600,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately
@@ -71,8 +76,7 @@ class Layout:
         materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
-        sparse_bytes: inverted lists of a chunk of `train`.
-        terms_bytes: the list of terms in the sparse index of one shard.
+        measured: bytes of a chunk of `train` and of a shard, in artifacts without a formula.
     """
 
     chunk_length: int
@@ -82,8 +86,7 @@ class Layout:
     materialized: int
     document_bytes: float
     parquet_bytes: float
-    sparse_bytes: float
-    terms_bytes: float
+    measured: Mapping[str, tuple[float, float]]
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
@@ -149,7 +152,10 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "sparse": layout.sparse_bytes * size.train_chunks + layout.terms_bytes * size.shards,
+        **{
+            name: of_chunk * size.train_chunks + of_shard * size.shards
+            for name, (of_chunk, of_shard) in layout.measured.items()
+        },
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:
@@ -181,6 +187,8 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
 def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
+    if size.search == "ngrams":  # sums and places of every chunk, and of every thread; the index completes
+        return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group

@@ -41,7 +41,7 @@ class Sample:
         cpu_seconds: of all threads in each step. Other work on the machine hardly changes them.
         list_nprobe: lists that a search by embeddings visits to reach the recall target.
         parquet_bytes: of `documents.parquet` in all splits.
-        sparse_bytes: of the inverted lists.
+        measured_bytes: of artifacts without a formula, by name: `sparse`, `ngrams`, `suffixes`.
     """
 
     size: Workload
@@ -49,7 +49,7 @@ class Sample:
     cpu_seconds: Mapping[str, float]
     list_nprobe: int
     parquet_bytes: int
-    sparse_bytes: int
+    measured_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,19 @@ def search_of(config: Config, size: Workload, sample: Sample, dimension: int) ->
     return by_embeddings(int(size.train_chunks), dimension, sample.list_nprobe / num_lists(sample.size.key))
 
 
+def _measured_bytes(name: str, size: Workload, small: Sample, large: Sample) -> tuple[float, float]:
+    """Bytes of a chunk of `train` and of a shard in an artifact.
+
+    As a corpus grows, n-grams become too frequent to be listed. So those of a chunk fall along the logarithm of the number of
+    chunks, where the samples fall (docs/results/plan.md).
+    """
+    (few, low), (many, high) = ((s.size.train_chunks, float(s.measured_bytes[name])) for s in (small, large))
+    if name != "ngrams" or few == many:
+        return line((few, low), (many, high))
+    slope = min(0.0, high / many - low / few) / math.log(many / few)
+    return max(high / many / 2, high / many + slope * math.log(size.train_chunks / many)), 0.0
+
+
 # --- scaling ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +269,6 @@ def plan_for(config: Config, measured: Measured, tokens: float = 0.0, machines: 
     text_bytes, search = measured.corpus_bytes, measured.search
     size = size_of(config, (small, large), measured.dimension, tokens=tokens, text_bytes=text_bytes, search=search)
     document_bytes, parquet = line(*((s.size.documents, float(s.parquet_bytes)) for s in (small, large)))
-    sparse_bytes, terms = line(*((s.size.train_chunks, float(s.sparse_bytes)) for s in (small, large)))
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
         token_bytes=measured.token_bytes,
@@ -265,8 +277,7 @@ def plan_for(config: Config, measured: Measured, tokens: float = 0.0, machines: 
         materialized=config.neighbors.materialized,
         document_bytes=document_bytes,
         parquet_bytes=parquet / NUM_SPLITS,
-        sparse_bytes=sparse_bytes,
-        terms_bytes=terms,
+        measured={name: _measured_bytes(name, size, small, large) for name in large.measured_bytes},
     )
     memory, steps = memory_bytes(size, layout, measured.peak_bytes), []
     for name, seconds in seconds_of(size, measured, config).items():

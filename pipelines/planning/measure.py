@@ -160,7 +160,11 @@ class _Builds:
             cpu_seconds=view.cpu_seconds,
             list_nprobe=tuned.get("lists", tuned)["nprobe"],
             parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
-            sparse_bytes=sum(file.stat().st_size for file in folder.glob("sparse/*/*") if file.suffix != ".json"),
+            measured_bytes={
+                name: sum(file.stat().st_size for file in folder.glob(f"{name}/*/*") if file.suffix != ".json")
+                for name in ("sparse", "ngrams", "suffixes")
+                if (folder / name).exists()
+            },
         )
 
     def transformer(self) -> dict[int, float]:
