@@ -62,8 +62,9 @@ class NeighborSettings:
     `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
     search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
-    products with the embeddings of the nearest inverted lists. `auto`: the fastest of these three by a cost model. `ngrams`: by the
-    rare n-grams of tokens that chunks share, and by the index's codes for chunks that share too few."""
+    products with the embeddings of the nearest inverted lists. `ngrams`: by the rare n-grams of tokens that chunks share, and by the
+    index's codes for chunks that share too few. `auto`: `ngrams` with the lexical embedder, else the fastest of the others
+    (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
     max_overlap: Fraction = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
     Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""

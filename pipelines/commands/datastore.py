@@ -43,7 +43,7 @@ class IndexOptions(Config):
         "merge",
         "suffixes",
     ] = "all"
-    """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
+    """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if
     neighbors.materialized is set). `merge` and `suffixes` run only by name: one index file for serving, and sorted prefixes for
     `retro trace`."""
     rebuild: bool = False
