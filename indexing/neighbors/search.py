@@ -224,6 +224,7 @@ def find_neighbors(
     by_ngrams: NgramIndex | None = None,
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
+    first: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Find the neighbors of some chunks. Stored neighbors and those of a live search are the results of this function.
 
@@ -238,13 +239,15 @@ def find_neighbors(
         known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or
             n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
+        first: neighbors to return, the first of the stored ones; 0 = all.
 
     Returns:
-        ids [n, stored] int64 of the retrieval set (-1 = none), distances [n, stored] float32 (+inf), and the number of queries
+        ids [n, first] int64 of the retrieval set (-1 = none), distances [n, first] float32 (+inf), and the number of queries
         searched again.
     """
+    first = first or settings.stored
     if by_ngrams is not None:
-        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live)
+        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first)
     nearest, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
@@ -255,9 +258,9 @@ def find_neighbors(
         deeper += more
     if known is not None:
         nearest.append(known)
-    ids, distances = merge_nearest(nearest, settings.stored if order is None else settings.candidates)
+    ids, distances = merge_nearest(nearest, first if order is None else settings.candidates)
     if order is not None:
-        ids, distances = order.best(tokens[0], ids, distances, settings.stored)
+        ids, distances = order.best(tokens[0], ids, distances, first)
     return ids, distances, deeper
 
 
@@ -443,6 +446,7 @@ def _by_ngrams(
     order: SharedTokens | None,
     by_ngrams: NgramIndex,
     live: bool,
+    first: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """`find_neighbors` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
     kept = _condition(tokens, own, by_ngrams.retrieval, settings, live)
@@ -472,10 +476,10 @@ def _by_ngrams(
         )
         ranks[starved], ids[starved] = (each[:, : settings.candidates] for each in joined)
     if order is not None:
-        ids, _ = order.best(tokens[0], ids, ranks, settings.stored)
+        ids, _ = order.best(tokens[0], ids, ranks, first)
         return ids, distances_to(vectors, ids, by_ngrams.retrieval), len(starved)
     distances, ids = order_by_distance(distances_to(vectors, ids, by_ngrams.retrieval), ids)
-    return ids[:, : settings.stored], distances[:, : settings.stored], len(starved)
+    return ids[:, :first], distances[:, :first], len(starved)
 
 
 def _condition(

@@ -292,10 +292,9 @@ class NgramLists:
             places[some] = starts
         return places, frequencies
 
-    def read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chunks of some n-grams, hashes [n] uint64 in order: one list after another [entries] int64, positions in the
-        retrieval set, and the length of each list [n] int64."""
-        places, sizes = self.find(hashes)
+    def read(self, hashes: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """The chunks of some n-grams, hashes [n] uint64 in order with the places and frequencies that `find` gives: one list after
+        another [entries] int64, positions in the retrieval set."""
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders = np.searchsorted(_places(hashes, len(self.arrays)), limits)
         chunks = [np.empty(0, dtype=np.int64)]
@@ -307,7 +306,7 @@ class NgramLists:
                 if listed.max(initial=-1) >= self.num_chunks:
                     raise ValueError(f"it names chunks from {self.num_chunks:,} on")
             chunks.append(listed + self.first)
-        return np.concatenate(chunks), sizes
+        return chunks[-1] if len(chunks) == 2 else np.concatenate(chunks)
 
 
 def _generations(split: Split) -> Iterator[Generation]:

@@ -186,8 +186,10 @@ class _Search:
                 lists = NgramLists.of_part(self.retrieval, chosen, Path(folder))
                 by_ngrams = NgramIndex(self.retrieval, lists, chunks)
                 for start, stop, vectors, tokens in self._queries():
-                    best = find_neighbors(vectors, tokens, searched, settings, order=self.order, by_ngrams=by_ngrams)
-                    found[start:stop] = best[0][:, : self.k]
+                    best = find_neighbors(
+                        vectors, tokens, searched, settings, order=self.order, by_ngrams=by_ngrams, first=self.k
+                    )
+                    found[start:stop] = best[0]
             yield PartialDatastore(high, documents, chunks, found)
 
     def _queries(self) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
