@@ -56,7 +56,7 @@ def with_search(config: Config) -> Config:
         return config
     search: Any = "auto"
     if stored := _stored(config.datastore):
-        search = stored["recipe"]["settings"]["neighbors.search"]
+        search = stored["recipe"]["settings"].get("neighbors.search", "auto")
     elif not without_ngrams(config):
         search = "ngrams"
     return replace(config, neighbors=replace(config.neighbors, search=search))
