@@ -257,7 +257,9 @@ class Pipeline:
         encoded = []
         if inputs.neighbors is not None:
             encoded = [of(rows, *inputs.neighbors.shape[1:], settings.encoder.d_model)]
-        copies = settings.copy_head.context or (settings.copy_head.neighbors and inputs.retrieves)
+        head = settings.copy_head
+        reads_votes = head.datastore and inputs.votes is not None
+        copies = head.context or (head.neighbors and inputs.retrieves) or reads_votes
         mixture = [of(rows, num_tokens)] * 2 if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
