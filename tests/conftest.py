@@ -299,7 +299,9 @@ def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) 
 
 
 @pytest.fixture(scope="session")
-def voting_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Datastore:
+def voting_datastore(
+    tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore
+) -> Datastore:
     """`tiny_datastore` with the stages `suffixes` and `votes`. Read-only."""
     folder = tmp_path_factory.mktemp("voting")
     config = tiny_config(folder, tiny_corpus)

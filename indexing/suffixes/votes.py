@@ -242,9 +242,7 @@ def votes_in_range(
     return votes
 
 
-def _nearest_of_other_documents(
-    rows: np.ndarray, voters: np.ndarray, own: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 = none."""
     document = own[voters]
     begins = np.flatnonzero(np.append(True, document[1:] != document[:-1])) if len(voters) else np.empty(0, np.int64)

@@ -59,7 +59,9 @@ class CopyVotes:
         for tokens, row in zip(padded, rows, strict=True):
             tokens[width - len(row.tokens) :] = row.tokens
         tokens = self._put(padded)
-        sources: list[Source] = [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
+        sources: list[Source] = (
+            [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
+        )
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)

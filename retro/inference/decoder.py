@@ -73,9 +73,7 @@ class Decoder:
         rows: rows in the order in which they joined.
     """
 
-    def __init__(
-        self, model: Retro, placement: Placement, context: int, find_votes: FindVotes | None = None
-    ) -> None:
+    def __init__(self, model: Retro, placement: Placement, context: int, find_votes: FindVotes | None = None) -> None:
         """Create a decoder without rows.
 
         Args:

@@ -211,9 +211,7 @@ class CopyHead(nn.Module):
                 copied = copied + share.exp() * source.join(source.probability(attention, labels), labels.shape[1])
         return Mixture(shares[0], copied)
 
-    def mix(
-        self, logits: Tensor, hidden: Tensor, sources: list[Source], kept: Tensor | slice = slice(None)
-    ) -> Tensor:
+    def mix(self, logits: Tensor, hidden: Tensor, sources: list[Source], kept: Tensor | slice = slice(None)) -> Tensor:
         """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of the tokens `kept`.
 
         Args:

@@ -92,7 +92,7 @@ def _counted(batches: Iterable[Inputs], advance: Advance) -> Iterator[Inputs]:
 def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = {name for name, value in asdict(checkpoint.model.copy_head).items() if value}
-    usual: list[SourceName] = ["neighbors", *(["datastore"] if datastore.has("votes") else [])]
+    usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
     if twice := [name for name in chosen if name in has] or ([] if chosen else ["neighbors"]):
         raise InputError(

@@ -10,7 +10,17 @@ import pytest
 
 from indexing.store.datastore import SPLITS, Datastore, Split, delete_documents
 from indexing.suffixes import votes
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, cuts, order_of, sources_of, vote_dtype, votes_for, window_dtype
+from indexing.suffixes.votes import (
+    KEPT,
+    LONGEST,
+    SAMPLED,
+    cuts,
+    order_of,
+    sources_of,
+    vote_dtype,
+    votes_for,
+    window_dtype,
+)
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import documents_of
 
@@ -26,7 +36,10 @@ def datastore(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
 
 def votes_by_document(split: Split) -> list[np.ndarray]:
     """The votes of all tokens of every document that is not deleted."""
-    lengths, kept = split.lengths.read(0, split.num_chunks), np.setdiff1d(np.arange(split.num_documents), split.deleted_documents)
+    lengths, kept = (
+        split.lengths.read(0, split.num_chunks),
+        np.setdiff1d(np.arange(split.num_documents), split.deleted_documents),
+    )
     return [
         np.concatenate([split.votes.gather(np.array([chunk]))[0, : lengths[chunk]] for chunk in range(first, stop)])
         for first, stop in split.chunk_ranges(kept)
