@@ -98,11 +98,16 @@ class Source:
 
     def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
         """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document begins."""
-        available = positions - self.starts[self.document(positions)]
+        available = positions - self.starts[self.document(positions)] + 1
         window = np.zeros((len(positions), count), dtype)
-        for back in range(count):
-            rows = np.flatnonzero(available >= back)
-            window[rows, back] = self.tokens[positions[rows] - back].astype(dtype) + dtype.type(1)
+        whole = positions >= count - 1  # the others are at the begin of the shard
+        if whole.any():
+            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
+            window[whole] = runs[positions[whole] - count + 1, ::-1]
+        for row in np.flatnonzero(~whole):
+            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
+        window += dtype.type(1)
+        window *= np.arange(count) < available[:, None]
         return window
 
     def following(self, positions: np.ndarray) -> np.ndarray:

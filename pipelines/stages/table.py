@@ -73,10 +73,12 @@ STAGES: dict[str, Stage] = {
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
-    "suffixes": Stage(run_suffixes, ("suffixes/*",), lambda config: False, needs="chunk"),
-    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: False, needs="suffixes"),
+    "suffixes": Stage(
+        run_suffixes, ("suffixes/*",), lambda config: bool(config.model.copy_head.datastore), needs="chunk"
+    ),
+    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: config.model.copy_head.datastore),
 }
-"""The stages in the order of a build; `merge`, `suffixes` and `votes` run only by name."""
+"""The stages in the order of a build; `merge` runs only by name."""
 
 
 def build(
