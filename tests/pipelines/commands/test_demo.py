@@ -194,7 +194,7 @@ def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys
 @pytest.mark.parametrize("documents", [1, 3])
 def test_only_the_bar_with_retrieval_is_blue_and_each_has_its_interval(documents: int) -> None:
     svg = bar_chart(compared(documents).bars, "T")
-    assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 3 + ["with"]
+    assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 4 + ["with"]
     assert svg.count('class="interval"') == (4 if documents > 1 else 0)
 
 
