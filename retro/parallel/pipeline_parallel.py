@@ -229,7 +229,8 @@ class Pipeline:
         """Get or create the schedule for inputs of this shape."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
 
-        key = inputs.tokens.shape, None if inputs.neighbors is None else inputs.neighbors.shape[1:], training
+        neighbors = None if inputs.neighbors is None else inputs.neighbors.shape[1:]
+        key = inputs.tokens.shape, neighbors, inputs.votes is None, training
         if key not in self._schedules:
             indexed = zip(self.stages, self.indexes, strict=True)
             stages = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
