@@ -148,6 +148,12 @@ class SuffixIndex:
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
         return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
 
+    def documents_of(self, match: Match, most: int) -> list[str]:
+        """The ids of the first `most` documents that a match occurs in, among some of its occurrences."""
+        chunks = self.occurrences(match, _SCANNED)[:, 0]
+        numbers = list(dict.fromkeys(self.split.documents_of(chunks)[0].tolist()))[:most]
+        return [str(row["id"]) for row in self.split.metadata(numbers)]
+
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
         tokens, counts = np.unique(self._following(match, _SCANNED), return_counts=True)

@@ -366,8 +366,7 @@ def _verbatim_runs(index: "SuffixIndex", prompt: np.ndarray, new: np.ndarray) ->
     for run in trace(index, np.concatenate([prompt, new]), _SHORTEST):
         start, stop = max(run.first - count, end), run.stop - count
         if stop - start > 1:
-            documents = index.split.documents_of(index.occurrences(run.match, 1)[:, 0])[0]
-            yield start, stop, str(index.split.metadata(documents.tolist())[0]["id"])
+            yield start, stop, index.documents_of(run.match, 1)[0]
             end = stop
 
 
