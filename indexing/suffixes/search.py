@@ -180,6 +180,26 @@ class SuffixIndex:
         lengths = np.array([match.length for match in matches], np.int64)
         return as_columns(votes_for(lengths, following, self._dtype))
 
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
+
+        Of several occurrences, one that is followed by the most frequent next token is taken.
+
+        Returns:
+            the number of tokens of the match, and int64 [n].
+        """
+        match = self.longest_match(text[-LONGEST:])
+        chunks, places = self.occurrences(match, SAMPLED).T
+        following, _ = self.next_tokens(match)
+        m = self.split.chunk_length
+        for chunk, place in zip(chunks.tolist(), places.tolist(), strict=True):
+            last = min(int(self.split.documents_of(np.array([chunk]))[2][0]), chunk + 2 + most // m)
+            real = np.arange(m) < self.split.lengths.read(chunk, last)[:, None]
+            after = self.split.tokens.read(chunk, last)[real][place + 1 :][:most].astype(np.int64)
+            if len(after) and after[0] == following[0]:
+                return match.length, after
+        return match.length, np.empty(0, np.int64)
+
     def _following(self, match: Match, most: int) -> np.ndarray:
         """The tokens that follow occurrences of a match, see `occurrences`: [n] int64."""
         chunks, places = self.occurrences(match, most).T
