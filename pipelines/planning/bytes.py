@@ -23,7 +23,8 @@ _MANIFEST_BYTES = {
     "index": 430,
     "sparse": 2800,
     "ngrams": 600,
-    "suffixes": 600,
+    "suffixes": 450,
+    "votes": 900,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately

@@ -41,7 +41,7 @@ class Sample:
         cpu_seconds: of all threads in each step. Other work on the machine hardly changes them.
         list_nprobe: lists that a search by embeddings visits to reach the recall target.
         parquet_bytes: of `documents.parquet` in all splits.
-        measured_bytes: of artifacts without a formula, by name: `sparse`, `ngrams`, `suffixes`.
+        measured_bytes: of artifacts without a formula, by name: `sparse`, `ngrams`, `suffixes`, `votes`.
     """
 
     size: Workload
@@ -197,6 +197,8 @@ def _measured_bytes(name: str, size: Workload, small: Sample, large: Sample) -> 
     chunks, where the samples fall (docs/results/plan.md).
     """
     (few, low), (many, high) = ((s.size.train_chunks, float(s.measured_bytes[name])) for s in (small, large))
+    if name == "votes":  # of all splits
+        return high / large.size.chunks * size.chunks / size.train_chunks, 0.0
     if name != "ngrams" or few == many:
         return line((few, low), (many, high))
     slope = min(0.0, high / many - low / few) / math.log(many / few)

@@ -162,7 +162,7 @@ class _Builds:
             parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
             measured_bytes={
                 name: sum(file.stat().st_size for file in folder.glob(f"{name}/*/*") if file.suffix != ".json")
-                for name in ("sparse", "ngrams", "suffixes")
+                for name in ("sparse", "ngrams", "suffixes", "votes")
                 if (folder / name).exists()
             },
         )
