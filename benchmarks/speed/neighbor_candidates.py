@@ -1,13 +1,13 @@
 """Neighbors by n-grams against neighbors by embeddings: speed, and how much of the next chunk they hold.
 
     retro index CONFIG && retro index CONFIG --stage ngrams
-    python -m benchmarks.speed.neighbor_candidates DATASTORE [--methods lists ngrams] [--queries 65536] [--rounds 3]
+    python -m benchmarks.speed.neighbor_candidates DATASTORE [--methods lists ngrams] [--rerank tokens] [--rounds 3]
 
 The methods alternate within one run. Each finds the stored neighbors of the same training chunks, everything included: candidates,
 own documents, the order by tokens (with the lexical embedder) and distances. Opening an index is not timed.
 
 Coverage is the mean share of the next chunk's distinct bigrams and 4-grams that the first k neighbors with their continuations hold,
-for held-out chunks. `one` is the median time of a search for one held-out chunk.
+for held-out chunks. `one` is the median time of a search for the first k neighbors of one held-out chunk, as in generation.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.results import Table
 
 _COVERED = 3000  # held-out chunks whose coverage is measured
-_ALONE = 100  # searches of one chunk
+_ALONE = 300  # searches of one chunk
 
-Search = Callable[[Split, np.ndarray], np.ndarray]
-"""A split and ids [n] of its chunks → ids [n, stored] of their neighbors."""
+Search = Callable[[Split, np.ndarray, int], np.ndarray]
+"""A split, ids [n] of its chunks and a number → ids [n, number] of their first neighbors; 0 = all stored ones."""
 
 
 def main() -> None:
@@ -43,6 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
     parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=["lists", "ngrams"])
+    parser.add_argument(
+        "--rerank", choices=("tokens", "embeddings"), default="tokens", help="order; a transformer has `embeddings`"
+    )
     parser.add_argument("--queries", type=int, default=65_536, help="training chunks per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=4, help="neighbors for the coverage")
@@ -56,7 +59,7 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     """Measure all methods, print the table and return its rows."""
     datastore = Datastore.open(options.datastore)
     train, valid = datastore.train, datastore.valid
-    searches = {method: search_by(datastore, method) for method in options.methods}
+    searches = {method: search_by(datastore, method, options.rerank) for method in options.methods}
     queries = np.arange(min(options.queries, train.num_chunks))
     following = np.arange(max(0, valid.num_chunks - 1))
     following = following[following + 1 < valid.documents_of(following)[2]]
@@ -66,19 +69,22 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     for _ in limit.rounds(options.rounds):
         for method, search in searches.items():
             started = time.process_time()
-            wall[method].append(seconds(lambda search=search: search(train, queries)))  # type: ignore[misc]
+            wall[method].append(seconds(lambda search=search: search(train, queries, 0)))  # type: ignore[misc]
             cpu[method].append(time.process_time() - started)
+    alone: dict[str, list[float]] = {method: [] for method in searches}
+    for row in following[:_ALONE]:
+        for method, search in searches.items():
+            alone[method].append(seconds(lambda row=row, search=search: search(valid, row[None], options.k)))  # type: ignore[misc]
     rows = []
     for method, search in searches.items():
-        ids = search(valid, following)
-        alone = [seconds(lambda row=row, search=search: search(valid, row[None])) for row in following[:_ALONE]]  # type: ignore[misc]
-        bigrams, fourgrams = (coverage(valid, train, following, ids[:, : options.k], order) for order in (2, 4))
+        ids = search(valid, following, options.k)
+        bigrams, fourgrams = (coverage(valid, train, following, ids, order) for order in (2, 4))
         rows.append(
             {
                 "method": method,
                 "chunks_per_second": len(queries) / statistics.median(wall[method]),
                 "cpu_seconds": statistics.median(cpu[method]),
-                "one_milliseconds": 1000 * statistics.median(alone) if alone else None,
+                "one_milliseconds": 1000 * statistics.median(alone[method]) if alone[method] else None,
                 "bigrams": bigrams,
                 "fourgrams": fourgrams,
             }
@@ -102,20 +108,24 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     return {"chunks": train.num_chunks, "queries": len(queries), "k": options.k, "rows": rows}
 
 
-def search_by(datastore: Datastore, method: Method) -> Search:
+def search_by(datastore: Datastore, method: Method, rerank: str) -> Search:
     """Open what a method searches, and return its search."""
     train, retrieval = datastore.train, RetrievalSet((datastore.train,))
     lexical = stored_json(datastore.folder / "embedder" / "embedder.json")["kind"] == "lexical"
-    settings = NeighborSettings(search=method, rerank="tokens" if lexical else "embeddings")
-    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if lexical else None
+    by_tokens = lexical and rerank == "tokens"
+    settings = NeighborSettings(search=method, rerank="tokens" if by_tokens else "embeddings")
+    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if by_tokens else None
     opened = [OpenIndex(open_index(train, range(len(train.chunk_rows)), method, keep=True), train)]
     by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
 
-    def search(split: Split, chunks: np.ndarray) -> np.ndarray:
+    def search(split: Split, chunks: np.ndarray, first: int) -> np.ndarray:
         own = split.documents_of(chunks)[1:] if split.name == "train" else None
         vectors = to_float32(split.embeddings.gather(chunks))
         tokens = (split.tokens.gather(chunks), split.lengths.gather(chunks))
-        return find_neighbors(vectors, tokens, opened, settings, own=own, order=order, by_ngrams=by_ngrams)[0]
+        found = find_neighbors(
+            vectors, tokens, opened, settings, own=own, order=order, by_ngrams=by_ngrams, first=first
+        )
+        return found[0]
 
     return search
 

@@ -59,6 +59,7 @@ STAGES = {
     "train-index": ("train-index",),
     "add": ("add", "tune nprobe"),
     "sparse": ("sparse",),
+    "ngrams": ("ngrams", "ngrams, merge"),
     "neighbors": ("neighbors",),
 }
 """Stages, and the steps of the plan in each."""
@@ -118,7 +119,7 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
 def plan(file: str, out: Path) -> dict[str, Any]:
     """Plan the datastore."""
     cost = measured("plan", "datastore", file, "--output", str(out))
-    made = read_json(out)["plans"]["planned"]
+    made = read_json(out)["plan"]
     return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
 
 

@@ -36,11 +36,17 @@ def choose_key(num_vectors: int, dimension: int, settings: IndexSettings) -> str
             "Raise it, or name a smaller index.factory yourself."
         )
     # At most 4·√N lists, as Faiss advises: autofaiss proposes 65,536 for ten million vectors.
-    nlist = min(int(re.findall(r"IVF(\d+)", key)[0]), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
+    nlist = min(num_lists(key), 2 ** math.ceil(math.log2(4 * math.sqrt(num_vectors))))
     quantizer = f"IVF{nlist}_HNSW32" if nlist >= _HNSW_LISTS else f"IVF{nlist}"
     if settings.codes == "pq":
         return re.sub(r"IVF\d+(_HNSW\d+)?", quantizer, key)
     return f"{quantizer},PQ{largest_divisor(dimension, dimension // 2)}x4"
+
+
+def num_lists(key: str) -> int:
+    """Inverted lists of a Faiss factory string; 1 for an index without lists."""
+    match = re.search(r"IVF(\d+)", key)
+    return int(match[1]) if match else 1
 
 
 def autofaiss_proposal(num_vectors: int, dimension: int, memory: str) -> str | None:

@@ -62,8 +62,9 @@ class NeighborSettings:
     `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
     search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
-    products with the embeddings of the nearest inverted lists. `auto`: the fastest of these three by a cost model. `ngrams`: by the
-    rare n-grams of tokens that chunks share, and by the index's codes for chunks that share too few."""
+    products with the embeddings of the nearest inverted lists. `ngrams`: by the rare n-grams of tokens that chunks share, and by the
+    index's codes for chunks that share too few. `auto`: `ngrams` with the lexical embedder, else the fastest of the others
+    (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
     max_overlap: Fraction = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
     Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""
@@ -223,6 +224,7 @@ def find_neighbors(
     by_ngrams: NgramIndex | None = None,
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
+    first: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Find the neighbors of some chunks. Stored neighbors and those of a live search are the results of this function.
 
@@ -237,13 +239,15 @@ def find_neighbors(
         known: ids and distances [n, stored] from a search of other indexes, to merge with this search; None with order or
             n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
+        first: neighbors to return, the first of the stored ones; 0 = all.
 
     Returns:
-        ids [n, stored] int64 of the retrieval set (-1 = none), distances [n, stored] float32 (+inf), and the number of queries
+        ids [n, first] int64 of the retrieval set (-1 = none), distances [n, first] float32 (+inf), and the number of queries
         searched again.
     """
+    first = first or settings.stored
     if by_ngrams is not None:
-        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live)
+        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first)
     nearest, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
@@ -254,9 +258,9 @@ def find_neighbors(
         deeper += more
     if known is not None:
         nearest.append(known)
-    ids, distances = merge_nearest(nearest, settings.stored if order is None else settings.candidates)
+    ids, distances = merge_nearest(nearest, first if order is None else settings.candidates)
     if order is not None:
-        ids, distances = order.best(tokens[0], ids, distances, settings.stored)
+        ids, distances = order.best(tokens[0], ids, distances, first)
     return ids, distances, deeper
 
 
@@ -442,6 +446,7 @@ def _by_ngrams(
     order: SharedTokens | None,
     by_ngrams: NgramIndex,
     live: bool,
+    first: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """`find_neighbors` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
     kept = _condition(tokens, own, by_ngrams.retrieval, settings, live)
@@ -471,10 +476,10 @@ def _by_ngrams(
         )
         ranks[starved], ids[starved] = (each[:, : settings.candidates] for each in joined)
     if order is not None:
-        ids, _ = order.best(tokens[0], ids, ranks, settings.stored)
+        ids, _ = order.best(tokens[0], ids, ranks, first)
         return ids, distances_to(vectors, ids, by_ngrams.retrieval), len(starved)
     distances, ids = order_by_distance(distances_to(vectors, ids, by_ngrams.retrieval), ids)
-    return ids[:, : settings.stored], distances[:, : settings.stored], len(starved)
+    return ids[:, :first], distances[:, :first], len(starved)
 
 
 def _condition(

@@ -208,8 +208,8 @@ class Retriever:
                 order=self._order,
                 by_ngrams=self._ngrams,
                 live=True,
+                first=k,
             )
-        ids, distances = ids[:, :k], distances[:, :k]
         return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
 
     @cached_property

@@ -78,6 +78,9 @@ class SharedTokens:
             self.retrieval.chunks(ids.ravel()[present])[0].T, dtype=tokens.dtype
         )  # [m, present]
         shared = np.zeros((tokens.shape[1], ids.size), dtype=np.float32)
-        for t, token in enumerate(np.ascontiguousarray(wanted.T)):
-            shared[t, present] = (held == token).any(axis=0)
+        wanted = np.ascontiguousarray(wanted.T)
+        step = max(1, _PAIRS // max(1, len(present)))  # tokens at a time
+        for start in range(0, len(wanted), step):
+            some = wanted[start : start + step, None]
+            shared[start : start + step, present] = (held == some).any(axis=1)
         return shared.reshape(-1, *ids.shape)

@@ -7,7 +7,8 @@ The n shards of a generation divide the range of hashes into n equal parts. So a
 of the generation, and both steps are linear. Frequencies of several generations and datastores are added up when they are searched.
 """
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,9 @@ MOST_CHUNKS = 256
 """Chunks of the datastore that hold an n-gram that counts."""
 LEAST_CHUNKS = 2
 """An n-gram of fewer chunks is not stored."""
+
+Counted = Callable[[np.ndarray], np.ndarray]
+"""Ids [n] int64 of chunks → whether their n-grams count [n] bool."""
 
 # A hash h of 46 bits is at the place h · shards / 2^14: the shard, and 32 bits that `hashes.npy` holds.
 _HASH_BITS, _PLACE_BITS = 46, 32
@@ -114,8 +118,11 @@ class Generation:
             yield self.shards[first : first + size]
 
 
-def write_run(work: Path, generation: Generation, shard: int, group: range, advance: Advance) -> None:
-    """Write the n-grams of the chunks of one shard that belong to the `group` of shards of n-grams.
+def write_run(
+    work: Path, generation: Generation, shard: int, group: range, advance: Advance, counted: Counted | None = None
+) -> None:
+    """Write the n-grams of the chunks of one shard that belong to the `group` of shards of n-grams; of all chunks, or of those that
+    are `counted`.
 
     - `keys.npy` [n-grams] uint64: place of the hash from the first of these shards on, then 16 bits for the chunk. Sorted within each
       block of 65,536 chunks.
@@ -129,7 +136,10 @@ def write_run(work: Path, generation: Generation, shard: int, group: range, adva
     with NpyWriter(work / "keys.npy", np.uint64) as file:
         for start in range(first, stop, _BLOCK_ROWS):
             end = min(start + _BLOCK_ROWS, stop)
-            rows, hashes = ngrams(generation.train.tokens.read(start, end), generation.train.lengths.read(start, end))
+            lengths = generation.train.lengths.read(start, end)
+            if counted is not None:
+                lengths = np.where(counted(np.arange(start, end)), lengths, 0)
+            rows, hashes = ngrams(generation.train.tokens.read(start, end), lengths)
             places = _places(hashes, len(generation.shards))
             shards = (places >> np.uint64(_PLACE_BITS)).astype(np.int64) + generation.shards.start
             here = (shards >= group.start) & (shards < group.stop)
@@ -222,19 +232,36 @@ class NgramLists:
         """
         opened: list[NgramLists] = []
         for split in retrieval.splits:
-            Datastore.open(split.folder).require("ngrams")
-            shard = 0
-            while shard < len(split.chunk_rows):
-                recipe = parse_manifest(split.folder / FOLDER / shard_name(shard))["recipe"]
-                generation = Generation(split, range(shard, shard + recipe["settings"]["shards"]))
-                opened.append(cls._open(generation, sum(lists.num_chunks for lists in opened)))
-                shard = generation.shards.stop
+            for generation in _generations(split):
+                first = sum(lists.num_chunks for lists in opened)
+                opened.append(cls._open(split.folder / FOLDER, generation, first))
         return tuple(opened)
 
     @classmethod
-    def _open(cls, generation: Generation, first: int) -> "NgramLists":
-        split, shards = generation.train, generation.shards
-        folders = tuple(split.folder / FOLDER / shard_name(shard) for shard in shards)
+    def of_part(cls, retrieval: RetrievalSet, counted: Sequence[Counted], folder: Path) -> "tuple[NgramLists, ...]":
+        """Write the lists of some chunks of each datastore to a folder, as if there were no others, and open them.
+
+        Raises:
+            InputError: a datastore has no n-grams, which show its generations.
+        """
+        opened: list[NgramLists] = []
+        for split, some in zip(retrieval.splits, counted, strict=True):
+            for generation in _generations(split):
+                work = folder / str(len(opened))
+                for group in generation.passes():
+                    for shard in generation.shards:
+                        write_run(
+                            _made(work / RUNS / shard_name(shard)), generation, shard, group, lambda _: None, some
+                        )
+                    for shard in group:
+                        write_ngrams(_made(work / shard_name(shard)), generation, work / RUNS, group, shard)
+                    shutil.rmtree(work / RUNS)
+                opened.append(cls._open(work, generation, sum(lists.num_chunks for lists in opened)))
+        return tuple(opened)
+
+    @classmethod
+    def _open(cls, folder: Path, generation: Generation, first: int) -> "NgramLists":
+        folders = tuple(folder / shard_name(shard) for shard in generation.shards)
         arrays = []
         for folder in folders:
             hashes, offsets, chunks = (open_array(folder / f"{name}.npy") for name in ("hashes", "offsets", "chunks"))
@@ -265,10 +292,9 @@ class NgramLists:
             places[some] = starts
         return places, frequencies
 
-    def read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chunks of some n-grams, hashes [n] uint64 in order: one list after another [entries] int64, positions in the
-        retrieval set, and the length of each list [n] int64."""
-        places, sizes = self.find(hashes)
+    def read(self, hashes: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """The chunks of some n-grams, hashes [n] uint64 in order with the places and frequencies that `find` gives: one list after
+        another [entries] int64, positions in the retrieval set."""
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders = np.searchsorted(_places(hashes, len(self.arrays)), limits)
         chunks = [np.empty(0, dtype=np.int64)]
@@ -280,7 +306,22 @@ class NgramLists:
                 if listed.max(initial=-1) >= self.num_chunks:
                     raise ValueError(f"it names chunks from {self.num_chunks:,} on")
             chunks.append(listed + self.first)
-        return np.concatenate(chunks), sizes
+        return chunks[-1] if len(chunks) == 2 else np.concatenate(chunks)
+
+
+def _generations(split: Split) -> Iterator[Generation]:
+    """Yield the generations of a datastore with n-grams."""
+    Datastore.open(split.folder).require("ngrams")
+    shard = 0
+    while shard < len(split.chunk_rows):
+        settings = parse_manifest(split.folder / FOLDER / shard_name(shard))["recipe"]["settings"]
+        yield Generation(split, range(shard, shard + settings["shards"]))
+        shard += settings["shards"]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def within(sizes: np.ndarray) -> np.ndarray:

@@ -24,9 +24,11 @@ _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
 _FEW_QUERIES = 64  # for which starting threads takes longer than the product
+_FEW_ENTRIES = 2**13  # of lists, as many as one query can have
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
 _WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
-_WIDE = 2**27  # chunks from which on the product is not given a column for each
+NARROW = 2**27
+"""Chunks below which the product has a column for each."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,17 @@ class NgramIndex:
     Attributes:
         retrieval: the chunks.
         lists: of every generation of every datastore.
+        num_chunks: chunks in the lists; all, or a part.
     """
 
     retrieval: RetrievalSet
     lists: tuple[NgramLists, ...]
+    num_chunks: int
 
     @classmethod
     def open(cls, retrieval: RetrievalSet) -> "NgramIndex":
         """Open the n-grams of a retrieval set; see `NgramLists.of`."""
-        return cls(retrieval, NgramLists.of(retrieval))
+        return cls(retrieval, NgramLists.of(retrieval), retrieval.num_chunks)
 
     def search(
         self, tokens: np.ndarray, lengths: np.ndarray, wanted: int, enough: int, kept: Kept, *, own: bool
@@ -54,7 +58,7 @@ class NgramIndex:
         One and a half times the wanted chunks are requested, since `kept` may exclude some. If it leaves fewer than `enough`, all
         chunks that share a rare n-gram are requested.
 
-        Memory: the n-grams of 65,536 queries (at most 2m each, 60 bytes), 2^25 entries of lists (40 bytes each), and 8 bytes for
+        Memory: the n-grams of 65,536 queries (at most 2m each, 76 bytes), 2^25 entries of lists (40 bytes each), and 8 bytes for
         each chunk and thread, of 2^27 chunks at most. Files are memory-mapped and read in the order of the hashes.
 
         Args:
@@ -102,9 +106,8 @@ class NgramIndex:
         hashes, rows = keys >> np.uint64(_ROW_BITS), keys & np.uint64(_BLOCK_ROWS - 1)
         is_first = changes(hashes)
         distinct, columns = hashes[is_first], np.cumsum(is_first) - 1
-        frequencies = np.zeros(len(distinct), dtype=np.int64)
-        for lists in self.lists:
-            frequencies += lists.find(distinct)[1]
+        found = np.array([lists.find(distinct) for lists in self.lists])  # [lists, 2, n-grams]
+        frequencies = found[:, 1].sum(axis=0)
         here = ((frequencies >= least) & (frequencies <= MOST_CHUNKS))[columns]
         rows, columns = rows[here], columns[here]
         # By query, then by frequency, then by hash.
@@ -113,54 +116,104 @@ class NgramIndex:
         rows, columns = (keys >> np.uint64(40)).astype(np.int64), (keys & np.uint64(2**31 - 1)).astype(np.int64)
         sizes = np.bincount(rows, minlength=len(tokens))
         rarest = within(sizes) < _RAREST
-        return _Queries(
-            distinct, frequencies, np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))]), columns[rarest]
-        )
+        offsets = np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))])
+        return _Queries(distinct, frequencies, found, offsets, columns[rarest])
 
     def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
         """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""
-        import torch
-        from scipy.sparse import csr_matrix
-        from sparse_dot_topn import sp_matmul_topn
-
-        hashes, columns = queries.used()
-        idf = np.log((self.retrieval.num_chunks + 1) / queries.frequencies[queries.columns])
+        hashes, found, columns = queries.used()
+        idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
         rarity = np.rint(idf * _UNIT).astype(np.int64)
-        asked = csr_matrix((rarity, columns, queries.offsets), shape=(len(queries), len(hashes)))
-        offsets, places, chunks = self._read(hashes)
-        # Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
-        weights = _WHOLE - chunks
-        listed = csr_matrix((weights[places], places, offsets), shape=(len(hashes), len(chunks)))
-        threads = 1 if len(queries) <= _FEW_QUERIES else torch.get_num_threads()
-        best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
+        offsets, chunks = self._read(hashes, found)
+        product = _product_of_few if len(chunks) <= _FEW_ENTRIES and len(queries) <= _FEW_QUERIES else _product
+        counts, chunks, products = product(
+            queries.offsets, columns, rarity, offsets, chunks, self.retrieval.num_chunks, depth
+        )
         ids = np.full((len(queries), depth), -1, dtype=np.int64)
         sums = np.zeros((len(queries), depth), dtype=np.float32)
-        sizes = np.diff(best.indptr)
-        rows, ranks = np.repeat(np.arange(len(queries)), sizes), within(sizes)
-        columns = best.indices[: len(rows)]
-        ids[rows, ranks] = self.retrieval.ids_at(chunks[columns])
-        sums[rows, ranks] = np.rint(best.data[: len(rows)] / weights[columns]) / _UNIT
+        rows, ranks = np.repeat(np.arange(len(queries)), counts), within(counts)
+        ids[rows, ranks] = self.retrieval.ids_at(chunks)
+        sums[rows, ranks] = np.rint(products / (_WHOLE - chunks)) / _UNIT
         return ids, sums
 
-    def _read(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the lists of n-grams, hashes [n] uint64 in order.
-
-        Returns:
-            offsets [n + 1] int64; columns of one n-gram after another [entries]; the chunk of each column [columns] int64, positions in
-            the retrieval set.
-        """
-        read = [lists.read(hashes) for lists in self.lists]
-        offsets = np.concatenate([[0], np.cumsum(sum(sizes for _, sizes in read))])
-        places, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
-        for chunks, sizes in read:
-            places[np.repeat(filled, sizes) + within(sizes)] = chunks
+    def _read(self, hashes: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read the lists of n-grams, hashes [n] uint64 in order, `found` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
+        the chunks of one n-gram after another [entries] int64, positions in the retrieval set."""
+        read = [lists.read(hashes, *each) for lists, each in zip(self.lists, found, strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(found[:, 1].sum(axis=0))])
+        if len(read) == 1:
+            return offsets, read[0]
+        chunks, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
+        for some, (_, sizes) in zip(read, found, strict=True):
+            chunks[np.repeat(filled, sizes) + within(sizes)] = some
             filled += sizes
-        total = self.retrieval.num_chunks
-        if total // 16 < len(places) and total < _WIDE:
-            return offsets, places, np.arange(total)
+        return offsets, chunks
+
+
+def _product(
+    queries: np.ndarray,
+    columns: np.ndarray,
+    rarity: np.ndarray,
+    lists: np.ndarray,
+    chunks: np.ndarray,
+    total: int,
+    depth: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The largest entries of each row of the sparse product of queries and lists.
+
+    Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
+
+    Args:
+        queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
+        columns: the n-grams of one query after another.
+        rarity: int64, their idf.
+        lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
+        chunks: int64, the chunks of one n-gram after another.
+        total: chunks of the retrieval set.
+        depth: largest entries.
+
+    Returns:
+        how many each query has [n], their chunks, and the sums of idf times 2^44 - chunk, of one query after another.
+    """
+    import torch
+    from scipy.sparse import csr_matrix
+    from sparse_dot_topn import sp_matmul_topn
+
+    if total // 16 < len(chunks) and total < NARROW:
+        places, held = chunks, np.arange(total)
+    else:
         # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
-        chunks, columns = np.unique(places, return_inverse=True)
-        return offsets, columns, chunks
+        held, places = np.unique(chunks, return_inverse=True)
+    asked = csr_matrix((rarity, columns, queries), shape=(len(queries) - 1, len(lists) - 1))
+    listed = csr_matrix((_WHOLE - chunks, places, lists), shape=(len(lists) - 1, len(held)))
+    threads = 1 if len(queries) <= _FEW_QUERIES else torch.get_num_threads()
+    best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
+    counts = np.diff(best.indptr)
+    return counts, held[best.indices[: counts.sum()]], best.data[: counts.sum()]
+
+
+def _product_of_few(
+    queries: np.ndarray,
+    columns: np.ndarray,
+    rarity: np.ndarray,
+    lists: np.ndarray,
+    chunks: np.ndarray,
+    total: int,
+    depth: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`_product` for lists so short that making sparse matrices takes longer than sorting."""
+    sizes = np.diff(lists)[columns]
+    entries = chunks[np.repeat(lists[columns], sizes) + within(sizes)]
+    rows = np.repeat(np.repeat(np.arange(len(queries) - 1), np.diff(queries)), sizes)
+    order = np.lexsort((entries, rows))
+    entries, rows = entries[order], rows[order]
+    first = np.flatnonzero(changes(entries) | changes(rows))
+    entries, rows = entries[first], rows[first]
+    products = np.add.reduceat(np.repeat(rarity, sizes)[order], first) * (_WHOLE - entries)
+    order = np.lexsort((-products, rows))
+    counts = np.bincount(rows, minlength=len(queries) - 1)
+    order = order[within(counts) < depth]
+    return np.minimum(counts, depth), entries[order], products[order]
 
 
 @dataclass(frozen=True)
@@ -170,12 +223,14 @@ class _Queries:
     Attributes:
         hashes: [n-grams] uint64 in order, of these queries and maybe of others.
         frequencies: [n-grams] int64, chunks of the index that hold them.
+        found: [lists, 2, n-grams] int64, places and frequencies in each list; see `NgramLists.find`.
         offsets: [queries + 1] int64, the first of `columns` of each query.
         columns: int64, n-grams of the queries one after another, those of a query by frequency and hash.
     """
 
     hashes: np.ndarray
     frequencies: np.ndarray
+    found: np.ndarray
     offsets: np.ndarray
     columns: np.ndarray
 
@@ -183,15 +238,17 @@ class _Queries:
         return len(self.offsets) - 1
 
     def take(self, rows: np.ndarray) -> "_Queries":
+        if len(rows) == len(self):
+            return self
         sizes = np.diff(self.offsets)[rows]
         columns = self.columns[np.repeat(self.offsets[rows], sizes) + within(sizes)]
-        return _Queries(self.hashes, self.frequencies, np.concatenate([[0], np.cumsum(sizes)]), columns)
+        return _Queries(self.hashes, self.frequencies, self.found, np.concatenate([[0], np.cumsum(sizes)]), columns)
 
-    def used(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n-grams of these queries, and `columns` as places among them."""
+    def used(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The n-grams of these queries, `found` of them, and `columns` as numbers of them."""
         is_used = np.zeros(len(self.hashes), dtype=bool)
         is_used[self.columns] = True
-        return self.hashes[is_used], (np.cumsum(is_used) - 1)[self.columns]
+        return self.hashes[is_used], self.found[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
 
     def parts(self, most: int) -> Iterator[np.ndarray]:
         """Yield the rows of consecutive parts of at most `most` queries whose lists have at most about 2^25 entries."""

@@ -44,7 +44,7 @@ class IndexOptions(Config):
         "suffixes",
         "votes",
     ] = "all"
-    """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
+    """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if
     neighbors.materialized is set, `suffixes` and `votes` only with model.copy_head.datastore). By name `merge` makes one index file
     for serving, and `suffixes` the sorted prefixes for `retro trace`."""
     rebuild: bool = False

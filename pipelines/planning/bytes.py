@@ -1,14 +1,17 @@
 """Bytes of every artifact of a datastore, computed from the file formats, and memory of the build (docs/reference/file-formats.md)."""
 
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from indexing.index.build import IndexSettings
-from indexing.index.key import choose_key
+from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method
+from indexing.sparse.ngram_search import NARROW
 from indexing.store.errors import InputError
 
 NUM_SPLITS = 3
@@ -19,6 +22,9 @@ _MANIFEST_BYTES = {
     "embeddings": 630,
     "index": 430,
     "sparse": 2800,
+    "ngrams": 600,
+    "suffixes": 450,
+    "votes": 900,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately
@@ -56,7 +62,7 @@ class Workload:
     @property
     def lists(self) -> int:
         """Number of inverted lists; 1 for an index without lists."""
-        return lists_of(self.key)
+        return num_lists(self.key)
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,7 @@ class Layout:
         materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
         parquet_bytes: of a `documents.parquet` without rows.
-        sparse_bytes: inverted lists of a chunk of `train`.
-        terms_bytes: the list of terms in the sparse index of one shard.
+        measured: bytes of a chunk of `train` and of a shard, in artifacts without a formula.
     """
 
     chunk_length: int
@@ -82,23 +87,16 @@ class Layout:
     materialized: int
     document_bytes: float
     parquet_bytes: float
-    sparse_bytes: float
-    terms_bytes: float
+    measured: Mapping[str, tuple[float, float]]
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
 
 
-def lists_of(key: str) -> int:
-    """Inverted lists of a Faiss factory string; 1 for an index without lists."""
-    match = re.search(r"IVF(\d+)", key)
-    return int(match[1]) if match else 1
-
-
 def with_lists_for(key: str, chunks: float) -> str:
     """The same kind of index for fewer chunks: 4·√chunks lists, rounded down to a power of two, and at most those of `key`."""
     wanted = 2 ** math.floor(math.log2(4 * math.sqrt(max(1.0, chunks))))
-    return re.sub(r"IVF\d+", f"IVF{min(wanted, lists_of(key))}", key)
+    return re.sub(r"IVF\d+", f"IVF{min(wanted, num_lists(key))}", key)
 
 
 def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str, IndexSettings]:
@@ -130,7 +128,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
         transforms = [faiss.downcast_VectorTransform(chain.at(position)) for position in range(chain.size())]
         trained += sum(4 * transform.d_in * transform.d_out for transform in transforms)
         inner = faiss.downcast_index(index.index)
-    if lists_of(key) > 1:
+    if num_lists(key) > 1:
         trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist
         if graph := re.search(
             r"HNSW(\d+)", key
@@ -155,7 +153,10 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
-        "sparse": layout.sparse_bytes * size.train_chunks + layout.terms_bytes * size.shards,
+        **{
+            name: of_chunk * size.train_chunks + of_shard * size.shards
+            for name, (of_chunk, of_shard) in layout.measured.items()
+        },
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:
@@ -187,6 +188,8 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
 def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
+    if size.search == "ngrams":  # sums and places of every chunk, and of every thread; the index completes
+        return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group

@@ -7,14 +7,13 @@ docs/explanation/plan.md explains the method. `measure.py` builds the samples; t
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from indexing.index.build import sample_size
+from indexing.index.key import num_lists
 from indexing.neighbors.search import Method
-from indexing.neighbors.search_cost import SearchSize, cheapest, compared_centroids
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.planning.bytes import (
@@ -22,12 +21,10 @@ from pipelines.planning.bytes import (
     Layout,
     Workload,
     artifact_bytes,
-    index_bytes,
     key_for,
-    lists_of,
     memory_bytes,
 )
-from pipelines.stages.neighbors import hardware_of
+from pipelines.stages.neighbors import by_embeddings, without_ngrams
 from pipelines.terminal import human_bytes, human_count, human_seconds, long_time
 
 ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
@@ -42,19 +39,17 @@ class Sample:
         size: of the build.
         seconds: of each step.
         cpu_seconds: of all threads in each step. Other work on the machine hardly changes them.
-        nprobe: that reached the recall target.
-        list_nprobe: the same for a search by lists.
+        list_nprobe: lists that a search by embeddings visits to reach the recall target.
         parquet_bytes: of `documents.parquet` in all splits.
-        sparse_bytes: of the inverted lists.
+        measured_bytes: of artifacts without a formula, by name: `sparse`, `ngrams`, `suffixes`, `votes`.
     """
 
     size: Workload
     seconds: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
-    nprobe: int
     list_nprobe: int
     parquet_bytes: int
-    sparse_bytes: int
+    measured_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -190,20 +185,24 @@ def search_of(config: Config, size: Workload, sample: Sample, dimension: int) ->
     """The search that `retro index` would choose, if queries visit the same share of lists as in a sample."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
-    share = size.lists / lists_of(sample.size.key)
-    searched = SearchSize(
-        num_vectors=int(size.train_chunks),
-        dimension=dimension,
-        nlist=size.lists,
-        nprobe=math.ceil(sample.nprobe * share),
-        centroids=compared_centroids(size.lists, "HNSW" in size.key),
-        code_bytes=index_bytes(size.key, dimension)[0],
-        fast_scan=bool(re.search(r"PQ\d+x4", size.key)),
-        list_nprobe=math.ceil(sample.list_nprobe * share),
-        candidates=config.neighbors.candidates,
-        precise_candidates=config.neighbors.precise_candidates,
-    )
-    return cheapest(searched, hardware_of(config.executor))
+    if not without_ngrams(config):
+        return "ngrams"
+    return by_embeddings(int(size.train_chunks), dimension, sample.list_nprobe / num_lists(sample.size.key))
+
+
+def _measured_bytes(name: str, size: Workload, small: Sample, large: Sample) -> tuple[float, float]:
+    """Bytes of a chunk of `train` and of a shard in an artifact.
+
+    As a corpus grows, n-grams become too frequent to be listed. So those of a chunk fall along the logarithm of the number of
+    chunks, where the samples fall (docs/results/plan.md).
+    """
+    (few, low), (many, high) = ((s.size.train_chunks, float(s.measured_bytes[name])) for s in (small, large))
+    if name == "votes":  # of all splits
+        return high / large.size.chunks * size.chunks / size.train_chunks, 0.0
+    if name != "ngrams" or few == many:
+        return line((few, low), (many, high))
+    slope = min(0.0, high / many - low / few) / math.log(many / few)
+    return max(high / many / 2, high / many + slope * math.log(size.train_chunks / many)), 0.0
 
 
 # --- scaling ---------------------------------------------------------------------------------------------------------
@@ -272,7 +271,6 @@ def plan_for(config: Config, measured: Measured, tokens: float = 0.0, machines: 
     text_bytes, search = measured.corpus_bytes, measured.search
     size = size_of(config, (small, large), measured.dimension, tokens=tokens, text_bytes=text_bytes, search=search)
     document_bytes, parquet = line(*((s.size.documents, float(s.parquet_bytes)) for s in (small, large)))
-    sparse_bytes, terms = line(*((s.size.train_chunks, float(s.sparse_bytes)) for s in (small, large)))
     layout = Layout(
         chunk_length=config.chunks.chunk_length,
         token_bytes=measured.token_bytes,
@@ -281,8 +279,7 @@ def plan_for(config: Config, measured: Measured, tokens: float = 0.0, machines: 
         materialized=config.neighbors.materialized,
         document_bytes=document_bytes,
         parquet_bytes=parquet / NUM_SPLITS,
-        sparse_bytes=sparse_bytes,
-        terms_bytes=terms,
+        measured={name: _measured_bytes(name, size, small, large) for name in large.measured_bytes},
     )
     memory, steps = memory_bytes(size, layout, measured.peak_bytes), []
     for name, seconds in seconds_of(size, measured, config).items():

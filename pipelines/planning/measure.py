@@ -158,10 +158,13 @@ class _Builds:
             size=size,
             seconds=seconds_by_step(view.steps),
             cpu_seconds=view.cpu_seconds,
-            nprobe=tuned["nprobe"],
             list_nprobe=tuned.get("lists", tuned)["nprobe"],
             parquet_bytes=sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet")),
-            sparse_bytes=sum(file.stat().st_size for file in folder.glob("sparse/*/*") if file.suffix != ".json"),
+            measured_bytes={
+                name: sum(file.stat().st_size for file in folder.glob(f"{name}/*/*") if file.suffix != ".json")
+                for name in ("sparse", "ngrams", "suffixes", "votes")
+                if (folder / name).exists()
+            },
         )
 
     def transformer(self) -> dict[int, float]:

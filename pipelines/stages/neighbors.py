@@ -1,16 +1,18 @@
 """The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from indexing.embedding.lexical import token_weights
-from indexing.machine import has_bfloat16, keep_freed_memory, resolve
+from indexing.index.key import num_lists
+from indexing.index.sharded import MEMORY
+from indexing.machine import keep_freed_memory
 from indexing.neighbors import search as neighbors
 from indexing.neighbors.search import Method
-from indexing.neighbors.search_cost import Hardware, cheapest, describe
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.ngram_search import NgramIndex
@@ -24,17 +26,85 @@ from indexing.store.artifact import (
     parse_manifest,
     read_manifest,
     remove,
+    stored_json,
 )
-from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
+from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
 
 log = logging.getLogger("retro")
+
+_MOST_LISTS = 0.5
+"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/indexing-speed.md)."""
+
+_LEAST_LENGTH = 8
+"""Tokens of a chunk with enough n-grams to find neighbors (docs/results/neighbors-for-copying.md)."""
+
+# --- the method of `neighbors.search` = "auto" -------------------------------------------------------------------------
+
+
+def with_search(config: Config) -> Config:
+    """Replace `neighbors.search` = "auto" by a method, as far as it is known: a search of embeddings depends on the tuned index.
+
+    Stored neighbors keep their method. Earlier versions wrote "auto" in their recipes, which stays there, and the method in the counts.
+    """
+    if config.neighbors.search != "auto":
+        return config
+    search: Any = "auto"
+    if stored := _stored(config.datastore):
+        search = stored["recipe"]["settings"].get("neighbors.search", "auto")
+    elif not without_ngrams(config):
+        search = "ngrams"
+    return replace(config, neighbors=replace(config.neighbors, search=search))
+
+
+def without_ngrams(config: Config) -> str:
+    """The reason why `auto` does not choose `ngrams`; empty if it does."""
+    if config.embedder.kind != "lexical":
+        return f"embedder.kind = {config.embedder.kind!r} finds meaning, n-grams find wording"
+    if config.chunks.chunk_length < _LEAST_LENGTH:
+        return f"chunks.chunk_length = {config.chunks.chunk_length} is below {_LEAST_LENGTH}"
+    if find_spec("sparse_dot_topn") is None:
+        return "the package sparse-dot-topn is not installed"
+    others = (folder for folder in config.neighbors.extra_datastores if not Datastore.open(folder).has("ngrams"))
+    return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
+
+
+def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
+    """The method of `auto` for embeddings [num_vectors, dimension]; `visited` is the fraction of lists that reaches the recall
+    target, 1 without lists."""
+    if 2 * num_vectors * dimension > MEMORY:
+        return "index"
+    return "exact" if visited > _MOST_LISTS else "lists"
+
+
+def _stored(folder: Path) -> dict[str, Any] | None:
+    """The manifest of one shard of stored neighbors; None without any."""
+    made = (path.parent for path in sorted(folder.glob("neighbors/[0-9]*/manifest.json")))
+    return next((parse_manifest(path) for path in made if not damage(path)), None)
+
+
+def _chosen(config: Config) -> tuple[Config, Method]:
+    """The settings in the recipe of neighbors, and their method."""
+    config = with_search(config)
+    if config.neighbors.search != "auto":
+        return config, config.neighbors.search
+    if stored := _stored(config.datastore):
+        return config, stored["counts"]["search"]
+    train = Datastore.open(config.datastore).train
+    index = stored_json(train.folder / "index" / "trained" / "index.json")
+    tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
+    visited = tuned.get("lists", tuned)["nprobe"] / num_lists(index["key"])
+    method = by_embeddings(train.num_chunks, index["dimension"], visited)
+    log.info("neighbors.search = 'auto' chooses %r: %s", method, without_ngrams(config))
+    return replace(config, neighbors=replace(config.neighbors, search=method)), method
+
+
+# --- the stage ---------------------------------------------------------------------------------------------------------
 
 
 def _searched(config: Config) -> dict[str, str]:
@@ -63,8 +133,9 @@ class SearchedShards:
 def run_neighbors(config: Config, executor: Executor) -> str:
     """Embeddings and indexes → the neighbors of every chunk of all splits."""
     folder = config.datastore
+    config, method = _chosen(config)
     own, others = _generations(config), _others(config)
-    todo, method = [], None
+    todo = []
     for shard, source in enumerate(shards(folder, "chunks")):
         # The recipes of this shard for a datastore with one generation, two generations, …
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
@@ -73,7 +144,6 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         if config.neighbors.rerank == "tokens" or config.neighbors.search == "ngrams":
             known = 0  # the order needs all candidates, n-grams all chunks; only the chosen neighbors are stored
         if not is_finished(out, recipes[-1]):
-            method = method or _method(config, Datastore.open(folder).train)
             searched = (*own[known:], *(() if known else others))
             before = _before(out) if known else None
             size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
@@ -160,23 +230,6 @@ def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list
         train = Datastore.open(part.folder).train
         opened.append(neighbors.OpenIndex(neighbors.open_index(train, part.shards, method), train, part.number))
     return opened
-
-
-def _method(config: Config, train: Split) -> Method:
-    """The search method: from the settings, else from an earlier run of this stage, else the cheapest."""
-    if config.neighbors.search != "auto":
-        return config.neighbors.search
-    for shard in shards(config.datastore, "neighbors"):
-        for made in (shard, _before(shard)):
-            if not damage(made):
-                return parse_manifest(made)["counts"]["search"]
-    return cheapest(describe(train, config.neighbors), hardware_of(config.executor))
-
-
-def hardware_of(settings: ExecutorSettings) -> Hardware:
-    """What computes matrix products in the workers of this stage."""
-    cuda = settings.neighbors.gpus > 0 if settings.kind == "ray" else resolve("auto") == "cuda"
-    return "cuda" if cuda else "bfloat16" if has_bfloat16("cpu") else "float32"
 
 
 def neighbor_task(

@@ -35,7 +35,7 @@ from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
 from pipelines.stages.index import run_add, run_merge, run_train_index
 from pipelines.stages.materialize import run_materialize
-from pipelines.stages.neighbors import run_neighbors
+from pipelines.stages.neighbors import run_neighbors, with_search
 from pipelines.stages.ngrams import run_ngrams
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
@@ -69,7 +69,9 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
+    "ngrams": Stage(
+        run_ngrams, ("ngrams/*",), lambda config: with_search(config).neighbors.search == "ngrams", needs="chunk"
+    ),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
@@ -109,26 +111,34 @@ def build(
     folder = remote.local_folder(config.datastore)
     config = replace(config, datastore=folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
     view = view or StagesView()
-    with lock(folder), view.shown(names):
+    with lock(folder):
         remote.pull(folder)
         if rebuild:
-            if names[0] == "chunk":
+            if only in ("all", "chunk"):
                 corpus_stage.list_files_before_rebuild(config)
-            _remove_from(folder, names[0])
-        if append:
-            new = corpus_stage.files_to_append(config, executor)
-            appended, config = config, replace(config, corpus=replace(config.corpus, paths=()))
-            if new and _manifest_so_far(folder) and not corpus_stage.missing_generation(folder):
-                for name in names:  # nothing is added unless every finished stage agrees with the settings
+            _remove_from(folder, "chunk" if only == "all" else only)
+        # Stored neighbors decide whether n-grams are needed.
+        names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
+        with view.shown(names):
+            if append:
+                config = _append(config, executor, names)
+            for name in names:
+                with view.stage(name):
                     _run(config, executor, name)
-            if new:
-                corpus_stage.append(appended, new)
-        for name in names:
-            with view.stage(name):
-                _run(config, executor, name)
     return Datastore.open(folder)
+
+
+def _append(config: Config, executor: Executor, names: list[str]) -> Config:
+    """Add the files of the corpus that the datastore does not have; returns settings without files."""
+    new = corpus_stage.files_to_append(config, executor)
+    appended, config = config, replace(config, corpus=replace(config.corpus, paths=()))
+    if new and _manifest_so_far(config.datastore) and not corpus_stage.missing_generation(config.datastore):
+        for name in names:  # nothing is added unless every finished stage agrees with the settings
+            _run(config, executor, name)
+    if new:
+        corpus_stage.append(appended, new)
+    return config
 
 
 def _run(config: Config, executor: Executor, name: str) -> None:

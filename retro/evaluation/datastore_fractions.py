@@ -7,22 +7,40 @@ A document belongs to every fraction above its hash, so a larger fraction contai
 documents that the previous one lacks are searched, and the results are merged: all fractions together cost one search of the
 largest. Memory does not depend on the size of the datastore: a block of embeddings and the candidates of each held-out chunk.
 With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ordered by shared tokens, like the stored neighbors.
+
+Neighbors by n-grams depend on how many chunks hold an n-gram. So the lists of each fraction are written to a temporary folder, and
+searched like those of a datastore.
 """
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from indexing.embedding.lexical import token_weights
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
-from indexing.neighbors.search import NeighborSettings, merge_nearest, neighbors_of, stored_settings
+from indexing.neighbors.search import (
+    Index,
+    NeighborSettings,
+    OpenIndex,
+    find_neighbors,
+    merge_nearest,
+    neighbors_of,
+    open_index,
+    stored_settings,
+)
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
+from indexing.sparse.ngram_index import NgramLists
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.splitmix64 import mix
-from indexing.store.datastore import Datastore, Split
-from indexing.store.errors import InputError
+from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from retro.evaluation.sets import EvaluationSet
 
@@ -74,27 +92,19 @@ def search_fractions(
         one `PartialDatastore` for each fraction, smallest first.
 
     Raises:
-        InputError: the datastore has no embeddings, a datastore that it retrieves from cannot be opened, or the stored neighbors
-            were found by terms.
+        InputError: the datastore has no embeddings, a datastore that it retrieves from cannot be opened or lacks n-grams, or the
+            stored neighbors were found by terms.
     """
-    datastore, split = evaluation_set.datastore, evaluation_set.split
+    datastore = evaluation_set.datastore
     datastore.require("embed")
-    retrieval, settings = RetrievalSet.of(datastore), _search_settings(datastore, k)
+    retrieval, stored = RetrievalSet.of(datastore), stored_settings(datastore)
+    settings, method = stored or (NeighborSettings(rerank="embeddings"), "exact")
     order = None
     if settings.rerank == "tokens":
         order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
-    ids = np.full((num_chunks, settings.kept), -1, dtype=np.int64)
-    distances = np.full((num_chunks, settings.kept), np.inf, dtype=np.float32)
-    documents = chunks = 0
-    edges = sorted(set(fractions))
-    for low, high in zip([0.0, *edges], edges, strict=False):
-        for datastore_index, train in enumerate(retrieval.splits):
-            for part, begun in _parts(train, datastore_index, low, high, seed):
-                _search_part(split, train, datastore_index, part, settings, device, ids, distances)
-                documents, chunks = documents + begun, chunks + len(part)
-                advance(len(part))
-        best = ids if order is None else order.best(split.tokens.read(0, num_chunks), ids, distances, k)[0]
-        yield PartialDatastore(high, documents, chunks, best[:, :k].copy())
+    search = _Search(evaluation_set.split, num_chunks, k, retrieval, settings, order, seed, advance)
+    edges = [0.0, *sorted(set(fractions))]
+    return search.by_ngrams(edges) if method == "ngrams" else search.by_embeddings(edges, device)
 
 
 def points_of(documents: np.ndarray, datastore_index: int, seed: int) -> np.ndarray:
@@ -103,47 +113,127 @@ def points_of(documents: np.ndarray, datastore_index: int, seed: int) -> np.ndar
     return (bits >> np.uint64(11)) / 2.0**53  # 53 bits are exact in float64, so no value is rounded up to 1
 
 
-def _search_settings(datastore: Datastore, k: int) -> NeighborSettings:
-    """Return the settings of the stored neighbors, so that the whole datastore gives exactly these."""
-    stored = stored_settings(datastore)
-    settings = stored[0] if stored else NeighborSettings(rerank="embeddings")
-    if stored and stored[1] == "ngrams":
-        raise InputError(
-            f"evaluation.datastore_fractions: the neighbors of {datastore.folder} were found with neighbors.search = 'ngrams'. "
-            "Fractions are searched by embeddings, so only 'exact', 'lists' and 'index' are accepted."
-        )
-    candidates = max(k, settings.candidates) if settings.rerank == "tokens" else 4 * k + 16
-    return replace(settings, stored=k, candidates=candidates, materialized=0)
+@dataclass(frozen=True)
+class _Search:
+    """A search of growing fractions.
+
+    Attributes:
+        split, num_chunks, k: see `search_fractions`; the split has the queries.
+        retrieval: what is searched.
+        stored: settings of the stored neighbors.
+        order: for `rerank` = "tokens".
+        seed, advance: see `search_fractions`.
+    """
+
+    split: Split
+    num_chunks: int
+    k: int
+    retrieval: RetrievalSet
+    stored: NeighborSettings
+    order: SharedTokens | None
+    seed: int
+    advance: Advance
+
+    def by_embeddings(self, edges: list[float], device: str) -> Iterator[PartialDatastore]:
+        """Search the documents between two edges at a time, and merge the results."""
+        candidates = max(self.k, self.stored.candidates) if self.order is not None else 4 * self.k + 16
+        settings = replace(self.stored, stored=self.k, candidates=candidates, materialized=0)
+        ids = np.full((self.num_chunks, settings.kept), -1, dtype=np.int64)
+        distances = np.full((self.num_chunks, settings.kept), np.inf, dtype=np.float32)
+        documents = chunks = 0
+        for low, high in pairwise(edges):
+            for number, part, begun in self._parts(low, high):
+                self._merge(number, part, settings, device, ids, distances)
+                documents, chunks = documents + begun, chunks + len(part)
+            best = ids
+            if self.order is not None:
+                best = self.order.best(self.split.tokens.read(0, self.num_chunks), ids, distances, self.k)[0]
+            yield PartialDatastore(high, documents, chunks, best[:, : self.k].copy())
+
+    def _merge(
+        self,
+        number: int,
+        part: np.ndarray,
+        settings: NeighborSettings,
+        device: str,
+        ids: np.ndarray,
+        distances: np.ndarray,
+    ) -> None:
+        """Merge the nearest chunks of a part of one datastore into ids [n, kept] and distances [n, kept], in place."""
+        train = self.retrieval.splits[number]
+        index = ProductIndex(train.embeddings, device, ids=part)
+        for start, stop, vectors, tokens in self._queries():
+            near, far, _ = neighbors_of(vectors, index, train, settings, tokens=tokens)
+            candidates = [(ids[start:stop], distances[start:stop]), (neighbor_ids(number, near), far)]
+            ids[start:stop], distances[start:stop] = merge_nearest(candidates, settings.kept)
+
+    def by_ngrams(self, edges: list[float]) -> Iterator[PartialDatastore]:
+        """Search each fraction with its own lists of n-grams."""
+        stored, candidates = (max(self.k, each) for each in (self.stored.stored, self.stored.candidates))
+        settings = replace(self.stored, stored=stored, candidates=candidates, materialized=0)
+        splits, documents, chunks = self.retrieval.splits, 0, 0
+        indexes = [open_index(train, range(len(train.chunk_rows)), "ngrams") for train in splits]
+        for low, high in pairwise(edges):
+            for _, part, begun in self._parts(low, high):
+                documents, chunks = documents + begun, chunks + len(part)
+            chosen = [partial(_chosen, train, number, 0.0, high, self.seed) for number, train in enumerate(splits)]
+            searched = [
+                OpenIndex(_PartOfIndex(*part), train, number)
+                for number, (part, train) in enumerate(zip(zip(indexes, chosen, strict=True), splits, strict=True))
+            ]
+            found = np.empty((self.num_chunks, self.k), dtype=np.int64)
+            with tempfile.TemporaryDirectory(prefix="retro-fraction-") as folder:
+                lists = NgramLists.of_part(self.retrieval, chosen, Path(folder))
+                by_ngrams = NgramIndex(self.retrieval, lists, chunks)
+                for start, stop, vectors, tokens in self._queries():
+                    best = find_neighbors(
+                        vectors, tokens, searched, settings, order=self.order, by_ngrams=by_ngrams, first=self.k
+                    )
+                    found[start:stop] = best[0]
+            yield PartialDatastore(high, documents, chunks, found)
+
+    def _queries(self) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+        """Yield blocks of queries: the first and the stop, vectors [n, d], and tokens [n, m] with lengths [n]."""
+        for start in range(0, self.num_chunks, _BLOCK_QUERIES):
+            rows = start, min(start + _BLOCK_QUERIES, self.num_chunks)
+            tokens = self.split.tokens.read(*rows), self.split.lengths.read(*rows)
+            yield *rows, to_float32(self.split.embeddings.read(*rows)), tokens
+
+    def _parts(self, low: float, high: float) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Yield chunks of documents whose hashes are in [low, high), block by block: the number of the datastore, their ids [n], and the
+        number of these documents."""
+        for number, train in enumerate(self.retrieval.splits):
+            for start in range(0, train.num_chunks, _BLOCK_CHUNKS):
+                ids = np.arange(start, min(start + _BLOCK_CHUNKS, train.num_chunks), dtype=np.int64)
+                part = ids[_chosen(train, number, low, high, self.seed, ids)]
+                if len(part):
+                    yield number, part, int((train.documents_of(part)[1] == part).sum())
+                    self.advance(len(part))
 
 
-def _parts(train: Split, datastore_index: int, low: float, high: float, seed: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield ids of chunks whose documents' hashes are in [low, high), block by block, and the number of these documents."""
-    for start in range(0, train.num_chunks, _BLOCK_CHUNKS):
-        ids = np.arange(start, min(start + _BLOCK_CHUNKS, train.num_chunks), dtype=np.int64)
-        documents, first, _ = train.documents_of(ids)
-        points = points_of(documents, datastore_index, seed)
-        chosen = (points >= low) & (points < high) & (train.without_deleted(ids) >= 0)
-        if chosen.any():
-            yield ids[chosen], int((first == ids)[chosen].sum())
+@dataclass(frozen=True)
+class _PartOfIndex:
+    """An index that returns some of its chunks only.
+
+    Attributes:
+        index: over all chunks.
+        chosen: ids [n] → whether they are returned [n] bool.
+    """
+
+    index: Index
+    chosen: Callable[[np.ndarray], np.ndarray]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.index, name)
+
+    def search(self, queries: np.ndarray, k: int, *arguments: Any) -> np.ndarray:
+        """See `Index.search`."""
+        ids = self.index.search(queries, k, *arguments)
+        ids[ids >= 0] = np.where(self.chosen(ids[ids >= 0]), ids[ids >= 0], -1)
+        return ids
 
 
-def _search_part(
-    split: Split,
-    train: Split,
-    datastore_index: int,
-    part: np.ndarray,
-    settings: NeighborSettings,
-    device: str,
-    ids: np.ndarray,
-    distances: np.ndarray,
-) -> None:
-    """Merge the nearest chunks of a part into ids [n, kept] and distances [n, kept], in place."""
-    index = ProductIndex(train.embeddings, device, ids=part)
-    for start in range(0, len(ids), _BLOCK_QUERIES):
-        block = slice(start, min(start + _BLOCK_QUERIES, len(ids)))
-        bounds = (block.start, block.stop)
-        tokens = (split.tokens.read(*bounds), split.lengths.read(*bounds)) if settings.max_overlap < 1 else None
-        queries = to_float32(split.embeddings.read(*bounds))
-        near, far, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
-        candidates = [(ids[block], distances[block]), (neighbor_ids(datastore_index, near), far)]
-        ids[block], distances[block] = merge_nearest(candidates, settings.kept)
+def _chosen(train: Split, datastore_index: int, low: float, high: float, seed: int, ids: np.ndarray) -> np.ndarray:
+    """Whether chunks [n] int64 are in documents with a hash in [low, high) that are not deleted: [n] bool."""
+    points = points_of(train.documents_of(ids)[0], datastore_index, seed)
+    return (points >= low) & (points < high) & (train.without_deleted(ids) >= 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexing.sparse import ngram_index, ngram_search
-from indexing.sparse.ngram_index import FOLDER, Generation, NgramLists, write_ngrams, write_run
+from indexing.sparse.ngram_index import FOLDER, Generation, write_ngrams, write_run
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Split, shard_name, write_datastore_manifest
@@ -138,7 +138,7 @@ def test_blocks_and_parts_change_no_candidate(tmp_path, monkeypatch) -> None:
     whole = index.search(tokens, lengths, 20, 5, all_kept, own=True)
     monkeypatch.setattr(ngram_search, "_BLOCK_ROWS", 128)
     monkeypatch.setattr(ngram_search, "_ENTRIES", 1000)
-    monkeypatch.setattr(ngram_search, "_WIDE", 1)
+    monkeypatch.setattr(ngram_search, "NARROW", 1)
     parts = index.search(tokens, lengths, 20, 5, all_kept, own=True)
     np.testing.assert_array_equal(parts[0], whole[0])
     np.testing.assert_array_equal(parts[1], whole[1])
@@ -211,8 +211,6 @@ def test_damaged_lists_are_named(tmp_path) -> None:
     array = np.load(path)
     array[:] = 2**32 - 1
     np.save(path, array)
-    index = NgramIndex(
-        *((retrieval := RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),))), NgramLists.of(retrieval))
-    )
+    index = NgramIndex.open(RetrievalSet((split_of(tmp_path, [random_chunks(10, 200)]),)))
     with pytest.raises(InputError, match=r"chunks\.npy has changed"):
         index.search(*random_chunks(10, 200), 4, 2, all_kept, own=True)

@@ -28,8 +28,7 @@ LAYOUT = Layout(
     materialized=0,
     document_bytes=100.0,
     parquet_bytes=3000.0,
-    sparse_bytes=60.0,
-    terms_bytes=5000.0,
+    measured={"sparse": (60.0, 5000.0)},
 )
 
 
@@ -60,9 +59,8 @@ def measured(**changes) -> Measured:
             seconds_of(size),
             {name: 2 * took for name, took in seconds_of(size).items()},  # two threads
             16,
-            16,
             int(100 * size.documents + 9000),
-            int(60 * size.train_chunks + 5000),
+            {"sparse": int(60 * size.train_chunks + 5000)},
         )
         for size in (larger(1, shards=1), larger(4, shards=1, key="IVF512,PQ16x4fs"))
     )

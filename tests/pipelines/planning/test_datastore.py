@@ -9,6 +9,7 @@ import pytest
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import split_of
+from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli import main
@@ -32,6 +33,7 @@ from pipelines.planning.datastore import (
 from pipelines.planning.measure import measure
 from pipelines.planning.sample import draw_sample
 from pipelines.terminal import long_time
+from retro.model.settings import CopyHeadSettings
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.planning import sizes
 from tests.pipelines.planning.sizes import assert_bytes_close, larger, measured
@@ -125,11 +127,33 @@ def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
 
 def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:
     auto = replace(CONFIG, neighbors=NeighborSettings())
-    all_lists, few_lists = (replace(measured().large, nprobe=n, list_nprobe=n) for n in (512, 1))
-    few, many = (size_of(auto, [few_lists], 32, tokens=tokens) for tokens in (1e5, 1e11))
-    assert search_of(auto, few, all_lists, 32) == "exact"
-    assert search_of(auto, many, few_lists, 32) == "index"
+    dense = replace(auto, embedder=EmbedderSettings(kind="transformer", path="model"), neighbors=NeighborSettings())
+    all_lists, few_lists = (replace(measured().large, list_nprobe=n) for n in (512, 1))
+    few, many = (size_of(auto, [few_lists], 32, tokens=tokens) for tokens in (1e6, 1e11))
+    assert search_of(auto, few, all_lists, 32) == "ngrams"
+    assert search_of(dense, few, all_lists, 32) == "exact"
+    assert search_of(dense, few, few_lists, 32) == "lists"
+    assert search_of(dense, many, few_lists, 32) == "index"
     assert search_of(CONFIG, few, all_lists, 32) == "index"
+
+
+def test_bytes_of_ngrams_follow_the_logarithm_of_the_chunks() -> None:
+    """C++ documentation in chunks of 32 tokens: bytes per chunk of random documents, and of all."""
+    counted = {20_300: 192.8, 85_451: 179.4, 339_575: 162.0}
+    small, large, whole = (
+        replace(
+            measured().large,
+            size=replace(sizes.SIZE, train_chunks=chunks, chunks=chunks),
+            measured_bytes={"ngrams": round(chunks * each)},
+        )
+        for chunks, each in counted.items()
+    )
+    samples = measured(small=small, large=large, search="ngrams")
+    tokens = samples.large.size.tokens * 339_575 / 85_451 * 4 / 3  # a quarter is held out
+    plan = plan_for(CONFIG, samples, tokens=tokens)
+    assert plan.size.train_chunks == pytest.approx(339_575, rel=0.01)
+    assert plan.bytes["ngrams"] == pytest.approx(whole.measured_bytes["ngrams"], rel=0.03)
+    assert plan_for(CONFIG, samples, tokens=1e16).bytes["ngrams"] > 0
 
 
 def test_an_index_that_fits_into_no_memory_names_the_setting() -> None:
@@ -200,11 +224,26 @@ def test_plan_has_the_bytes_and_the_steps_of_the_real_datastore(tmp_path, tiny_c
 
 
 @pytest.mark.slow
+def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    heads = replace(config.model, copy_head=CopyHeadSettings(context=True, neighbors=True, datastore=True))
+    config = replace(config, model=heads)
+    plan = plan_for(config, measure(config, sample_bytes=60_000))
+    datastore = build_local(config)
+    for name in ("suffixes", "votes"):
+        assert plan.bytes[name] == pytest.approx(sizes.folder_bytes(datastore.folder / name), rel=0.05), name
+        assert any(step.name.startswith(name) for step in plan.steps)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="no corpora here")
 def test_plan_predicts_the_bytes_of_a_real_corpus(tmp_path) -> None:
     corpus = CorpusSettings(paths=(str(SHARED_DATA / "ethereum_eips/eips.jsonl.zst"),))
     config = Config(datastore=tmp_path / "datastore", corpus=corpus)
-    assert_bytes_close(build_local(config), plan_for(config, measure(config, sample_bytes=2 * 10**6)).bytes)
+    plan = plan_for(config, measure(config, sample_bytes=2 * 10**6))
+    assert {"ngrams", "ngrams, merge"} < {step.name for step in plan.steps}
+    assert plan.bytes["ngrams"] > 7e6
+    assert_bytes_close(build_local(config), plan.bytes)
 
 
 def test_plan_without_a_corpus_requires_the_number_of_tokens(tmp_path) -> None:

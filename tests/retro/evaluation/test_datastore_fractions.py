@@ -1,12 +1,14 @@
 """Fractions of the datastore are nested and uniform over documents. Each is searched like a whole datastore."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from indexing import machine
+from indexing.corpus.readers import CorpusSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import fingerprint
@@ -141,14 +143,53 @@ def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch
     assert half.found.shape == whole.found.shape
 
 
-def test_neighbors_that_fractions_cannot_have_are_refused(tmp_path: Path) -> None:
-    """By n-grams, or by the terms of earlier versions."""
+@pytest.fixture(scope="module")
+def by_ngrams(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    """A datastore of two generations whose neighbors share n-grams."""
+    folder = tmp_path_factory.mktemp("ngrams")
+    files = [write_corpus(folder / f"{seed}.jsonl", 60, seed, num_paragraphs=60) for seed in range(2)]
+    files[1].write_text(files[1].read_text().replace("doc-", "more-"))  # ids are different
     settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
-    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20), neighbors=settings)
-    by_ngrams = EvaluationSet("ngrams", build_local(config))
-    with pytest.raises(InputError, match=r"datastore_fractions.*neighbors\.search = 'ngrams'"):
-        next(search_fractions(by_ngrams, 4, 4, (1.0,)))
-    by_terms = with_setting(by_ngrams, tmp_path / "copy", "neighbors.retrieval", "sparse")
+    config = tiny_config(folder, files[0], neighbors=settings)
+    build_local(config)
+    return build_local(replace(config, corpus=replace(config.corpus, paths=tuple(map(str, files)))), append=True)
+
+
+@pytest.mark.parametrize("rerank", ["tokens", "embeddings"])
+def test_the_whole_datastore_gives_the_stored_neighbors_by_ngrams(
+    by_ngrams: Datastore, tmp_path: Path, rerank: str
+) -> None:
+    datastore = by_ngrams
+    if rerank == "embeddings":
+        settings = NeighborSettings(stored=6, candidates=24, rerank=rerank, search="ngrams")
+        folder = shutil.copytree(by_ngrams.folder, tmp_path / "datastore")
+        config = tiny_config(tmp_path, Path(), corpus=CorpusSettings(shard_bytes=30_000, split=(900, 100, 0)))
+        datastore = build_local(replace(config, datastore=folder, neighbors=settings), only="neighbors", rebuild=True)
+    held_out = EvaluationSet("valid", datastore)
+    (whole,) = search_fractions(held_out, held_out.split.num_chunks, 4, (1.0,))
+    stored = held_out.split.neighbor_ids.read(0, held_out.split.num_chunks)[:, :4]
+    assert whole.chunks == datastore.train.num_chunks
+    assert whole.documents == datastore.train.num_documents
+    assert (whole.found == stored).all()
+
+
+def test_ngrams_of_a_fraction_are_counted_in_the_fraction(by_ngrams: Datastore, tmp_path: Path) -> None:
+    """As if the other documents were deleted and the datastore built again."""
+    held_out, train = EvaluationSet("valid", by_ngrams), by_ngrams.train
+    half = next(search_fractions(held_out, 60, 4, (0.5, 1.0)))
+    everything = np.arange(train.num_chunks)
+    numbers = train.documents_of(everything)[0]
+    inside = points_of(numbers, 0, 0) < 0.5
+    assert (half.chunks, half.documents) == (inside.sum(), len(np.unique(numbers[inside])))
+    assert np.isin(half.found[half.found >= 0], everything[inside]).all()
+    copy = Datastore.open(shutil.copytree(by_ngrams.folder, tmp_path / "copy"))
+    delete_documents(copy.folder, {row["id"] for row in train.metadata(np.unique(numbers[~inside]).tolist())})
+    (left,) = search_fractions(EvaluationSet("copy", copy), 60, 4, (1.0,))
+    assert np.array_equal(left.found, half.found)
+
+
+def test_neighbors_by_the_terms_of_earlier_versions_are_refused(held_out: EvaluationSet, tmp_path: Path) -> None:
+    by_terms = with_setting(held_out, tmp_path / "copy", "neighbors.retrieval", "sparse")
     with pytest.raises(InputError, match=r"neighbors\.retrieval = 'sparse'.*--stage neighbors --rebuild"):
         next(search_fractions(by_terms, 4, 4, (1.0,)))
 
