@@ -40,6 +40,7 @@ from retro.model.positions import (
     TransformerXLPositions,
     positions_of,
 )
+from retro.model.reader import ReadingAttention, ReadNeighbors, query_rotation, readable_tokens
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -96,6 +97,7 @@ class Decoder:
             *model.self_scheme, range(context), keys, placement.device, rope=model.settings.rope
         )
         self.window_positions: Positions | None = None  # None until the size of the neighbors is known
+        self.reading_rotation: Tensor | None = None  # of queries that read them with self-attention, by position
         self.layers: list[Any] = model.layers
         self.crosses: list[Any] = [layer.cross for layer in self.layers if layer.cross is not None]
         self.distance_keys = self._distance_keys(
@@ -254,6 +256,8 @@ class Decoder:
         model = self.model
         cca_layers = model.settings.retrieval.cca_layers if any(row.retrieve for row in span.rows) else ()
         h = model.embed_at(span.tokens, span.positions)
+        if model.settings.decoder_reads:
+            self._encode_completed(span)
         self_positions, cross_positions = self._self_positions(span), None
         for layer, (_, attention, _, feed_forward) in enumerate(self.layers, start=1):
             reads = h if model.settings.parallel_residual else None
@@ -285,7 +289,22 @@ class Decoder:
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
+        if isinstance(attention, ReadingAttention) and (neighbors := self._neighbors_to_read(layer, span)):
+            y = attention.attend_to_both(q, positions, k, v, span.mask, False, neighbors)
+            read: Tensor = attention.o_proj(y.flatten(2))
+            return read
         return attention.attend(q, positions, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
+
+    def _neighbors_to_read(self, layer: int, span: _Pass) -> ReadNeighbors | None:
+        """Return the neighbors of the rows' last complete chunks for self-attention; None if there are none."""
+        readable = self.cache.readable[span.slots, : span.num_neighbors].flatten(1)  # [N, K·R]
+        if self.reading_rotation is None or not readable.shape[1]:
+            return None
+        keys, values = (
+            kept[span.slots, layer, :, : readable.shape[1]].transpose(1, 2)
+            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        return ReadNeighbors(keys, values, readable, self.reading_rotation[:, span.positions])
 
     def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass, first: Tensor | None = None) -> Tensor | None:
         """Return the keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
@@ -324,6 +343,11 @@ class Decoder:
         """
         chunk, at, offsets = self.cache.chunk, span.at[:, None], span.positions % self.m
         chunk[at, offsets[:, :1]] = h[:, :1]
+        self._encode_completed(span)
+        chunk[at, offsets[:, 1:]] = h[:, 1:]
+
+    def _encode_completed(self, span: _Pass) -> None:
+        """Encode the neighbors of chunks that end with the first token of the pass."""
         completing = [
             index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
         ]
@@ -332,16 +356,21 @@ class Decoder:
             part = {index: own for index, own in neighbors.items() if len(own.tokens) == k}
             tokens, lengths = (np.stack([own[field] for own in part.values()]) for field in range(2))
             self._encode_neighbors(span.at[list(part)], tokens, lengths)
-        chunk[at, offsets[:, 1:]] = h[:, 1:]
 
     def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
         """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the slots `at` [A]."""
         model, tokens, cache, (_, k, r) = self.model, self._put(neighbors)[:, None], self.cache, neighbors.shape
-        readable = neighbor_mask(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
-        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
+        of_neighbors = readable_tokens if model.settings.decoder_reads else neighbor_mask
+        readable = of_neighbors(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
         self._prepare_for_neighbors(k, r)
         cache.readable[at] = False
         cache.readable[at, :k] = readable[:, 0]
+        if model.settings.decoder_reads:
+            new = model.encode_neighbors(tokens[:, 0])  # [A, L, G, K·R, C]
+            for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
+                cached[at, :, :, : rows.shape[3]] = rows.to(cached.dtype)
+            return
+        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         for layer, cross in enumerate(self.crosses):
             new = cross.block.keys_values(encoded, self.window_positions)
             for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
@@ -384,6 +413,10 @@ class Decoder:
         if k <= self.cache.readable.shape[1]:
             return
         self.cache.make_neighbors(k, r)
+        if self.model.settings.decoder_reads:
+            at = torch.arange(r, self.context + r, device=self.placement.device)
+            self.reading_rotation = query_rotation(self.model.settings, at)
+            return
         self.window_positions = positions_of(
             *self.model.cross_scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )

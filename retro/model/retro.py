@@ -40,6 +40,7 @@ from retro.model.loss import Mixture, token_losses
 from retro.model.masks import document_positions, document_starts, neighbor_mask, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
 from retro.model.positions import Positions, positions_of
+from retro.model.reader import PackedNeighbors, ReadingAttention, neighbor_positions, neighbor_window
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -130,12 +131,13 @@ class Retro(nn.Module):
             if not getattr(settings, key):
                 raise InputError(f"model.{key} is 0: set it, or take the datastore's with `datastore_fit.fit_to`.")
         self.settings = settings
+        assert not (settings.decoder_reads and settings.retrieval.cca_layers), "resolved settings have one reader"
         width, head_dim, dropout = settings.d_model, settings.attention.head_dim, settings.dropout
         self.self_scheme = settings.attention.positions, width, head_dim
         self.cross_scheme = settings.retrieval_positions, width, head_dim
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
         attention = partial(
-            Attention,
+            ReadingAttention if settings.decoder_reads else Attention,
             width,
             num_heads=settings.attention.num_heads,
             head_dim=head_dim,
@@ -359,6 +361,10 @@ class Retro(nn.Module):
         )
         mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
+        packed: dict[str, PackedNeighbors] = {}
+        if inputs.retrieves and self.settings.decoder_reads:
+            reading = packed["reading"] = PackedNeighbors.of(inputs, self.settings)
+            h = reading.pack(h, self.embed_at(neighbors, None))
         if inputs.retrieves and self.settings.retrieval.cca_layers:
             k, r = neighbors.shape[2:]
             cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
@@ -371,7 +377,13 @@ class Retro(nn.Module):
         for layer in self.layers:
             reads = h if self.settings.parallel_residual else None
             h = layer.attention(
-                h, self_positions, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(layer.name)
+                h,
+                self_positions,
+                mask=mask,
+                causal=not num_virtual,
+                starts=starts,
+                virtual=virtual.get(layer.name),
+                **packed,
             )
             if layer.cross is not None and inputs.retrieves:
                 if encoded is None:
@@ -382,4 +394,22 @@ class Retro(nn.Module):
             else:
                 h, routed = layer.feed_forward(h, queues, reads=reads)
                 routing = routed if routing is None else routing + routed
+        if packed:
+            h, _ = packed["reading"].unpack(h)
         return h, encoded, routing
+
+    def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C] each.
+
+        For caches: `run_layers` encodes the neighbors of a batch together with its text.
+        """
+        (n, k, r), device = neighbors.shape, neighbors.device
+        positions, mask = neighbor_positions(self.settings, r, device), neighbor_window(self.settings, r, device)
+        h, kept = self.embed_at(neighbors.flatten(0, 1), None), []
+        for layer in self.layers:
+            reads = h if self.settings.parallel_residual else None
+            h, *keys_values = layer.attention(h, positions, mask=mask, causal=True, return_keys_values=True)
+            h = layer.feed_forward(h, reads=reads)
+            kept.append([rearrange(part, "(n k) r g c -> n g (k r) c", k=k) for part in keys_values])
+        keys, values = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
+        return keys, values

@@ -104,7 +104,7 @@ def _read(model: Retro, head: CopyHead, batch: Inputs, placement: Placement) -> 
         hidden, _ = model.hidden(batch)
         mixture = head.mixture(hidden, labels, others)
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
-        if model.settings.retrieval.cca_layers:
+        if model.settings.activations_read:
             off = model.token_losses(batch.off())
     longest, agree = longest_match(own.matches)
     counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)

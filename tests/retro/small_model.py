@@ -64,6 +64,16 @@ SCHEMES: dict[str, dict[str, Any]] = {
     },
     "copying": {"copy_head.context": True, "copy_head.neighbors": True},
     "copying by content": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
+    "reading": {  # the decoder reads neighbors itself: Qwen3 with a sliding window
+        "retrieval.reader": "decoder",
+        "retrieval.cca_layers": (),
+        "attention.num_kv_heads": 1,
+        "attention.qk_norm": True,
+        "attention.bias": "qkv",
+        "attention.sliding_window": 6,
+        "activation": "swiglu",
+        "norm_eps": 1e-5,
+    },
     "neox": {  # with Llama 3's scaling
         "norm": "layer",
         "norm_eps": 1e-5,
@@ -190,6 +200,11 @@ def first_difference(a: Tensor, b: Tensor) -> int:
     """First position of [B, T, V] at which two outputs differ in any bit; T if they are equal."""
     differs = (a != b).any(-1).any(0)
     return int(differs.int().argmax()) if differs.any() else T
+
+
+def neighbor_table(model: Retro) -> Tensor:
+    """The embeddings of neighbors."""
+    return model.embedding.weight if model.settings.decoder_reads else model.encoder.embedding.weight
 
 
 def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:

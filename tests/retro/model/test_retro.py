@@ -26,6 +26,7 @@ from tests.retro.small_model import (
     first_difference,
     logits,
     loss_of,
+    neighbor_table,
 )
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
@@ -62,16 +63,15 @@ def test_a_token_affects_no_earlier_logit(scheme, position, row):
 def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(scheme):
     model = build(scheme, tied_embeddings=False)  # untied, so the embedding's gradients come from the inputs alone
     tokens = torch.arange(T)[None]  # every position and every neighbor has unique ids
-    neighbors = (torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
+    neighbors = (T + torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
     output = model(Inputs(tokens, None, neighbors)).square().sum(-1)[0]
     for position in range(T):
-        token_gradients = embedding_gradients(model, output[position], model.embedding.weight)
+        token_gradients = embedding_gradients(model, output[position], model.embedding.weight)[:T]
         assert (token_gradients[: position + 1] > 0).all()
         assert (token_gradients[position + 1 :] == 0).all()
-        table = model.encoder.embedding.weight
         readable = (position + 1) // M  # chunks whose last token is at or before this position
         if readable:
-            neighbor_gradients = embedding_gradients(model, output[position], table)
+            neighbor_gradients = embedding_gradients(model, output[position], neighbor_table(model))[T:]
             assert (neighbor_gradients[: readable * K] > 0).all()
             assert (neighbor_gradients[readable * K :] == 0).all()
 
@@ -85,10 +85,9 @@ def test_rows_of_a_batch_are_independent(scheme):
     output = model(Inputs(tokens, None, neighbors, lengths)).square().sum((1, 2))
     own = embedding_gradients(model, output[0], model.embedding.weight) > 0
     assert own[:T].all()
-    assert not own[
-        25 if model.settings.copy_head.content_width else T :
-    ].any()  # keys of neighbors are of this table too
-    assert not (embedding_gradients(model, output[0], model.encoder.embedding.weight)[25:] > 0).any()
+    shared = model.settings.copy_head.content_width or model.settings.decoder_reads  # neighbors are of this table too
+    assert not own[25 if shared else T :].any()
+    assert not (embedding_gradients(model, output[0], neighbor_table(model))[25:] > 0).any()
 
 
 @every_scheme
@@ -122,9 +121,10 @@ def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     other = torch.where(missing, (neighbors + 7) % V, neighbors)
     model = cached_model(scheme)
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens, None, other, lengths))
+    model = build(scheme, tied_embeddings=False)
     encoder_gradients = torch.autograd.grad(
         model(Inputs(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths)).square().sum(),
-        model.encoder.embedding.weight,
+        neighbor_table(model),
     )[0]
     assert (encoder_gradients[49] == 0).all()
 
