@@ -1,6 +1,6 @@
 """Add retrieval to a trained model without training: a copy head that reads neighbors, fitted with a few forward passes.
 
-    checkpoint ─ + copy_head.neighbors ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
+    checkpoint ─ (+ retrieval.reader) + copy_head.neighbors ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
 
 All weights of the checkpoint stay the same to the bit, so retrieval OFF is the model as it was.
 """
@@ -39,9 +39,10 @@ def add_retrieval(
     *,
     k: int,
     num_tokens: int,
+    reader: str = "",
     advance: Advance = lambda _: None,
 ) -> CopyFit:
-    """Write a model that copies from neighbors, and otherwise equals the checkpoint, as one file.
+    """Write a model that copies from neighbors, and OFF equals the checkpoint, as one file.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
@@ -52,17 +53,19 @@ def add_retrieval(
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
+        reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the checkpoint.
         advance: receives numbers of tokens that were read.
 
     Raises:
         InputError: the model copies from neighbors already; or the datastore has another tokenizer, another chunk length than
-            a model with retrieval, or fewer stored neighbors.
+            a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
     """
     if checkpoint.model.copy_head.neighbors:
         raise InputError(
             f"{checkpoint.path} copies from neighbors already. Use it with --datastore, or train it further."
         )
     datastore = Datastore.open(folder)
+    checkpoint = replace(checkpoint, model=_with_reader(checkpoint, reader))
     settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]))
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
@@ -85,6 +88,17 @@ def _counted(batches: Iterable[Inputs], advance: Advance) -> Iterator[Inputs]:
     for batch in batches:
         yield batch
         advance(batch.tokens.numel())
+
+
+def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
+    """Settings of the checkpoint with another reader, which has no weights."""
+    base = checkpoint.model
+    if reader == "decoder" and base.retrieval.cca_layers:
+        raise InputError(
+            f"reader = 'decoder': {checkpoint.path} reads neighbors with cross-attention (model.retrieval.cca_layers = "
+            f"{list(base.retrieval.cca_layers)}); only a decoder without it can read them itself."
+        )
+    return updated(base, {"retrieval.reader": reader or base.retrieval.reader})
 
 
 def _settings(base: ModelSettings, chunk_length: int) -> ModelSettings:

@@ -64,16 +64,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     },
     "copying": {"copy_head.context": True, "copy_head.neighbors": True},
     "copying by content": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
-    "reading": {  # the decoder reads neighbors itself: Qwen3 with a sliding window
-        "retrieval.reader": "decoder",
-        "retrieval.cca_layers": (),
-        "attention.num_kv_heads": 1,
-        "attention.qk_norm": True,
-        "attention.bias": "qkv",
-        "attention.sliding_window": 6,
-        "activation": "swiglu",
-        "norm_eps": 1e-5,
-    },
     "neox": {  # with Llama 3's scaling
         "norm": "layer",
         "norm_eps": 1e-5,
@@ -89,7 +79,20 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "scaled_embeddings": False,
     },
 }
+READERS: dict[str, dict[str, Any]] = {
+    "reading": {  # the decoder reads neighbors itself: Qwen3 with a sliding window
+        "retrieval.reader": "decoder",
+        "retrieval.cca_layers": (),
+        "attention.num_kv_heads": 1,
+        "attention.qk_norm": True,
+        "attention.bias": "qkv",
+        "attention.sliding_window": 6,
+        "activation": "swiglu",
+        "norm_eps": 1e-5,
+    },
+}
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_scheme_and_reader = pytest.mark.parametrize("scheme", [*SCHEMES, *READERS])
 few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
 
@@ -106,7 +109,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model in which every part matters: all parameters are perturbed, as biases u and v start at zero."""
     torch.manual_seed(0)
-    model = Retro(updated(SETTINGS, {**SCHEMES[scheme], **changes})).eval()
+    model = Retro(updated(SETTINGS, {**(SCHEMES | READERS)[scheme], **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
 from retro.model.inputs import Inputs
 from retro.model.settings import updated
 from retro.training.added_retrieval import add_retrieval
@@ -47,7 +49,7 @@ def base(request: pytest.FixtureRequest, config: Config) -> Checkpoint:
     return trained(config, request.param, BASES[request.param])
 
 
-def added(base: Checkpoint, folder: Path, file: Path, **options: int) -> tuple[Checkpoint, CopyFit]:
+def added(base: Checkpoint, folder: Path, file: Path, **options: Any) -> tuple[Checkpoint, CopyFit]:
     fit = add_retrieval(base, folder, file, HERE, **{"k": 2, "num_tokens": 1000} | options)
     return open_checkpoint(file), fit
 
@@ -75,6 +77,34 @@ def test_off_equals_the_base_to_the_bit_and_on_copies(
     model = LanguageModel.open(found.path)  # it names the datastore
     assert np.array_equal(model.score([text])[0], of_base)
     assert not np.array_equal(model.score([text], k=2)[0], of_base)
+
+
+def test_the_decoder_can_read_the_neighbors_too(
+    base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    file = tmp_path / "reads.safetensors"
+    if base.model.retrieval.cca_layers:
+        with pytest.raises(InputError, match=r"reader = 'decoder': .* reads neighbors with cross-attention .*\[2, 3\]"):
+            added(base, tiny_datastore.folder, file, reader="decoder")
+        return
+    found, fit = added(base, tiny_datastore.folder, file, reader="decoder")
+    assert (found.model.decoder_reads, found.model.copy_head.neighbors) == (True, True)
+    assert torch.equal(logits(found), logits(base))
+    copies, _ = added(base, tiny_datastore.folder, tmp_path / "copies.safetensors")
+    neighbors = torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 40
+    assert not torch.equal(logits(found, neighbors), logits(copies, neighbors))
+    assert fit.after < fit.before
+
+    text = tiny_datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    model = LanguageModel.open(found.path)
+    assert np.array_equal(model.score([text])[0], LanguageModel.open(base.path, tiny_datastore.folder).score([text])[0])
+    scores, settings = model.score([text], k=2)[0], GenerationSettings(max_tokens=4, temperature=0, ignore_eos=True)
+    assert not np.array_equal(scores, model.score([text])[0])
+    (prompt,) = [text[:40]]
+    new = [token for step in model.generate([prompt], settings, k=2) for token in step]
+    whole = np.append(prompt, [token.token for token in new])
+    again = model.score([whole], k=2)[0][-len(new) :]
+    np.testing.assert_allclose([token.log_probability for token in new], again, rtol=1e-3, atol=1e-3)
 
 
 def test_the_file_names_its_base_and_its_datastore(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
