@@ -40,7 +40,7 @@ from retro.model.positions import (
     TransformerXLPositions,
     positions_of,
 )
-from retro.model.reader import ReadingAttention, ReadNeighbors, query_rotation, readable_tokens
+from retro.model.reader import ReadingAttention, ReadNeighbors, readable_tokens, rotation_at
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -291,8 +291,7 @@ class Decoder:
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
         if isinstance(attention, ReadingAttention) and (neighbors := self._neighbors_to_read(layer, span)):
             y = attention.attend_to_both(q, positions, k, v, span.mask, False, neighbors)
-            read: Tensor = attention.o_proj(y.flatten(2))
-            return read
+            return attention.project_output(y)
         return attention.attend(q, positions, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
 
     def _neighbors_to_read(self, layer: int, span: _Pass) -> ReadNeighbors | None:
@@ -415,7 +414,7 @@ class Decoder:
         self.cache.make_neighbors(k, r)
         if self.model.settings.decoder_reads:
             at = torch.arange(r, self.context + r, device=self.placement.device)
-            self.reading_rotation = query_rotation(self.model.settings, at)
+            self.reading_rotation = rotation_at(self.model.settings, at)
             return
         self.window_positions = positions_of(
             *self.model.cross_scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)

@@ -158,7 +158,8 @@ def dot_product_attention_with_lse(
     if q.device.type == "cpu" and not (torch.is_grad_enabled() and q.requires_grad):
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale)  # type: ignore[no-any-return]
+        y, lse = flash(q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale)
+        return y, lse
     if causal and mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = _scores(q, k, mask, scale).float()

@@ -163,7 +163,12 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     It keeps the copying from its own context.
     """
     settings = resolve(settings)
-    without = {"retrieval.reader": "", "retrieval.cca_layers": (), "copy_head.neighbors": False, "copy_head.content_width": 0}
+    without = {
+        "retrieval.reader": "",
+        "retrieval.cca_layers": (),
+        "copy_head.neighbors": False,
+        "copy_head.content_width": 0,
+    }
     plain = updated(settings, without)
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.experts.num_experts - 1)

@@ -29,7 +29,7 @@ from retro.model.copy_matches import Windows
 from retro.model.inputs import Inputs
 from retro.model.kernels import dot_product_attention, dot_product_attention_with_lse
 from retro.model.masks import document_positions, neighbor_mask, some_key, visible
-from retro.model.positions import Positions, RopePositions, positions_of, rotate, waves
+from retro.model.positions import Positions, RopePositions, rotate, waves
 from retro.model.settings import ModelSettings
 
 
@@ -38,7 +38,7 @@ class ReadNeighbors(NamedTuple):
 
     Attributes:
         keys: finished keys, [W, K·R, G, C].
-        values: [W, K·R, G, C].
+        values: their values, [W, K·R, G, C].
         readable: bool [W, K·R].
         rotation: of the queries, [2, T, 1, C/2] or [2, B, T, 1, C/2]: positions in their documents plus R.
         windows: which queries read the neighbors of which window; None = those of row n read the neighbors n.
@@ -64,7 +64,7 @@ class PackedNeighbors(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    positions: Positions
+    positions: RopePositions
     mask: Tensor | None
     readable: Tensor
     rotation: Tensor
@@ -83,13 +83,13 @@ class PackedNeighbors(NamedTuple):
             neighbor_positions(settings, r, device),
             neighbor_window(settings, r, device),
             readable_tokens(inputs.neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1).flatten(1),
-            query_rotation(settings, at + r),
+            rotation_at(settings, at + r),
             Windows(m, num_readers, num_chunks, num_rows),
         )
 
     def pack(self, text: Tensor, neighbors: Tensor) -> Tensor:
-        """The stream [S, ...] of a text [B, T, ...] and of neighbors [B', U, K, R, ...]."""
-        return torch.cat((text.flatten(0, 1), neighbors.flatten(0, 3)))
+        """The stream [S, ...] of a text [B, T, ...] and of neighbors [N, R, ...]."""
+        return torch.cat((text.flatten(0, 1), neighbors.flatten(0, 1)))
 
     def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The text [B, T, ...] and the neighbors [N, R, ...] of a stream [S, ...]."""
@@ -100,12 +100,21 @@ class PackedNeighbors(NamedTuple):
 
 def readable_tokens(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
     """True for tokens of the neighbors that the text reads: bool [B', U, K, R]. See `neighbor_mask`; all but the first token."""
-    return neighbor_mask(neighbors, lengths, documents) & (torch.arange(neighbors.shape[3], device=neighbors.device) > 0)
+    return neighbor_mask(neighbors, lengths, documents) & (
+        torch.arange(neighbors.shape[3], device=neighbors.device) > 0
+    )
 
 
-def neighbor_positions(settings: ModelSettings, r: int, device: torch.device) -> Positions:
+def rotation_at(settings: ModelSettings, at: Tensor) -> Tensor:
+    """Rotation of queries or keys at positions [T] or [B, T]: [2, T, 1, C/2] or [2, B, T, 1, C/2]."""
+    rotation = torch.stack(waves(at.flatten(), settings.rotary_dim // 2, settings.rope))
+    return rotation.unflatten(1, at.shape)[..., None, :]
+
+
+def neighbor_positions(settings: ModelSettings, r: int, device: torch.device) -> RopePositions:
     """Positions of the tokens of a neighbor in its own attention."""
-    return positions_of("rope", settings.d_model, settings.attention.head_dim, range(r), range(r), device, rope=settings.rope)
+    rotation = rotation_at(settings, torch.arange(r, device=device))
+    return RopePositions(rotation, rotation)
 
 
 def neighbor_window(settings: ModelSettings, r: int, device: torch.device) -> Tensor | None:
@@ -114,16 +123,12 @@ def neighbor_window(settings: ModelSettings, r: int, device: torch.device) -> Te
     return visible(at, at, settings.attention.sliding_window) if 0 < settings.attention.sliding_window < r else None
 
 
-def query_rotation(settings: ModelSettings, at: Tensor) -> Tensor:
-    """Rotation of queries at positions [T] or [B, T]: [2, T, 1, C/2] or [2, B, T, 1, C/2]."""
-    rotation = torch.stack(waves(at.flatten(), settings.rotary_dim // 2, settings.rope))
-    return rotation.unflatten(1, at.shape)[..., None, :]
-
-
 class ReadingAttention(Attention):
     """Self-attention that can read neighbors; the parameters are those of `Attention`."""
 
-    def forward(self, x: Tensor, positions: Positions, *args: Any, reading: PackedNeighbors | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, x: Tensor, positions: Positions, *args: Any, reading: PackedNeighbors | None = None, **kwargs: Any
+    ) -> Any:
         """As `Attention.forward`; with `reading` the input and the output are packed streams [S, D]."""
         if reading is None:
             return super().forward(x, positions, *args, **kwargs)
@@ -144,16 +149,17 @@ class ReadingAttention(Attention):
         (k, near_k), (v, near_v) = map(reading.unpack, self.project_keys_values(x))
         q, near_q = reading.unpack(self.project_queries(x))
         near_k, num_windows = self.finish_keys(near_k, reading.positions), len(reading.readable)
-        near_y = dot_product_attention(
-            *(part.transpose(1, 2) for part in (rotate(near_q, reading.positions.query), near_k, near_v)),  # type: ignore[union-attr]
-            reading.mask,
-            True,
-            self.scale,
-        )
+        own_q = rotate(near_q, reading.positions.query)
+        own = dot_product_attention(*_by_head(own_q, near_k, near_v), bias=reading.mask, causal=True, scale=self.scale)
         keys, values = (part.reshape(num_windows, -1, *part.shape[2:]) for part in (near_k, near_v))  # [W, K·R, G, C]
         neighbors = ReadNeighbors(keys, values, reading.readable, reading.rotation, reading.windows)
         y = self.attend_to_both(q, positions, self.finish_keys(k, positions), v, mask, causal, neighbors)
-        return self.o_proj(torch.cat([part.flatten(2).flatten(0, 1) for part in (y, near_y.transpose(1, 2))]))
+        return self.project_output(reading.pack(y, own.transpose(1, 2)))
+
+    def project_output(self, y: Tensor) -> Tensor:
+        """Project sums of values [..., H, C] to the stream, [..., D]."""
+        projected: Tensor = self.o_proj(y.flatten(-2))
+        return projected
 
     def attend_to_both(
         self,
@@ -180,22 +186,23 @@ class ReadingAttention(Attention):
             neighbors: what the queries read.
         """
         assert isinstance(positions, RopePositions)
-        text, text_lse = dot_product_attention_with_lse(
-            *(part.transpose(1, 2) for part in (rotate(q, positions.query), k, v)), mask, causal, self.scale
-        )
-        reads, readable = rotate(q, neighbors.rotation), neighbors.readable[:, None, None]  # [W, 1, 1, K·R]
-        windows = neighbors.windows
+        text_q, reads, windows = rotate(q, positions.query), rotate(q, neighbors.rotation), neighbors.windows
         if windows is not None:
             reads = windows.split(reads)
-        read, lse = dot_product_attention_with_lse(
-            *(part.transpose(1, 2) for part in (reads, neighbors.keys, neighbors.values)),
-            some_key(readable),
-            False,
-            self.scale,
+        text, text_lse = dot_product_attention_with_lse(
+            *_by_head(text_q, k, v), mask=mask, causal=causal, scale=self.scale
         )
+        readable = neighbors.readable[:, None, None]  # [W, 1, 1, K·R]
+        near = _by_head(reads, neighbors.keys, neighbors.values)
+        read, lse = dot_product_attention_with_lse(*near, mask=some_key(readable), causal=False, scale=self.scale)
         lse = lse.masked_fill(~readable.any(-1), -torch.inf)
         text, text_lse, read, lse = (part.transpose(1, 2) for part in (text, text_lse, read, lse))  # [B or W, T, H, …]
         if windows is not None:
             read, lse = windows.join(read, q.shape[1]), windows.join(lse, q.shape[1], -torch.inf)
         share = torch.sigmoid(lse - text_lse)[..., None].to(text.dtype)  # of the neighbors in the sum of exponentials
         return text + share * (read.to(text.dtype) - text)
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, S, H, C] with heads first: [N, H, S, C]."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -364,7 +364,7 @@ class Retro(nn.Module):
         packed: dict[str, PackedNeighbors] = {}
         if inputs.retrieves and self.settings.decoder_reads:
             reading = packed["reading"] = PackedNeighbors.of(inputs, self.settings)
-            h = reading.pack(h, self.embed_at(neighbors, None))
+            h = reading.pack(h, self.embed_at(neighbors.flatten(0, 2), None))
         if inputs.retrieves and self.settings.retrieval.cca_layers:
             k, r = neighbors.shape[2:]
             cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
@@ -403,7 +403,7 @@ class Retro(nn.Module):
 
         For caches: `run_layers` encodes the neighbors of a batch together with its text.
         """
-        (n, k, r), device = neighbors.shape, neighbors.device
+        (_, k, r), device = neighbors.shape, neighbors.device
         positions, mask = neighbor_positions(self.settings, r, device), neighbor_window(self.settings, r, device)
         h, kept = self.embed_at(neighbors.flatten(0, 1), None), []
         for layer in self.layers:

@@ -366,7 +366,11 @@ class ModelSettings(_Section):
             self.attention.refuse("smeared_keys", f"false {reads}")
         if self.experts.num_experts:
             self.experts.refuse("num_experts", f"0 {reads}")
-        if self.retrieval.cca_layers and not self.preset and self.retrieval.cca_layers != RetrievalSettings().cca_layers:
+        if (
+            self.retrieval.cca_layers
+            and not self.preset
+            and self.retrieval.cca_layers != RetrievalSettings().cca_layers
+        ):
             self.retrieval.refuse("cca_layers", f"an empty list {reads}")
 
 

@@ -19,7 +19,19 @@ from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
-from tests.retro.small_model import READERS, SCHEMES, M, R, T, Together, V, build, cached_model, every_scheme, every_scheme_and_reader
+from tests.retro.small_model import (
+    READERS,
+    SCHEMES,
+    M,
+    R,
+    T,
+    Together,
+    V,
+    build,
+    cached_model,
+    every_scheme,
+    every_scheme_and_reader,
+)
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")

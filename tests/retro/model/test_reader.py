@@ -99,8 +99,13 @@ def loops(model: Retro, tokens: list[int], neighbors: Tensor, lengths: Tensor, d
         block, h_before = layer.attention.block, h
         x = {name: layer.attention.norm(vector) for name, vector in h.items()}
         q = {name: block.project_queries(vector[None, None])[0, 0] for name, vector in x.items()}
-        kv = {name: [part[0, 0] for part in block.project_keys_values(vector[None, None])] for name, vector in x.items()}
-        h = {name: h[name] + attended(model, block, q[name], [(*kv[seen], apart) for seen, apart in sees[name]]) for name in h}
+        kv = {
+            name: [part[0, 0] for part in block.project_keys_values(vector[None, None])] for name, vector in x.items()
+        }
+        h = {
+            name: h[name] + attended(model, block, q[name], [(*kv[seen], apart) for seen, apart in sees[name]])
+            for name in h
+        }
         reads = h_before if s.parallel_residual else h
         feed = layer.feed_forward
         h = {name: h[name] + feed.block(feed.norm(reads[name])) for name in h}
@@ -152,7 +157,9 @@ def test_without_neighbors_the_model_is_its_base_to_the_bit(family: str) -> None
 
 
 @every_family
-@given(chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1), token=st.integers(1, R - 1))
+@given(
+    chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1), token=st.integers(1, R - 1)
+)
 @few
 def test_one_token_of_a_neighbor_affects_its_window_and_later_tokens_only(
     family: str, chunk: int, row: int, neighbor: int, token: int
@@ -192,7 +199,11 @@ def test_gradients_equal_differences(family: str) -> None:
         return model(Inputs(tokens, DOCUMENTS, neighbors, lengths)).square().mean()
 
     loss().backward()
-    for name in ("attention.1.block.k_proj.weight", "attention.2.block.v_proj.weight", "attention.0.block.q_proj.weight"):
+    for name in (
+        "attention.1.block.k_proj.weight",
+        "attention.2.block.v_proj.weight",
+        "attention.0.block.q_proj.weight",
+    ):
         weight = dict(model.named_parameters())[name]
         direction = torch.randn_like(weight)
         with torch.no_grad():
@@ -233,7 +244,10 @@ def test_any_number_of_neighbors_can_be_read(k: int) -> None:
     [
         ({"attention.positions": "learned"}, r"model\.attention\.positions = 'learned': should be 'rope' with model"),
         ({"attention.positions": "alibi"}, r"model\.attention\.positions = 'alibi': should be 'rope' with model"),
-        ({"attention.positions": "transformer-xl"}, r"model\.attention\.positions = 'transformer-xl': should be 'rope'"),
+        (
+            {"attention.positions": "transformer-xl"},
+            r"model\.attention\.positions = 'transformer-xl': should be 'rope'",
+        ),
         ({"attention.smeared_keys": True}, r"model\.attention\.smeared_keys = True: should be false with model"),
         ({"experts.num_experts": 4}, r"model\.experts\.num_experts = 4: should be 0 with model\.retrieval\.reader"),
         ({"retrieval.cca_layers": (2,)}, r"model\.retrieval\.cca_layers = \(2,\): should be an empty list with model"),

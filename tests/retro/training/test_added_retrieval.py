@@ -79,9 +79,7 @@ def test_off_equals_the_base_to_the_bit_and_on_copies(
     assert not np.array_equal(model.score([text], k=2)[0], of_base)
 
 
-def test_the_decoder_can_read_the_neighbors_too(
-    base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
-) -> None:
+def test_the_decoder_can_read_the_neighbors_too(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
     file = tmp_path / "reads.safetensors"
     if base.model.retrieval.cca_layers:
         with pytest.raises(InputError, match=r"reader = 'decoder': .* reads neighbors with cross-attention .*\[2, 3\]"):
