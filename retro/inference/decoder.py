@@ -28,6 +28,7 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
+from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
@@ -74,19 +75,23 @@ class Decoder:
         rows: rows in the order in which they joined.
     """
 
-    def __init__(self, model: Retro, placement: Placement, context: int) -> None:
+    def __init__(
+        self, model: Retro, placement: Placement, context: int, neighbor_cache: NeighborCache | None = None
+    ) -> None:
         """Create a decoder without rows.
 
         Args:
             model: in evaluation mode.
             placement: device and precision.
             context: largest number of tokens that the model reads, a multiple of the chunk length.
+            neighbor_cache: of a model whose decoder reads neighbors; None = a cache that keeps nothing.
 
         Raises:
             InputError: the model's learned positions end before the context.
         """
         model.settings.check_length(context)
         self.model, self.placement, self.context = model, placement, context
+        self.neighbor_cache = neighbor_cache or NeighborCache(model, 0)
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
         self.output_weight = model.output_weight.to(placement.dtype)
@@ -110,7 +115,7 @@ class Decoder:
 
     def empty(self) -> "Decoder":
         """Return another decoder of the same model, without rows."""
-        return Decoder(self.model, self.placement, self.context)
+        return Decoder(self.model, self.placement, self.context, self.neighbor_cache)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -365,7 +370,7 @@ class Decoder:
         cache.readable[at] = False
         cache.readable[at, :k] = readable[:, 0]
         if model.settings.decoder_reads:
-            new = model.encode_neighbors(tokens[:, 0])  # [A, L, G, K·R, C]
+            new = self.neighbor_cache.encode(neighbors, lengths)  # [A, L, G, K·R, C]
             for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
                 cached[at, :, :, : rows.shape[3]] = rows.to(cached.dtype)
             return

@@ -17,10 +17,14 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
+
+NEIGHBOR_CACHE_BYTES = 2**30
+"""Default size of the cache of encoded neighbors."""
 
 GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
 """For each prompt the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. R is equal for all
@@ -38,6 +42,7 @@ class LanguageModel:
         retriever: retriever of the datastore; None if the model or the caller does not retrieve.
         placement: device and precision.
         context: context length in tokens: the sequence length of training, in whole chunks.
+        neighbor_cache: encoded neighbors, of a model whose decoder reads them; None = other models.
     """
 
     checkpoint: Checkpoint
@@ -46,6 +51,7 @@ class LanguageModel:
     retriever: Retriever | None
     placement: Placement
     context: int
+    neighbor_cache: NeighborCache | None = None
     _searches: dict[int, RetrieveNeighbors] = field(default_factory=dict)  # by k: a batch joins equal searches
 
     @classmethod
@@ -56,6 +62,7 @@ class LanguageModel:
         device: str = "auto",
         *,
         retrieval: bool = True,
+        neighbor_cache_bytes: int = NEIGHBOR_CACHE_BYTES,
     ) -> "LanguageModel":
         """Open a checkpoint and the datastore it retrieves from.
 
@@ -64,6 +71,7 @@ class LanguageModel:
             datastore: folder, URL or an open retriever; None = the first datastore of the training run.
             device: `auto`, `cpu`, `cuda` …
             retrieval: False opens no index; then the model only works with k = 0.
+            neighbor_cache_bytes: largest size of the encoded neighbors that are kept, if the decoder reads them.
 
         Raises:
             InputError: the checkpoint or the datastore cannot be opened, or they do not fit each other.
@@ -85,7 +93,8 @@ class LanguageModel:
         model = load_model(opened, placement.device)
         placement.cast(model)
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
-        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m)
+        cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
+        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, cache)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
         """Compute log-probabilities in nats of all tokens of each sequence except its first.
@@ -129,7 +138,10 @@ class LanguageModel:
     def score_windows(self, windows: Sequence[Window], k: int = 0, top: int = 1, sources: bool = False) -> None:
         """Score windows of sequences `to_score`; for the rest see `score_with_likeliest`."""
         retrieve = self._retrieve(k)
-        score_windows(self.model, windows, self.placement, retrieve=retrieve, top=top, sources=sources)
+        cache = self.neighbor_cache
+        score_windows(
+            self.model, windows, self.placement, retrieve=retrieve, top=top, sources=sources, neighbor_cache=cache
+        )
 
     def generate(
         self,
@@ -160,7 +172,7 @@ class LanguageModel:
 
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
-        decoder = Decoder(self.model, self.placement, self.context)
+        decoder = Decoder(self.model, self.placement, self.context, self.neighbor_cache)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
 
     def checked(

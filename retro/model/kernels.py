@@ -37,7 +37,13 @@ class Bounds(NamedTuple):
 
 
 def self_attention_mask(
-    h: Tensor, documents: Tensor | None, chunk_length: int, settings: AttentionSettings, num_virtual: int = 0
+    h: Tensor,
+    documents: Tensor | None,
+    chunk_length: int,
+    settings: AttentionSettings,
+    num_virtual: int = 0,
+    *,
+    bounds: bool = True,
 ) -> Tensor | Bounds | None:
     """What the queries of self-attention may read: `Bounds` where a kernel takes them, else a mask; None = all preceding tokens.
 
@@ -47,6 +53,7 @@ def self_attention_mask(
         chunk_length: m.
         settings: with the sliding window.
         num_virtual: P, virtual tokens, which every token sees.
+        bounds: whether the caller's kernel takes `Bounds`.
 
     Returns:
         A mask is bool [B, 1, T, P + T], or [T, P + T] without documents.
@@ -55,7 +62,7 @@ def self_attention_mask(
     window = settings.sliding_window if settings.sliding_window < num_tokens else 0
     if documents is None and not window and not num_virtual:
         return None
-    if not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
+    if bounds and not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
         if documents is None:
             documents = torch.zeros(len(h), -(-num_tokens // chunk_length), dtype=torch.int64, device=h.device)
         return document_bounds(documents, chunk_length, num_tokens, window)

@@ -61,6 +61,8 @@ class PackedNeighbors(NamedTuple):
         readable: see `readable_tokens`, bool [W, K·R].
         rotation: as in `ReadNeighbors`.
         windows: as in `ReadNeighbors`.
+        known: keys and values of all layers from `Retro.encode_neighbors`, [W, L, G, K·R, C] each: the neighbors are not in the
+            stream. None = they are.
     """
 
     shape: tuple[int, int, int]
@@ -69,9 +71,12 @@ class PackedNeighbors(NamedTuple):
     readable: Tensor
     rotation: Tensor
     windows: Windows
+    known: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, inputs: Inputs, settings: ModelSettings) -> "PackedNeighbors":
+    def of(
+        cls, inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
+    ) -> "PackedNeighbors":
         """Plan the pass of a batch with neighbors."""
         (num_rows, num_tokens), device = inputs.tokens.shape, inputs.tokens.device
         num_readers, num_chunks, _, r = inputs.neighbors.shape
@@ -85,7 +90,15 @@ class PackedNeighbors(NamedTuple):
             readable_tokens(inputs.neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1).flatten(1),
             rotation_at(settings, at + r),
             Windows(m, num_readers, num_chunks, num_rows),
+            known,
         )
+
+    def of_layer(self, index: int) -> "PackedNeighbors | ReadNeighbors":
+        """What a layer's attention reads: the packed neighbors, or their known keys and values."""
+        if self.known is None:
+            return self
+        keys, values = (part[:, index].transpose(1, 2) for part in self.known)
+        return ReadNeighbors(keys, values, self.readable, self.rotation, self.windows)
 
     def pack(self, text: Tensor, neighbors: Tensor) -> Tensor:
         """The stream [S, ...] of a text [B, T, ...] and of neighbors [N, R, ...]."""
@@ -127,11 +140,21 @@ class ReadingAttention(Attention):
     """Self-attention that can read neighbors; the parameters are those of `Attention`."""
 
     def forward(
-        self, x: Tensor, positions: Positions, *args: Any, reading: PackedNeighbors | None = None, **kwargs: Any
+        self,
+        x: Tensor,
+        positions: Positions,
+        *args: Any,
+        reading: PackedNeighbors | ReadNeighbors | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """As `Attention.forward`; with `reading` the input and the output are packed streams [S, D]."""
+        """As `Attention.forward`. With packed neighbors to read, the input and the output are streams [S, D]."""
         if reading is None:
             return super().forward(x, positions, *args, **kwargs)
+        if isinstance(reading, ReadNeighbors):
+            k, v = self.project_keys_values(x)
+            k, q = self.finish_keys(k, positions), self.project_queries(x)
+            y = self.attend_to_both(q, positions, k, v, kwargs["mask"], kwargs["causal"], reading)
+            return self.project_output(y)
         return self.forward_packed(x, positions, reading, kwargs["mask"], kwargs["causal"])
 
     def forward_packed(

@@ -239,10 +239,10 @@ class Retro(nn.Module):
         hidden, _ = self.hidden(inputs)
         return self.mix(self.logits(hidden), hidden, inputs)
 
-    def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
         inputs.check(self.settings.chunk_length)
-        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs)
+        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs, known)
         return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ class Retro(nn.Module):
         return {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
 
     def run_layers(
-        self, h: Tensor, encoded: Tensor | None, inputs: Inputs
+        self, h: Tensor, encoded: Tensor | None, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run the layers that this device holds.
 
@@ -348,6 +348,8 @@ class Retro(nn.Module):
             h: residual stream [B, T, D].
             encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
             inputs: of the model.
+            known: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
+                them; None = it encodes them.
 
         Returns:
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
@@ -359,11 +361,11 @@ class Retro(nn.Module):
         self_positions = positions_of(
             *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
         )
-        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
+        reads = inputs.retrieves and self.settings.decoder_reads
+        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual, bounds=not reads)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
-        packed: dict[str, PackedNeighbors] = {}
-        if inputs.retrieves and self.settings.decoder_reads:
-            reading = packed["reading"] = PackedNeighbors.of(inputs, self.settings)
+        reading = PackedNeighbors.of(inputs, self.settings, known) if reads else None
+        if reading is not None and known is None:
             h = reading.pack(h, self.embed_at(neighbors.flatten(0, 2), None))
         if inputs.retrieves and self.settings.retrieval.cca_layers:
             k, r = neighbors.shape[2:]
@@ -374,8 +376,8 @@ class Retro(nn.Module):
             real = None if whole and documents is None else neighbor_mask(neighbors, inputs.neighbor_lengths, documents)
         queues = queues_of(h, m, documents, inputs.lengths) if self.settings.expert_layers else None
         routing = None
-        for layer in self.layers:
-            reads = h if self.settings.parallel_residual else None
+        for index, layer in enumerate(self.layers):
+            before = h if self.settings.parallel_residual else None
             h = layer.attention(
                 h,
                 self_positions,
@@ -383,19 +385,19 @@ class Retro(nn.Module):
                 causal=not num_virtual,
                 starts=starts,
                 virtual=virtual.get(layer.name),
-                **packed,
+                **({} if reading is None else {"reading": reading.of_layer(index)}),
             )
             if layer.cross is not None and inputs.retrieves:
                 if encoded is None:
                     encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
                 h = layer.cross(h, cross_positions, encoded, real)
             if not isinstance(layer.feed_forward.block, Experts):
-                h = layer.feed_forward(h, reads=reads)
+                h = layer.feed_forward(h, reads=before)
             else:
-                h, routed = layer.feed_forward(h, queues, reads=reads)
+                h, routed = layer.feed_forward(h, queues, reads=before)
                 routing = routed if routing is None else routing + routed
-        if packed:
-            h, _ = packed["reading"].unpack(h)
+        if reading is not None and known is None:
+            h, _ = reading.unpack(h)
         return h, encoded, routing
 
     def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
