@@ -7,8 +7,9 @@
 For each corpus: `retro index` (chunks of 32, `search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and
 windows of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
 baseline that a user would try, puts one neighbor of the preceding chunk in front of the window and computes it again for every
-chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run.
-Finished rows are kept in FOLDER, so the script resumes. `summary` prints the tables.
+chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run;
+those with neighbors that were encoded before are measured on four windows, in alternating rounds.
+Finished parts are kept in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import add_minutes, budget, markdown, placement, say, write
+from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say, write
 from benchmarks.quality.smollm2 import build
 from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import RetrievalSet
 from pipelines.results import Table
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
+from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.evaluation.windows import ScoringWindow, document_windows
+from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
 from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
@@ -48,7 +52,8 @@ from retro.training.fitted_retrieval import read_batches
 WINDOW, STRIDE = 512, 256
 _FITTED_TOKENS = 4096
 _IN_CONTEXT_EVERY = 3
-OFF, IN_CONTEXT = "OFF", "in-context retrieval, 1 neighbor"
+_ROUNDS = 3
+OFF, COPIES, IN_CONTEXT = "OFF", "copies from 4", "in-context retrieval, 1 neighbor"
 
 
 def open_model(file: Path, place: Placement) -> tuple[Retro, CopyHead]:
@@ -139,48 +144,103 @@ def spread_windows(held_out: EvaluationSet, tokens: int) -> list[ScoringWindow]:
     return windows[:: max(1, len(windows) // count)][:count]
 
 
-def measure(base: Path, name: str, corpus: str, tokens: int, folder: Path) -> dict[str, Any]:
-    """Measure one corpus; see the module."""
-    file = build(name, corpus, base, folder, "ngrams")
-    datastore, place = Datastore.open(folder / name), placement()
-    held_out = EvaluationSet(name, datastore)
-    model, copying = open_model(file, place)
-    together, losses = fit_together(model, copying, datastore, place), Losses(model, place)
-    say(f"{name}: copy head and reader are fitted together")
-    windows = spread_windows(held_out, tokens)
-    some = windows[::_IN_CONTEXT_EVERY]
-    settings = EvaluationSettings(window=WINDOW, stride=STRIDE, batch_size=4)
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus with its model.
 
-    def score(row: str, use: NeighborUse, part: Sequence[ScoringWindow], of: Callable[[Inputs], Tensor]) -> SetResult:
-        result = evaluate(
-            model, held_out, settings, place, use=use, sequence_length=WINDOW, windows=part, token_losses_of=of
-        )
-        say(f"{name}: {row}: {result.bits_per_byte:.4f} bits per byte, {result.tokens:,} tokens")
+    Attributes:
+        name: of the corpus, in output.
+        held_out: its held-out documents.
+        windows: those that are scored.
+        losses: of the model.
+        copying: copy head fitted to the model alone.
+    """
+
+    name: str
+    held_out: EvaluationSet
+    windows: list[ScoringWindow]
+    losses: Losses
+    copying: CopyHead
+
+    @classmethod
+    def open(cls, base: Path, name: str, path: str, tokens: int, folder: Path) -> "Corpus":
+        """Build what is missing, and choose windows."""
+        place = placement()
+        model, copying = open_model(build(name, path, base, folder, "ngrams"), place)
+        held_out = EvaluationSet(name, Datastore.open(folder / name))
+        return cls(name, held_out, spread_windows(held_out, tokens), Losses(model, place), copying)
+
+    def score(
+        self, row: str, use: NeighborUse, of: Callable[[Inputs], Tensor], windows: Sequence[ScoringWindow] = ()
+    ) -> SetResult:
+        """Score windows with losses [B, T] of batches."""
+        settings = EvaluationSettings(window=WINDOW, stride=STRIDE, batch_size=4)
+        shared: dict[str, Any] = {"use": use, "sequence_length": WINDOW, "windows": windows or self.windows}
+        model, place = self.losses.model, self.losses.place
+        result = evaluate(model, self.held_out, settings, place, token_losses_of=of, **shared)
+        say(f"{self.name}: {row}: {result.bits_per_byte:.4f} bits per byte, {result.tokens:,} tokens")
         return result
 
-    def row_of(row: str, k: int, reads: bool, head: CopyHead | None = None, source: Any = "nearest") -> SetResult:
-        return score(row, NeighborUse(k, source), windows, partial(losses.of, row, head, reads))
+    def cost(self, row: str, off: str) -> float:
+        """CPU time of a row against that of OFF on the same windows."""
+        return self.losses.seconds[row] / self.losses.seconds[off]
 
-    results = {OFF: row_of(OFF, 0, reads=False)}
-    results |= {row: row_of(row, k, reads=True) for k in (1, 2, 4) for row in [f"reads {k}"]}
-    results["reads 2 random neighbors"] = row_of("reads 2 random neighbors", 2, reads=True, source="random")
-    results["copies from 4"] = row_of("copies from 4", 4, reads=False, head=copying)
-    results |= {row: row_of(row, k, True, together) for k in (2, 4) for row in [f"reads and copies from {k}"]}
-    rows = [
-        row_as_json(row, result, results[OFF], losses.seconds[row] / losses.seconds[OFF])
-        for row, result in results.items()
-    ]
-    best = compare(results["reads and copies from 4"], results["copies from 4"])
+
+def gains(corpus: Corpus) -> list[dict[str, Any]]:
+    """The rows of the table."""
+    losses, datastore = corpus.losses, corpus.held_out.datastore
+    together = fit_together(losses.model, corpus.copying, datastore, losses.place)
+    rows: dict[str, tuple[NeighborUse, bool, CopyHead | None]] = {OFF: (NeighborUse(0), False, None)}
+    rows |= {f"reads {k}": (NeighborUse(k), True, None) for k in (1, 2, 4)}
+    rows["reads 2 random neighbors"] = NeighborUse(2, "random"), True, None
+    rows[COPIES] = NeighborUse(4), False, corpus.copying
+    rows |= {f"reads and copies from {k}": (NeighborUse(k), True, together) for k in (2, 4)}
+    results = {
+        row: corpus.score(row, use, partial(losses.of, row, head, reads)) for row, (use, reads, head) in rows.items()
+    }
+    out = [row_as_json(row, result, results[OFF], corpus.cost(row, OFF)) for row, result in results.items()]
+    out[-1]["against copying"] = compare([*results.values()][-1], results[COPIES])
+    return out + baseline(corpus)
+
+
+def baseline(corpus: Corpus) -> list[dict[str, Any]]:
+    """In-context retrieval, and reading on the same windows."""
+    losses, some, reads = corpus.losses, corpus.windows[::_IN_CONTEXT_EVERY], "reads 1, the same windows"
     first = "OFF, windows of in-context retrieval"
-    off = score(first, NeighborUse(0), some, partial(losses.of, first, None, False))
-    reads = score("reads 1", NeighborUse(1), some, partial(losses.of, "some", None, True))
-    in_context = score(IN_CONTEXT, NeighborUse(1), some, losses.in_context)
-    cost = losses.seconds[IN_CONTEXT] / losses.seconds[first]
-    rows += [
-        row_as_json(IN_CONTEXT, in_context, off, cost),
-        row_as_json("reads 1, the same windows", reads, off, losses.seconds["some"] / losses.seconds[first]),
-    ]
-    return {"rows": rows, "reading against copying": best, "precision": str(place.dtype).removeprefix("torch.")}
+    off = corpus.score(first, NeighborUse(0), partial(losses.of, first, None, False), some)
+    rows: dict[str, Callable[[Inputs], Tensor]] = {
+        IN_CONTEXT: losses.in_context,
+        reads: partial(losses.of, reads, None, True),
+    }
+    results = {row: corpus.score(row, NeighborUse(1), of, some) for row, of in rows.items()}
+    return [row_as_json(row, result, off, corpus.cost(row, first)) for row, result in results.items()]
+
+
+def costs(corpus: Corpus) -> dict[str, list[float]]:
+    """CPU time of a batch against OFF by number of neighbors: encoded with the text, and encoded before."""
+    model, windows, split = corpus.losses.model, corpus.windows[:4], corpus.held_out.split
+    place, work = corpus.losses.place, dict[tuple[int, bool], Callable[[], object]]()
+    retrieval = RetrievalSet.of(corpus.held_out.datastore)
+
+    def forward(batch: Inputs, known: tuple[Tensor, Tensor] | None) -> None:
+        hidden, _ = model.hidden(batch, known)
+        token_losses(hidden, model.output_weight, batch.labels, None)
+
+    with torch.inference_mode(), place.autocast():
+        for k in (0, 1, 2, 4):
+            ((_, arrays),) = window_batches(split, retrieval, windows, len(windows), NeighborUse(k))
+            batch = place.put(as_tensors(arrays))
+            work[k, False] = partial(forward, batch, None)
+            if k:
+                work[k, True] = partial(forward, batch, model.encode_neighbors(batch.neighbors.flatten(0, 1)))
+        spent = defaultdict(list)
+        for _ in range(_ROUNDS):
+            for row, run in work.items():
+                began = time.process_time()
+                run()
+                spent[row].append(time.process_time() - began)
+    least = {row: min(times) for row, times in spent.items()}
+    return {str(k): [least[k, known] / least[0, False] for known in (False, True)] for k in (1, 2, 4)}
 
 
 def row_as_json(row: str, result: SetResult, off: SetResult, cost: float) -> dict[str, Any]:
@@ -190,33 +250,34 @@ def row_as_json(row: str, result: SetResult, off: SetResult, cost: float) -> dic
 
 def summary(folder: Path) -> None:
     """Print the tables of all measured corpora as Markdown."""
-    corpora = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.reader.json"))}
-    names = [name.removesuffix(".reader") for name in corpora]
-    for one in corpora.values():
-        say(json.dumps({key: one[key] for key in ("machine", "commit", "precision")}))
-    body, costs = [], []
-    for rows in zip(*(one["rows"] for one in corpora.values()), strict=True):
-        changes = (f"{row['change'][0]:+.1f}% ({row['change'][1]:+.1f} to {row['change'][2]:+.1f})" for row in rows)
+    corpora = {file.name.split(".")[0]: json.loads(file.read_text()) for file in sorted(folder.glob("*.reader.json"))}
+    measured = {name: one["rows"] for name, one in corpora.items() if "rows" in one}
+    body, spent = [], []
+    for rows in zip(*measured.values(), strict=True):
+        label = rows[0]["row"]
         body.append(
-            [rows[0]["row"], *([f"{row['bits_per_byte']:.4f}" for row in rows] if rows[0]["row"] == OFF else changes)]
+            [label, *(f"{row['bits_per_byte']:.4f}" if label == OFF else percent(row["change"]) for row in rows)]
         )
-        costs.append([rows[0]["row"], *(f"{row['cost']:.2f}" for row in rows)])
-    counts = [
-        [
-            f"{one['rows'][part]['tokens']:,} tokens, {one['rows'][part]['documents']} documents"
-            for one in corpora.values()
-        ]
-        for part in (0, -1)
-    ]
-    say(
-        "\n" + markdown(Table(["", *names], [*body, ["held out", *counts[0]], ["held out, last two rows", *counts[1]]]))
-    )
-    say("\n" + markdown(Table(["CPU time against OFF", *names], costs)))
-    for name, one in zip(names, corpora.values(), strict=True):
-        say(
-            f"{name}: reading and copying from 4 against copying alone: "
-            + "{:+.1f}% ({:+.1f} to {:+.1f})".format(*one["reading against copying"])
-        )
+        spent.append([label, *(f"{row['cost']:.2f}" for row in rows)])
+        if "against copying" in rows[0]:
+            body.append(["the same against copying", *(percent(row["against copying"]) for row in rows)])
+    for label, part in (("held out", 0), ("held out, last two rows", -1)):
+        counted = (rows[part] for rows in measured.values())
+        body.append([label, *(f"{row['tokens']:,} tokens, {row['documents']} documents" for row in counted)])
+    say(markdown(Table(["", *measured], body)) + "\n\n" + markdown(Table(["CPU time against OFF", *measured], spent)))
+    for name, one in corpora.items():
+        say(json.dumps({"corpus": name} | {key: one[key] for key in ("machine", "threads", "commit")}))
+        for k, (together, before) in one.get("costs", {}).items():
+            say(f"k = {k}: CPU time against OFF {together:.2f}, with neighbors encoded before {before:.2f}")
+
+
+def percent(change: Sequence[float]) -> str:
+    """A change with its interval."""
+    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*change)
+
+
+PARTS: dict[str, Callable[[Corpus], Any]] = {"rows": gains, "costs": costs}
+"""What is measured for each corpus, by key of the file."""
 
 
 def main() -> None:
@@ -232,10 +293,15 @@ def main() -> None:
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    stored = {entry: options.output / f"{entry.partition('=')[0]}.reader.json" for entry in options.corpus}
-    for entry in budget(options).each([entry for entry in options.corpus if not stored[entry].exists()], "corpus"):
+    work = [(entry, part) for part in PARTS for entry in options.corpus]
+    for entry, part in budget(options).each(work, "part"):
         name, _, path = entry.partition("=")
-        write(stored[entry], measure(Path(options.base), name, path, options.tokens, options.output))
+        file = options.output / f"{name}.reader.json"
+        finished = json.loads(file.read_text()) if file.exists() else {}
+        if part not in finished:
+            corpus = Corpus.open(Path(options.base), name, path, options.tokens, options.output)
+            kept = {key: value for key, value in finished.items() if key not in measured_on()}
+            write(file, kept | {part: PARTS[part](corpus)})
 
 
 if __name__ == "__main__":
