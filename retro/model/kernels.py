@@ -162,7 +162,8 @@ def dot_product_attention_with_lse(
     if k.dtype != q.dtype:
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
-    if q.device.type == "cpu" and not (torch.is_grad_enabled() and q.requires_grad):
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type == "cpu" and not trains:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         y, lse = flash(q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale)

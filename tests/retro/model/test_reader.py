@@ -215,6 +215,21 @@ def test_gradients_equal_differences(family: str) -> None:
         torch.testing.assert_close((weight.grad * direction).sum(), difference, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_of_keys_do_not_depend_on_which_weights_are_frozen() -> None:
+    """Queries of the first layer have no gradient if only its keys are trained."""
+    tokens, neighbors, lengths = batch()
+    found = []
+    for frozen in (False, True):
+        model = build(**LLAMA)
+        key = model.attention["0"].block.k_proj.weight
+        if frozen:
+            model.requires_grad_(False)
+            key.requires_grad_(True)
+        model(Inputs(tokens, None, neighbors, lengths)).square().mean().backward()
+        found.append(key.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
+
+
 def test_the_copy_head_reads_the_same_neighbors() -> None:
     model = build(**LLAMA, **SCHEMES["copying"])
     tokens, neighbors, lengths = batch()
