@@ -110,8 +110,12 @@ def with_head(model: Retro, names: Sequence[str]) -> Retro:
 def known_hidden(model: Retro, batches: Sequence[Inputs], place: Placement) -> None:
     """Let the model compute the hidden states of these batches once."""
     with torch.inference_mode(), place.autocast():
-        known = {id(batch.tokens): model.hidden(batch) for batch in batches}
-    model.hidden = lambda inputs: known[id(inputs.tokens)]  # type: ignore[method-assign]
+        computed = {id(batch.tokens): model.hidden(batch) for batch in batches}
+
+    def hidden(inputs: Inputs, _: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return computed[id(inputs.tokens)]
+
+    model.hidden = hidden  # type: ignore[method-assign, assignment]
 
 
 def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -71,15 +71,15 @@ def build(name: str, corpus: str, base: Path, folder: Path, search: Any) -> Path
 def open_model(file: Path, place: Placement) -> Retro:
     """A model whose activations are computed once for each batch of tokens."""
     model = load_model(open_checkpoint(file), place.device)
-    assert not model.settings.retrieval.cca_layers, "with cross-attention, activations depend on neighbors"
-    known: dict[bytes, tuple[Tensor, Tensor | None]] = {}
+    assert not model.settings.activations_read, "activations depend on neighbors"
+    computed: dict[bytes, tuple[Tensor, Tensor | None]] = {}
     compute = model.hidden
 
-    def hidden(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def hidden(inputs: Inputs, known: Any = None) -> tuple[Tensor, Tensor | None]:
         key = inputs.tokens.numpy().tobytes()
-        if key not in known:
-            known[key] = compute(inputs.off())
-        return known[key]
+        if key not in computed:
+            computed[key] = compute(inputs.off())
+        return computed[key]
 
     model.hidden = hidden  # type: ignore[method-assign]
     return model

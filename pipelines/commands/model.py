@@ -64,14 +64,17 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 @settings
 class AddRetrievalOptions:
     """Add retrieval to a trained model without training. The model gets a copy head that reads a datastore, fitted with a few
-    forward passes over training text. All its other weights stay the same, so retrieval OFF is the model as it was. The
-    output is one file, which other verbs accept as CHECKPOINT."""
+    forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its other weights stay
+    the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT."""
 
     output: Path
     """The file, `NAME.safetensors`."""
     datastore: str = ""
     """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
     training run."""
+    reader: Literal["", "decoder"] = ""
+    """`decoder`: `model.retrieval.reader` of the file, for decoders with RoPE and without cross-attention. Reading k neighbors
+    takes about 1 + 2k times the time of the decoder alone (docs/results/decoder-reader.md). Empty: as the model."""
     k: PositiveInt = 4
     """Neighbors of each chunk in these passes. The file can be used with any number."""
     tokens: PositiveInt = 20_000
@@ -107,6 +110,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             k=options.k,
             num_tokens=options.tokens,
             names=options.sources,
+            reader=options.reader,
             advance=advance,
         )
     echo(

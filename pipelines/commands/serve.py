@@ -75,7 +75,10 @@ def serve(datastore: str, options: ServeOptions) -> int:
         retriever = Retriever.open(datastore, *options.extra_datastores)
         language_model = None
         if options.checkpoint:
-            language_model = LanguageModel.open(options.checkpoint, retriever, options.device)
+            size = options.neighbor_cache_bytes
+            language_model = LanguageModel.open(
+                options.checkpoint, retriever, options.device, neighbor_cache_bytes=size
+            )
         app = make_app(retriever, language_model, options, token=token)
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -217,7 +217,10 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
         handles = {part.name: serve.get_deployment_handle(part.deployment, APPLICATION) for part in own}
         indexes.append(RemoteIndex(handles, split.num_chunks, cluster.part_seconds, cluster.retry_seconds))
     retriever = replace(retriever, indexes=tuple(indexes))
-    model = LanguageModel.open(served.checkpoint, retriever, served.device) if served.checkpoint else None
+    model = None
+    if served.checkpoint:
+        size = served.settings.neighbor_cache_bytes
+        model = LanguageModel.open(served.checkpoint, retriever, served.device, neighbor_cache_bytes=size)
     return make_app(retriever, model, served.settings, token=served.token)
 
 

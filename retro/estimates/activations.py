@@ -99,10 +99,16 @@ def activations(settings: ModelSettings, run: Pass) -> tuple[dict[str, Block], d
         blocks[f"attention.{layer}"] = attention
         blocks[f"feed_forward.{layer}"] = _experts(run, s, n) if layer + 1 in s.expert_layers else feed_forward
     outside = {"": _outside(run, s, n)}
-    if not (run.k and s.retrieves):
+    if not (run.k and s.activations_read):
         return blocks, outside
     e, num_chunks, r = s.encoder, n // s.chunk_length, 2 * s.chunk_length
     rows = num_chunks * run.k * r  # tokens of all neighbors
+    if s.decoder_reads:
+        attention = _reading_attention(run, s, decoder, attention, num_chunks)
+        feed_forward = _feed_forward(run, s, s.d_model, s.d_ffw, n + rows, s.norm)
+        for layer in range(s.num_layers):
+            blocks |= {f"attention.{layer}": attention, f"feed_forward.{layer}": feed_forward}
+        return blocks, outside | {"": outside[""] + 4 * rows * s.d_model}
     norms = _norm(run, n, s.d_model) + _norm(run, rows, e.d_model)
     outside["encoder"] = 4 * (n * s.d_model + rows * e.d_model) + norms + 8 * rows
     encoder = _Heads(e.d_model, e.d_model, e.num_heads, e.num_heads, e.head_dim, own.qk_norm, s.retrieval_positions)
@@ -201,6 +207,25 @@ def _attention(
         kept_products += output + w * k * heads.num_kv_heads * heads.head_dim
     matrices = 2 * d * wide + 2 * e * heads.num_kv_heads * heads.head_dim + relative * d * wide
     return Block(4 * q * d, kept, products + w * q * d, kept_products, 2 * matrices * run.narrow)
+
+
+def _reading_attention(run: Pass, settings: ModelSettings, heads: _Heads, text: Block, num_chunks: int) -> Block:
+    """Self-attention that reads neighbors: that of the text, that of each neighbor, and scores by products with their logs.
+
+    Autograd keeps float32 scores and weights of the text and of the windows, and the weights in the dtype of products.
+    """
+    m, r, t, w = settings.chunk_length, 2 * settings.chunk_length, run.sequence_length, run.width
+    alone = _attention(run, heads, num_chunks * run.k, r, r, settings.norm, causal=True)
+    read = num_chunks * m * (t + run.k * r) * heads.num_heads  # scores
+    outputs = num_chunks * m * heads.num_heads * heads.head_dim  # queries and sums of both
+    logs = read * (8 + w * run.narrow) + 6 * w * outputs
+    return Block(
+        text.input + alone.input,
+        text.kept + alone.kept + logs,
+        text.products + alone.products + w * read,
+        text.kept_products + alone.kept_products + w * read,
+        text.weights,
+    )
 
 
 def _feed_forward(run: Pass, settings: ModelSettings, width: int, inner: int, rows: int, norm: str = "rms") -> Block:

@@ -64,6 +64,9 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     num_chunks, r = t // m, retrieved_length or 2 * m
     if s.copy_head.content_width:
         total += num_chunks * content_flops(s.copy_head.content_width, s.d_model, m, k * r)
+    if s.decoder_reads:  # each neighbor passes through the layers; a window's queries are those of the text
+        neighbor = _attention(r, r, s.d_model, s.d_model, width, kv_width, 0) + 2 * matrices * r * s.d_model * s.d_ffw
+        total += num_chunks * s.num_layers * k * (neighbor + 4 * m * r * width)
     if not (k and s.retrieval.cca_layers and num_chunks):
         return total
     d, inner = s.encoder.d_model, s.encoder.num_heads * s.encoder.head_dim

@@ -41,11 +41,12 @@ def _description(model: ModelSettings) -> str:
     reading = [
         f"an encoder reads them, and the decoder's layers {layers} attend to the result (chunked cross-attention)"
     ]
+    itself = ["the decoder reads each alone, and its self-attention reads the result"] * model.decoder_reads
     copying = ["a copy head predicts what followed the same text in them"] * bool(model.copy_head.neighbors)
     return (
         "A retrieval-enhanced transformer (RETRO, Borgeaud et al. 2022, arXiv 2112.04426). With retrieval ON, the model reads the "
         f"nearest neighbors of every chunk of {model.chunk_length} tokens from a datastore: "
-        f"{'; '.join(reading * bool(layers) + copying)}. With retrieval OFF the same weights are a plain decoder."
+        f"{'; '.join(reading * bool(layers) + itself + copying)}. With retrieval OFF the same weights are a plain decoder."
     )
 
 

@@ -28,9 +28,9 @@ class Cache:
     last_queries: Tensor  # [B, L, W - 1, H, C], projected queries of the last tokens
     last_cross_queries: Tensor  # [B, P, W - 1, H, C], the same for cross-attention
     chunk: Tensor  # [B, M, D], input of the encoder: activations of token t of the current chunk are at t % m
-    neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer with cross-attention, for the last complete chunk
+    neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer that reads neighbors, for the last complete chunk
     neighbor_values: Tensor  # same shape
-    readable: Tensor  # bool [B, K, R], False for padding of the neighbors
+    readable: Tensor  # bool [B, K, R], False for tokens of the neighbors that are not read, such as padding
 
     @classmethod
     def of(
@@ -45,6 +45,7 @@ class Cache:
             return torch.zeros(1, *shape, dtype=dtype, device=device)
 
         layers, cca_layers = s.num_layers, len(s.retrieval.cca_layers)
+        reading_layers = layers if s.decoder_reads else cca_layers
         head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
         own, cross = s.self_smeared_tokens, s.cross_smeared_tokens
         keys, values = (zeros(layers, kv_heads, num_virtual, head_dim) for _ in range(2))
@@ -59,8 +60,8 @@ class Cache:
             last_queries=zeros(layers, max(0, own - 1), heads, head_dim),
             last_cross_queries=zeros(cca_layers, max(0, cross - 1), heads, head_dim),
             chunk=zeros(s.chunk_length, s.d_model).float(),
-            neighbor_keys=zeros(cca_layers, kv_heads, 0, head_dim),
-            neighbor_values=zeros(cca_layers, kv_heads, 0, head_dim),
+            neighbor_keys=zeros(reading_layers, kv_heads, 0, head_dim),
+            neighbor_values=zeros(reading_layers, kv_heads, 0, head_dim),
             readable=zeros(0, 0).bool(),
         )
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
+from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import FindVotes, RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
@@ -40,6 +41,7 @@ from retro.model.positions import (
     TransformerXLPositions,
     positions_of,
 )
+from retro.model.reader import ReadingAttention, ReadNeighbors, readable_tokens, rotation_at
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -73,7 +75,14 @@ class Decoder:
         rows: rows in the order in which they joined.
     """
 
-    def __init__(self, model: Retro, placement: Placement, context: int, find_votes: FindVotes | None = None) -> None:
+    def __init__(
+        self,
+        model: Retro,
+        placement: Placement,
+        context: int,
+        find_votes: FindVotes | None = None,
+        neighbor_cache: NeighborCache | None = None,
+    ) -> None:
         """Create a decoder without rows.
 
         Args:
@@ -81,12 +90,14 @@ class Decoder:
             placement: device and precision.
             context: largest number of tokens that the model reads, a multiple of the chunk length.
             find_votes: asks the datastore what follows the text; None = the copy head does without.
+            neighbor_cache: of a model whose decoder reads neighbors; None = a cache that keeps nothing.
 
         Raises:
             InputError: the model's learned positions end before the context.
         """
         model.settings.check_length(context)
         self.model, self.placement, self.context, self.find_votes = model, placement, context, find_votes
+        self.neighbor_cache = neighbor_cache or NeighborCache(model, 0)
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
         self.output_weight = model.output_weight.to(placement.dtype)
@@ -97,6 +108,7 @@ class Decoder:
             *model.self_scheme, range(context), keys, placement.device, rope=model.settings.rope
         )
         self.window_positions: Positions | None = None  # None until the size of the neighbors is known
+        self.reading_rotation: Tensor | None = None  # of queries that read them with self-attention, by position
         self.layers: list[Any] = model.layers
         self.crosses: list[Any] = [layer.cross for layer in self.layers if layer.cross is not None]
         self.distance_keys = self._distance_keys(
@@ -109,7 +121,7 @@ class Decoder:
 
     def empty(self) -> "Decoder":
         """Return another decoder of the same model, without rows."""
-        return Decoder(self.model, self.placement, self.context, self.find_votes)
+        return Decoder(self.model, self.placement, self.context, self.find_votes, self.neighbor_cache)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -255,6 +267,8 @@ class Decoder:
         model = self.model
         cca_layers = model.settings.retrieval.cca_layers if any(row.retrieve for row in span.rows) else ()
         h = model.embed_at(span.tokens, span.positions)
+        if model.settings.decoder_reads:
+            self._encode_completed(span)
         self_positions, cross_positions = self._self_positions(span), None
         for layer, (_, attention, _, feed_forward) in enumerate(self.layers, start=1):
             reads = h if model.settings.parallel_residual else None
@@ -286,7 +300,21 @@ class Decoder:
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
+        if isinstance(attention, ReadingAttention) and (neighbors := self._neighbors_to_read(layer, span)):
+            y = attention.attend_to_both(q, positions, k, v, span.mask, False, neighbors)
+            return attention.project_output(y)
         return attention.attend(q, positions, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
+
+    def _neighbors_to_read(self, layer: int, span: _Pass) -> ReadNeighbors | None:
+        """Return the neighbors of the rows' last complete chunks for self-attention; None if there are none."""
+        readable = self.cache.readable[span.slots, : span.num_neighbors].flatten(1)  # [N, K·R]
+        if self.reading_rotation is None or not readable.shape[1]:
+            return None
+        keys, values = (
+            kept[span.slots, layer, :, : readable.shape[1]].transpose(1, 2)
+            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        return ReadNeighbors(keys, values, readable, self.reading_rotation[:, span.positions])
 
     def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass, first: Tensor | None = None) -> Tensor | None:
         """Return the keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
@@ -325,6 +353,11 @@ class Decoder:
         """
         chunk, at, offsets = self.cache.chunk, span.at[:, None], span.positions % self.m
         chunk[at, offsets[:, :1]] = h[:, :1]
+        self._encode_completed(span)
+        chunk[at, offsets[:, 1:]] = h[:, 1:]
+
+    def _encode_completed(self, span: _Pass) -> None:
+        """Encode the neighbors of chunks that end with the first token of the pass."""
         completing = [
             index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
         ]
@@ -333,16 +366,21 @@ class Decoder:
             part = {index: own for index, own in neighbors.items() if len(own.tokens) == k}
             tokens, lengths = (np.stack([own[field] for own in part.values()]) for field in range(2))
             self._encode_neighbors(span.at[list(part)], tokens, lengths)
-        chunk[at, offsets[:, 1:]] = h[:, 1:]
 
     def _encode_neighbors(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
         """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the slots `at` [A]."""
         model, tokens, cache, (_, k, r) = self.model, self._put(neighbors)[:, None], self.cache, neighbors.shape
-        readable = neighbor_mask(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
-        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
+        of_neighbors = readable_tokens if model.settings.decoder_reads else neighbor_mask
+        readable = of_neighbors(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
         self._prepare_for_neighbors(k, r)
         cache.readable[at] = False
         cache.readable[at, :k] = readable[:, 0]
+        if model.settings.decoder_reads:
+            new = self.neighbor_cache.encode(neighbors, lengths)  # [A, L, G, K·R, C]
+            for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
+                cached[at, :, :, : rows.shape[3]] = rows.to(cached.dtype)
+            return
+        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         for layer, cross in enumerate(self.crosses):
             new = cross.block.keys_values(encoded, self.window_positions)
             for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
@@ -385,6 +423,10 @@ class Decoder:
         if k <= self.cache.readable.shape[1]:
             return
         self.cache.make_neighbors(k, r)
+        if self.model.settings.decoder_reads:
+            at = torch.arange(r, self.context + r, device=self.placement.device)
+            self.reading_rotation = rotation_at(self.model.settings, at)
+            return
         self.window_positions = positions_of(
             *self.model.cross_scheme, range(self.m - 1, 2 * self.m - 1), range(r), self.placement.device, (1, k)
         )

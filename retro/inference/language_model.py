@@ -18,10 +18,14 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import FindVotes, RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
+
+NEIGHBOR_CACHE_BYTES = 2**30
+"""Default size of the cache of encoded neighbors."""
 
 GivenNeighbors = Sequence[tuple[np.ndarray, np.ndarray]]
 """For each prompt the neighbors [K, R] int64, and their lengths [K] int64, that all its chunks read. R is equal for all
@@ -40,6 +44,7 @@ class LanguageModel:
         placement: device and precision.
         context: context length in tokens: the sequence length of training, in whole chunks.
         suffixes: finds what the copy head copies from the whole datastore; None if it does not.
+        neighbor_cache: encoded neighbors, of a model whose decoder reads them; None = other models.
     """
 
     checkpoint: Checkpoint
@@ -49,6 +54,7 @@ class LanguageModel:
     placement: Placement
     context: int
     suffixes: SuffixIndex | None = None
+    neighbor_cache: NeighborCache | None = None
     _searches: dict[int, RetrieveNeighbors] = field(default_factory=dict)  # by k: a batch joins equal searches
 
     @classmethod
@@ -59,6 +65,7 @@ class LanguageModel:
         device: str = "auto",
         *,
         retrieval: bool = True,
+        neighbor_cache_bytes: int = NEIGHBOR_CACHE_BYTES,
     ) -> "LanguageModel":
         """Open a checkpoint and the datastore it retrieves from.
 
@@ -67,6 +74,7 @@ class LanguageModel:
             datastore: folder, URL or an open retriever; None = the first datastore of the training run.
             device: `auto`, `cpu`, `cuda` …
             retrieval: False opens no index; then the model only works with k = 0.
+            neighbor_cache_bytes: largest size of the encoded neighbors that are kept, if the decoder reads them.
 
         Raises:
             InputError: the checkpoint or the datastore cannot be opened, or they do not fit each other.
@@ -90,7 +98,8 @@ class LanguageModel:
         model = load_model(opened, placement.device)
         placement.cast(model)
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
-        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes)
+        cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
+        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes, cache)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
         """Compute log-probabilities in nats of all tokens of each sequence except its first.
@@ -142,6 +151,7 @@ class LanguageModel:
             find_votes=self._find_votes if retrieve else None,
             top=top,
             sources=sources,
+            neighbor_cache=self.neighbor_cache,
         )
 
     def generate(
@@ -173,7 +183,7 @@ class LanguageModel:
 
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
-        decoder = Decoder(self.model, self.placement, self.context, self._find_votes)
+        decoder = Decoder(self.model, self.placement, self.context, self._find_votes, self.neighbor_cache)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
 
     def checked(

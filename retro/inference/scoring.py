@@ -18,6 +18,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement
 from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import sliding_windows
+from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import FindVotes, RetrieveNeighbors
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
@@ -123,6 +124,7 @@ def score_windows(
     find_votes: FindVotes | None = None,
     top: int = 0,
     sources: bool = False,
+    neighbor_cache: NeighborCache | None = None,
 ) -> None:
     """Score windows of any sequences; the arguments are equal for all windows of a sequence.
 
@@ -134,6 +136,7 @@ def score_windows(
         find_votes: asks the datastore what follows the text, with retrieval ON; None = the copy head does without.
         top: see `to_score`.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
+        neighbor_cache: of a model whose decoder reads neighbors; None = it encodes all of them.
     """
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     if retrieve is not None:
@@ -141,9 +144,10 @@ def score_windows(
         if find_votes is not None:
             _ask_datastore(windows, find_votes)
     for group in _batches(windows, m):
-        inputs = placement.put(_batch(group, m))
+        batch = _batch(group, m)
+        inputs = placement.put(batch)
         with placement.autocast():
-            hidden, _ = model.hidden(inputs)
+            hidden, _ = model.hidden(inputs, _known(batch, model, neighbor_cache))
             losses = model.token_losses(inputs, hidden)
             origins = origins_of(model, hidden, losses, inputs) if sources else None
             losses = losses.cpu()
@@ -249,6 +253,14 @@ def _batch(windows: list[Window], m: int) -> Inputs:
             votes[row, : len(window) - 1] = window.sequence.votes[window.start : window.stop - 1]
         inputs = inputs._replace(votes=votes)
     return inputs.map(torch.from_numpy)
+
+
+def _known(batch: Inputs, model: Retro, cache: NeighborCache | None) -> tuple[Tensor, Tensor] | None:
+    """Keys and values of the neighbors of a batch from the cache of a decoder that reads them."""
+    if cache is None or not (batch.retrieves and model.settings.decoder_reads):
+        return None
+    neighbors, lengths = (part.flatten(0, 1).numpy() for part in (batch.neighbors, batch.neighbor_lengths))
+    return cache.encode(neighbors, lengths)
 
 
 def _likeliest(model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int) -> tuple[np.ndarray, np.ndarray]:

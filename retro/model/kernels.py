@@ -37,7 +37,13 @@ class Bounds(NamedTuple):
 
 
 def self_attention_mask(
-    h: Tensor, documents: Tensor | None, chunk_length: int, settings: AttentionSettings, num_virtual: int = 0
+    h: Tensor,
+    documents: Tensor | None,
+    chunk_length: int,
+    settings: AttentionSettings,
+    num_virtual: int = 0,
+    *,
+    bounds: bool = True,
 ) -> Tensor | Bounds | None:
     """What the queries of self-attention may read: `Bounds` where a kernel takes them, else a mask; None = all preceding tokens.
 
@@ -47,6 +53,7 @@ def self_attention_mask(
         chunk_length: m.
         settings: with the sliding window.
         num_virtual: P, virtual tokens, which every token sees.
+        bounds: whether the caller's kernel takes `Bounds`.
 
     Returns:
         A mask is bool [B, 1, T, P + T], or [T, P + T] without documents.
@@ -55,7 +62,7 @@ def self_attention_mask(
     window = settings.sliding_window if settings.sliding_window < num_tokens else 0
     if documents is None and not window and not num_virtual:
         return None
-    if not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
+    if bounds and not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
         if documents is None:
             documents = torch.zeros(len(h), -(-num_tokens // chunk_length), dtype=torch.int64, device=h.device)
         return document_bounds(documents, chunk_length, num_tokens, window)
@@ -136,6 +143,38 @@ def dot_product_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=shares)
 
 
+def dot_product_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `dot_product_attention`, and the log of the sum of exp(scores) of each query: [N, H, Q, C] and float32 [N, H, Q].
+
+    With it, attentions to two sets of keys can be merged. Fused on CPUs without gradients; own products otherwise, since autograd
+    has no derivative of a fused kernel's log.
+
+    Args:
+        q: queries [N, H, Q, C].
+        k: keys [N, G, S, C].
+        v: values [N, G, S, C].
+        mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs a visible key.
+        causal: hide later keys (Q = S). A mask must hide them too.
+        scale: None = 1/sqrt(C).
+    """
+    if k.dtype != q.dtype:
+        with torch.autocast(q.device.type, enabled=False):
+            return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type == "cpu" and not trains:
+        bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, lse = flash(q, k, v, 0.0, causal and mask is None, attn_mask=bias, scale=scale)
+        return y, lse
+    if causal and mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = _scores(q, k, mask, scale).float()
+    lse = scores.logsumexp(-1)
+    return _sums((scores - lse[..., None]).exp().to(v.dtype), v), lse
+
+
 def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     """Causal attention within documents, [N, H, T, C]: flash attention over sequences of variable length."""
     num_rows, _, num_tokens, _ = q.shape
@@ -182,12 +221,23 @@ def _unfused_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale:
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    return _sums(_scores(q, k, bias, scale).softmax(-1), v)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """Scores [N, H, Q, S], with the bias."""
     shape, num_groups = q.shape, k.shape[1]
     q = q * (scale or shape[-1] ** -0.5)
     if num_groups < shape[1]:  # shared keys: heads become queries
         q = q.unflatten(1, (num_groups, -1)).flatten(2, 3)  # [N, G, (H / G)·Q, C]
-    scores = (q @ k.transpose(-1, -2)).view(*shape[:3], -1)  # [N, H, Q, S]
+    scores = (q @ k.transpose(-1, -2)).view(*shape[:3], -1)
     if bias is not None:
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    weights = scores.softmax(-1).view(*q.shape[:3], -1)
-    return (weights @ v).view(shape)
+    return scores
+
+
+def _sums(weights: Tensor, v: Tensor) -> Tensor:
+    """Sums of values [N, G, S, C] with weights [N, H, Q, S]: [N, H, Q, C]."""
+    num_rows, num_heads, num_queries, num_keys = weights.shape
+    y = weights.view(num_rows, v.shape[1], -1, num_keys) @ v
+    return y.view(num_rows, num_heads, num_queries, -1)

@@ -84,7 +84,8 @@ def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> Model
         InputError: there is no such preset, or a size is set in addition to it.
     """
     if not settings.preset:
-        return _with_copy_head(settings, copies=bool(settings.retrieval.cca_layers))
+        one_reader = updated(settings, _reader(settings.retrieval.reader))
+        return _with_copy_head(one_reader, copies=settings.activations_read)
     if settings.preset == "base":
         return _with_base(settings, base)
     if settings.preset not in PRESETS:
@@ -92,8 +93,13 @@ def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> Model
     sizes = keys_with("size")
     _check_unset(settings, ModelSettings(), sizes)
     preset = flatten(PRESETS[settings.preset])
-    sized = updated(settings, {key: preset[key] for key in sizes} | {"preset": ""})
+    sized = updated(settings, {key: preset[key] for key in sizes} | {"preset": ""} | _reader(settings.retrieval.reader))
     return _with_copy_head(sized, copies=preset["copy_head.neighbors"])
+
+
+def _reader(reader: str) -> dict[str, Any]:
+    """Settings, by key, of a reader: the decoder reads neighbors without cross-attention."""
+    return {"retrieval.reader": reader} | ({"retrieval.cca_layers": ()} if reader == "decoder" else {})
 
 
 def _with_copy_head(settings: ModelSettings, *, copies: bool) -> ModelSettings:
@@ -129,7 +135,7 @@ def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSett
     for keys in ({"retrieval.cca_layers"}, retrieval - {"retrieval.cca_layers"}):
         if all(own[key] == default[key] for key in keys):
             chosen |= {key: usual[key] for key in keys}
-    return updated(base, chosen | {"preset": ""})
+    return updated(base, chosen | {"preset": ""} | _reader(chosen["retrieval.reader"]))
 
 
 def usual_retrieval(base: ModelSettings) -> dict[str, Any]:
@@ -157,8 +163,14 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     It keeps the copying from its own context.
     """
     settings = resolve(settings)
-    of_retrieval = {"copy_head.neighbors": False, "copy_head.datastore": False, "copy_head.content_width": 0}
-    plain = updated(settings, {"retrieval.cca_layers": (), **of_retrieval})
+    without = {
+        "retrieval.reader": "",
+        "retrieval.cca_layers": (),
+        "copy_head.neighbors": False,
+        "copy_head.datastore": False,
+        "copy_head.content_width": 0,
+    }
+    plain = updated(settings, without)
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.experts.num_experts - 1)
     matrices = 3 if settings.activation == "swiglu" else 2

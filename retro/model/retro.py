@@ -41,6 +41,7 @@ from retro.model.loss import Mixture, token_losses
 from retro.model.masks import document_positions, document_starts, neighbor_mask, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
 from retro.model.positions import Positions, positions_of
+from retro.model.reader import PackedNeighbors, ReadingAttention, neighbor_positions, neighbor_window
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -131,12 +132,13 @@ class Retro(nn.Module):
             if not getattr(settings, key):
                 raise InputError(f"model.{key} is 0: set it, or take the datastore's with `datastore_fit.fit_to`.")
         self.settings = settings
+        assert not (settings.decoder_reads and settings.retrieval.cca_layers), "resolved settings have one reader"
         width, head_dim, dropout = settings.d_model, settings.attention.head_dim, settings.dropout
         self.self_scheme = settings.attention.positions, width, head_dim
         self.cross_scheme = settings.retrieval_positions, width, head_dim
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
         attention = partial(
-            Attention,
+            ReadingAttention if settings.decoder_reads else Attention,
             width,
             num_heads=settings.attention.num_heads,
             head_dim=head_dim,
@@ -239,10 +241,10 @@ class Retro(nn.Module):
         hidden, _ = self.hidden(inputs)
         return self.mix(self.logits(hidden), hidden, inputs)
 
-    def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
         inputs.check(self.settings.chunk_length)
-        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs)
+        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs, known)
         return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -340,7 +342,7 @@ class Retro(nn.Module):
         return {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
 
     def run_layers(
-        self, h: Tensor, encoded: Tensor | None, inputs: Inputs
+        self, h: Tensor, encoded: Tensor | None, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run the layers that this device holds.
 
@@ -348,6 +350,8 @@ class Retro(nn.Module):
             h: residual stream [B, T, D].
             encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
             inputs: of the model.
+            known: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
+                them; None = it encodes them.
 
         Returns:
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
@@ -359,8 +363,12 @@ class Retro(nn.Module):
         self_positions = positions_of(
             *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
         )
-        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual)
+        reads = inputs.retrieves and self.settings.decoder_reads
+        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual, bounds=not reads)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
+        reading = PackedNeighbors.of(inputs, self.settings, known) if reads else None
+        if reading is not None and known is None:
+            h = reading.pack(h, self.embed_at(neighbors.flatten(0, 2), None))
         if inputs.retrieves and self.settings.retrieval.cca_layers:
             k, r = neighbors.shape[2:]
             cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
@@ -370,18 +378,42 @@ class Retro(nn.Module):
             real = None if whole and documents is None else neighbor_mask(neighbors, inputs.neighbor_lengths, documents)
         queues = queues_of(h, m, documents, inputs.lengths) if self.settings.expert_layers else None
         routing = None
-        for layer in self.layers:
-            reads = h if self.settings.parallel_residual else None
+        for index, layer in enumerate(self.layers):
+            before = h if self.settings.parallel_residual else None
             h = layer.attention(
-                h, self_positions, mask=mask, causal=not num_virtual, starts=starts, virtual=virtual.get(layer.name)
+                h,
+                self_positions,
+                mask=mask,
+                causal=not num_virtual,
+                starts=starts,
+                virtual=virtual.get(layer.name),
+                **({} if reading is None else {"reading": reading.of_layer(index)}),
             )
             if layer.cross is not None and inputs.retrieves:
                 if encoded is None:
                     encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
                 h = layer.cross(h, cross_positions, encoded, real)
             if not isinstance(layer.feed_forward.block, Experts):
-                h = layer.feed_forward(h, reads=reads)
+                h = layer.feed_forward(h, reads=before)
             else:
-                h, routed = layer.feed_forward(h, queues, reads=reads)
+                h, routed = layer.feed_forward(h, queues, reads=before)
                 routing = routed if routing is None else routing + routed
+        if reading is not None and known is None:
+            h, _ = reading.unpack(h)
         return h, encoded, routing
+
+    def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C] each.
+
+        For caches: `run_layers` encodes the neighbors of a batch together with its text.
+        """
+        (_, k, r), device = neighbors.shape, neighbors.device
+        positions, mask = neighbor_positions(self.settings, r, device), neighbor_window(self.settings, r, device)
+        h, kept = self.embed_at(neighbors.flatten(0, 1), None), []
+        for layer in self.layers:
+            reads = h if self.settings.parallel_residual else None
+            h, *keys_values = layer.attention(h, positions, mask=mask, causal=True, return_keys_values=True)
+            h = layer.feed_forward(h, reads=reads)
+            kept.append([rearrange(part, "(n k) r g c -> n g (k r) c", k=k) for part in keys_values])
+        keys, values = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
+        return keys, values

@@ -149,10 +149,15 @@ class EncoderSettings(_Section):
 
 @settings
 class RetrievalSettings(_Section):
-    """How the decoder reads neighbors: chunked cross-attention (CCA)."""
+    """How the decoder reads neighbors: chunked cross-attention (CCA), or its own self-attention."""
 
     key: ClassVar = "model.retrieval"
 
+    reader: Literal["", "encoder", "decoder"] = _setting("", with_base="switch")
+    """`encoder`: the paper's encoder and chunked cross-attention in `cca_layers`. `decoder`: the decoder encodes each neighbor
+    alone, and its self-attention reads them in all layers. It has no parameters, so it needs no training
+    (docs/results/decoder-reader.md). It needs `attention.positions = "rope"`. Empty = `encoder`; with the preset `base`, as
+    in the checkpoint."""
     cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
     positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting("", changes_function=True)
@@ -273,6 +278,7 @@ class ModelSettings(_Section):
     def __post_init__(self) -> None:
         self._check_positions()
         self._check_layers()
+        self._check_reader()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
             self.refuse("copying_init", "false, or set model.shared_embeddings")
         if self.copy_head.content_width and self.copy_head.neighbors is False:
@@ -285,7 +291,17 @@ class ModelSettings(_Section):
     @property
     def retrieves(self) -> bool:
         """Whether the model reads neighbors."""
-        return bool(self.retrieval.cca_layers or self.copy_head.neighbors)
+        return self.activations_read or bool(self.copy_head.neighbors)
+
+    @property
+    def activations_read(self) -> bool:
+        """Whether the decoder's activations depend on neighbors."""
+        return bool(self.retrieval.cca_layers) or self.decoder_reads
+
+    @property
+    def decoder_reads(self) -> bool:
+        """Whether the decoder reads neighbors with its own self-attention."""
+        return self.retrieval.reader == "decoder"
 
     @property
     def uses_datastore(self) -> bool:
@@ -346,6 +362,24 @@ class ModelSettings(_Section):
                 section.refuse("cca_layers", f"increasing numbers from 1 to {count}, or an empty list")
         if self.experts.num_experts and not self.preset and self.experts.every > self.num_layers:
             self.experts.refuse("every", f"a number from 1 to model.num_layers = {self.num_layers}")
+
+    def _check_reader(self) -> None:
+        """Refuse the decoder as reader where its keys cannot be placed before the text, or not without the text's tokens."""
+        if not self.decoder_reads:
+            return
+        reads = "with model.retrieval.reader = 'decoder'"
+        if self.attention.positions != "rope":
+            self.attention.refuse("positions", f"'rope' {reads}")
+        if self.attention.smeared_keys:
+            self.attention.refuse("smeared_keys", f"false {reads}")
+        if self.experts.num_experts:
+            self.experts.refuse("num_experts", f"0 {reads}")
+        if (
+            self.retrieval.cca_layers
+            and not self.preset
+            and self.retrieval.cca_layers != RetrievalSettings().cca_layers
+        ):
+            self.retrieval.refuse("cca_layers", f"an empty list {reads}")
 
 
 # ------------------------------------------------------------------------------------- all settings, by dotted key
@@ -409,7 +443,8 @@ def keys_without_effect(settings: ModelSettings) -> set[str]:
     if settings.attention.positions != "learned":
         unused |= {"attention.max_positions"}
     if not settings.retrieval.cca_layers:
-        unused |= {key for key in keys if key.startswith(("encoder.", "retrieval.")) and key != "retrieval.cca_layers"}
+        unused |= {key for key in keys if key.startswith(("encoder.", "retrieval."))}
+        unused -= {"retrieval.cca_layers", "retrieval.reader"}
     if not settings.experts.num_experts:
         unused |= {key for key in keys if key.startswith("experts.") and key != "experts.num_experts"}
     return unused | ({"mup_base_width"} if settings.init != "mup" else set())

@@ -29,7 +29,7 @@ from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import StepContext, all_parameters, gradients, own_rows, part_of_loss
 from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
-from retro.parallel.settings import num_microbatches, num_stages
+from retro.parallel.settings import check_reader, num_microbatches, num_stages
 from retro.parallel.tensor_parallel import mixture_of, own_tokens
 
 
@@ -146,6 +146,7 @@ class Pipeline:
             InputError: the model cannot be divided this way.
         """
         settings = processes.settings
+        check_reader(model.settings, pipeline=settings.pipeline)
         self.processes, self.placement, self.settings = processes, placement, model.settings
         self.compiled = compiled
         self.mesh = processes.mesh("pipeline")

@@ -56,6 +56,7 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
     for key in ("dropout", "experts.num_experts"):
         if values[key] and tensor > 1:
             raise InputError(f"model.{key} = {values[key]}: must be 0 with parallel.tensor = {tensor}.")
+    check_reader(model, tensor=tensor)
     keys = ["attention.num_heads", "attention.num_kv_heads", "d_ffw"]
     keys += ["encoder.num_heads", "encoder.d_ffw"] * bool(model.retrieval.cca_layers)
     for key in keys:
@@ -66,6 +67,13 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
             f"parallel.tensor = {tensor}: model.chunk_length = {model.chunk_length} is not divisible by it."
         )
     return updated(model, {key: values[key] // tensor for key in keys})
+
+
+def check_reader(model: ModelSettings, **sizes: int) -> None:
+    """Raise InputError if a dimension divides the stream of a decoder that reads neighbors, which are packed into it."""
+    for key, size in sizes.items():
+        if size > 1 and model.decoder_reads:
+            raise InputError(f"parallel.{key} = {size}: must be 1 with model.retrieval.reader = 'decoder'.")
 
 
 def num_stages(settings: ParallelSettings, num_layers: int) -> int:

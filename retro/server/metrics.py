@@ -54,6 +54,20 @@ class Metrics:
         accepted = Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", registry=self._registry)
         accepted.set_function(under_way)
 
+    def watch_neighbors(self, counts: Mapping[str, Callable[[], int]], size: Callable[[], int]) -> None:
+        """Add gauges of the cache of encoded neighbors.
+
+        Args:
+            counts: for `hit` and `miss`, a function that returns the number of neighbors so far.
+            size: returns the bytes of the cache.
+        """
+        own = {"registry": self._registry}
+        read = Gauge("retro_neighbors_read", "Neighbors found in the cache, or encoded.", ["cache"], **own)
+        for name, count in counts.items():
+            read.labels(name).set_function(count)
+        kept = Gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors that are kept.", **own)
+        kept.set_function(size)
+
     def count_request(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count an answer. `path` is the route's template, so that there are few label values."""
         self._requests.labels(method, path, str(status)).inc()

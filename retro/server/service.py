@@ -131,6 +131,9 @@ class Service:
             self.chat_template = _chat_template(language_model, settings.chat_template)
             waiting |= {"score": self.score.__len__, "generate": generations.__len__}
             running = {"generate": lambda: generations.num_running}
+            if (cache := language_model.neighbor_cache) is not None:
+                counts = {"hit": lambda: cache.hits, "miss": lambda: cache.misses}
+                self.metrics.watch_neighbors(counts, lambda: cache.bytes)
         self.metrics.watch(waiting, running, lambda: self.admission.under_way)
         self.examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = {}
         self.measuring = asyncio.Lock()

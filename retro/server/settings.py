@@ -3,7 +3,7 @@
 import re
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
@@ -54,6 +54,9 @@ class ServeSettings:
     """Largest number of tokens that are scored at once, neighbors included."""
     max_num_seqs: PositiveInt = 32
     """Largest number of texts that are generated in one batch; others wait. A batch has a cache of keys and values for each."""
+    neighbor_cache_bytes: NonNegativeInt = 2**30
+    """Largest size of the keys and values of neighbors that are kept for later chunks and requests, if the decoder reads neighbors
+    itself (`model.retrieval.reader`)."""
     shutdown_seconds: _Seconds = 30.0
     """Time after SIGTERM to finish accepted requests."""
     cors_origins: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Add retrieval to a trained model without training: a copy head that reads neighbors, fitted with a few forward passes.
 
-    checkpoint ─ + sources of copy_head ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
+    checkpoint ─ (+ retrieval.reader) + sources of copy_head ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
 
 All weights of the checkpoint stay the same to the bit, so retrieval OFF is the model as it was.
 """
@@ -41,9 +41,10 @@ def add_retrieval(
     k: int,
     num_tokens: int,
     names: Sequence[SourceName] = (),
+    reader: str = "",
     advance: Advance = lambda _: None,
 ) -> CopyFit:
-    """Write a model that copies from a datastore, and otherwise equals the checkpoint, as one file.
+    """Write a model that copies from a datastore, and OFF equals the checkpoint, as one file.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
@@ -55,14 +56,16 @@ def add_retrieval(
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
         names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks them.
+        reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the checkpoint.
         advance: receives numbers of tokens that were read.
 
     Raises:
         InputError: the model copies from these already; or the datastore has another tokenizer, another chunk length than
-            a model with retrieval, or fewer stored neighbors.
+            a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
     """
     datastore = Datastore.open(folder)
     names = _new_sources(checkpoint, datastore, names)
+    checkpoint = replace(checkpoint, model=_with_reader(checkpoint, reader))
     settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]), names)
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
@@ -99,6 +102,17 @@ def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[S
             f"{checkpoint.path} copies from {' and '.join(twice)} already. Use it with --datastore, or train it further."
         )
     return chosen
+
+
+def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
+    """Settings of the checkpoint with another reader, which has no weights."""
+    base = checkpoint.model
+    if reader == "decoder" and base.retrieval.cca_layers:
+        raise InputError(
+            f"reader = 'decoder': {checkpoint.path} reads neighbors with cross-attention (model.retrieval.cca_layers = "
+            f"{list(base.retrieval.cca_layers)}); only a decoder without it can read them itself."
+        )
+    return updated(base, {"retrieval.reader": reader or base.retrieval.reader})
 
 
 def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName]) -> ModelSettings:

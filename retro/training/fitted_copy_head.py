@@ -144,7 +144,7 @@ def _read(
         hidden, _ = model.hidden(batch)
         mixture = head.mixture(hidden, labels, others)
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
-        if model.settings.retrieval.cca_layers or any(source.source is not head.context for source in others):
+        if model.settings.activations_read or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
     found = [_found(name, source, labels) for name, source in zip(names, own, strict=True)]
     present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in found]

@@ -44,8 +44,13 @@ def add_adapter(model: Retro, tuning: TuningSettings) -> None:
     vocabulary.
 
     Raises:
-        InputError: peft is missing, or the model has no matrix with the name of a target.
+        InputError: peft is missing, the model has no matrix with the name of a target, or its decoder reads neighbors, which
+            virtual tokens would precede.
     """
+    if model.settings.decoder_reads and tuning.adapter not in ("none", "lora"):
+        raise InputError(
+            f"tuning.adapter = {tuning.adapter!r}: should be 'lora' or 'none' with model.retrieval.reader = 'decoder'."
+        )
     if tuning.adapter == "lora":
         lora = peft()
         config = lora.LoraConfig(

@@ -79,7 +79,20 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "scaled_embeddings": False,
     },
 }
+READERS: dict[str, dict[str, Any]] = {
+    "reading": {  # the decoder reads neighbors itself: Qwen3 with a sliding window
+        "retrieval.reader": "decoder",
+        "retrieval.cca_layers": (),
+        "attention.num_kv_heads": 1,
+        "attention.qk_norm": True,
+        "attention.bias": "qkv",
+        "attention.sliding_window": 6,
+        "activation": "swiglu",
+        "norm_eps": 1e-5,
+    },
+}
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_scheme_and_reader = pytest.mark.parametrize("scheme", [*SCHEMES, *READERS])
 few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
 
@@ -96,7 +109,7 @@ def one_thread() -> Iterator[None]:
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model in which every part matters: all parameters are perturbed, as biases u and v start at zero."""
     torch.manual_seed(0)
-    model = Retro(updated(SETTINGS, {**SCHEMES[scheme], **changes})).eval()
+    model = Retro(updated(SETTINGS, {**(SCHEMES | READERS)[scheme], **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -190,6 +203,11 @@ def first_difference(a: Tensor, b: Tensor) -> int:
     """First position of [B, T, V] at which two outputs differ in any bit; T if they are equal."""
     differs = (a != b).any(-1).any(0)
     return int(differs.int().argmax()) if differs.any() else T
+
+
+def neighbor_table(model: Retro) -> Tensor:
+    """The embeddings of neighbors."""
+    return model.embedding.weight if model.settings.decoder_reads else model.encoder.embedding.weight
 
 
 def embedding_gradients(model: Retro, output: Tensor, table: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ def test_wrong_options_write_nothing(base: Path, tmp_path: Path, capsys: pytest.
         (["--output", str(file), "--k", "0"], "k = 0"),
         (["--output", str(file), "--k", "7"], "stores 6 neighbors of each chunk"),
         (["--output", str(file), "--tokens", "0"], "tokens = 0"),
+        (["--output", str(file), "--reader", "encoder"], "reader"),
         (["--output", str(file), "--datastore", str(tmp_path / "none")], "none"),
     ):
         assert main(["add-retrieval", str(base), *options]) == 2

@@ -87,6 +87,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts": {"experts.num_experts": 4},
     "two experts": {"experts.num_experts": 4, "experts.per_token": 2, "activation": "swiglu"},
     "window": {"attention.sliding_window": 32},
+    "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": (), "attention.num_kv_heads": 1},
+    "copying without cross-attention": {"retrieval.cca_layers": (), "copy_head.neighbors": True},
 }
 RUNS = {
     "bfloat16": ON_CPU,

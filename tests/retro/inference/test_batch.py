@@ -17,7 +17,7 @@ from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import BOUNDS, GenerationSettings
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever
-from tests.retro.small_model import SCHEMES, M, T, V, build, cached_model
+from tests.retro.small_model import READERS, SCHEMES, M, T, V, build, cached_model
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 CONTEXT = 4 * M
@@ -113,7 +113,7 @@ def check_equal(found: GeneratedToken, expected: GeneratedToken) -> None:
         assert np.array_equal(one.neighbors.tokens, other.neighbors.tokens)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "experts", "smeared neighbors"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts", "smeared neighbors"])
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(texts=texts())
 def test_a_text_continues_as_alone_whatever_joins_and_leaves(scheme: str, texts: list[Text]) -> None:

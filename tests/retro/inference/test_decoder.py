@@ -19,7 +19,19 @@ from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.tuning.adapters import add_adapter
 from retro.tuning.settings import TuningSettings
-from tests.retro.small_model import SCHEMES, M, R, T, Together, V, build, cached_model, every_scheme
+from tests.retro.small_model import (
+    READERS,
+    SCHEMES,
+    M,
+    R,
+    T,
+    Together,
+    V,
+    build,
+    cached_model,
+    every_scheme,
+    every_scheme_and_reader,
+)
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
@@ -79,7 +91,7 @@ def check_steps(
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-@every_scheme
+@every_scheme_and_reader
 def test_every_step_gives_the_logits_of_a_full_forward_pass(
     scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +108,7 @@ def test_on_a_gpu_every_step_gives_the_logits_of_a_full_forward_pass_on_a_cpu() 
     check_steps(decoder, lambda row: uncached(model, row, retrieve).to("cuda"), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme: str) -> None:
     model, prompts = cached_model(scheme), rows(1, M, M + 1, 3 * M)
     rng = np.random.default_rng(2)
@@ -155,7 +167,7 @@ def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapte
 
 
 @pytest.mark.parametrize("context", [M, 2 * M, 8 * M])
-@every_scheme
+@every_scheme_and_reader
 def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, context: int) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
     decoder = Together(model, FLOAT32, context, retrieve)
@@ -182,10 +194,10 @@ def test_a_full_context_drops_a_quarter_but_at_least_a_chunk() -> None:
     assert remaining_length(2 * M, 2 * M + 1) == M + 1
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "copying from neighbors only"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "copying from neighbors only"])
 def test_rows_are_independent_with_and_without_neighbors(scheme: str) -> None:
     only = {"copy_head.neighbors": True}  # nothing to copy from without neighbors
-    model, prompts = cached_model(scheme) if scheme in SCHEMES else build(**only), rows(*LENGTHS)
+    model, prompts = cached_model(scheme) if scheme in SCHEMES | READERS else build(**only), rows(*LENGTHS)
     searches = [retriever(2 * (row % 2)) for row in range(len(prompts))]
     together = Together(model, FLOAT32, 4 * M, *searches)
     alone = [Together(model, FLOAT32, 4 * M, retrieve) for retrieve in searches]
@@ -251,7 +263,7 @@ def test_reduced_precision_differs_only_by_rounding(scheme: str, reduced: Placem
     assert 0 < difference < rounding
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_cast_weights_equal_autocast(scheme: str) -> None:
     model = build(scheme, tied_embeddings=False, shared_embeddings=True)
     tokens, neighbors = torch.from_numpy(np.stack(rows(T, T))), torch.arange(2 * 4 * 2 * R).view(2, 4, 2, R) % V

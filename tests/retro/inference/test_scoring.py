@@ -12,7 +12,7 @@ from retro.inference.scoring import Scores, score_windows, to_score
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
-from tests.retro.small_model import M, V, cached_model, every_scheme
+from tests.retro.small_model import M, V, cached_model, every_scheme_and_reader
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
@@ -40,7 +40,7 @@ def score_with(model: Retro, sequences: list[np.ndarray], k: int = 2, **options)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-@every_scheme
+@every_scheme_and_reader
 def test_log_probabilities_equal_those_of_a_forward_pass(scheme: str, k: int) -> None:
     model, sequences = cached_model(scheme), rows(1, 2, M, M + 1, CONTEXT - 1, CONTEXT, 3, 2 * M)
     for tokens, scores in zip(sequences, score_with(model, sequences, k), strict=True):
@@ -49,7 +49,7 @@ def test_log_probabilities_equal_those_of_a_forward_pass(scheme: str, k: int) ->
         np.testing.assert_allclose(scores.log_probabilities, expected, atol=1e-4)
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_long_sequences_are_scored_in_windows_that_overlap_by_half(scheme: str) -> None:
     model, stride = cached_model(scheme), CONTEXT // 2
     for length in (CONTEXT + 1, CONTEXT + stride, CONTEXT + stride + 1, 5 * CONTEXT - 1):

@@ -21,18 +21,19 @@ from tests.retro.small_model import (
     build,
     cached_model,
     embedding_gradients,
-    every_scheme,
+    every_scheme_and_reader,
     few,
     first_difference,
     logits,
     loss_of,
+    neighbor_table,
 )
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 # ------------------------------------------------------------------------------------------------------- causality
 
 
-@every_scheme
+@every_scheme_and_reader
 @given(chunk=st.integers(0, U - 1), row=st.integers(0, B - 1), neighbor=st.integers(0, K - 1))
 @few
 def test_a_neighbor_of_chunk_u_affects_no_logit_before_the_chunks_last_token(scheme, chunk, row, neighbor):
@@ -45,7 +46,7 @@ def test_a_neighbor_of_chunk_u_affects_no_logit_before_the_chunks_last_token(sch
     assert torch.equal(before[1 - row], after[1 - row])
 
 
-@every_scheme
+@every_scheme_and_reader
 @given(position=st.integers(0, T - 1), row=st.integers(0, B - 1))
 @few
 def test_a_token_affects_no_earlier_logit(scheme, position, row):
@@ -58,25 +59,24 @@ def test_a_token_affects_no_earlier_logit(scheme, position, row):
     assert torch.equal(before[1 - row], after[1 - row])
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_gradients_reach_only_earlier_tokens_and_neighbors_of_finished_chunks(scheme):
     model = build(scheme, tied_embeddings=False)  # untied, so the embedding's gradients come from the inputs alone
     tokens = torch.arange(T)[None]  # every position and every neighbor has unique ids
-    neighbors = (torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
+    neighbors = (T + torch.arange(U)[:, None, None] * K + torch.arange(K)[:, None]).expand(1, U, K, R)
     output = model(Inputs(tokens, None, neighbors)).square().sum(-1)[0]
     for position in range(T):
-        token_gradients = embedding_gradients(model, output[position], model.embedding.weight)
+        token_gradients = embedding_gradients(model, output[position], model.embedding.weight)[:T]
         assert (token_gradients[: position + 1] > 0).all()
         assert (token_gradients[position + 1 :] == 0).all()
-        table = model.encoder.embedding.weight
         readable = (position + 1) // M  # chunks whose last token is at or before this position
         if readable:
-            neighbor_gradients = embedding_gradients(model, output[position], table)
+            neighbor_gradients = embedding_gradients(model, output[position], neighbor_table(model))[T:]
             assert (neighbor_gradients[: readable * K] > 0).all()
             assert (neighbor_gradients[readable * K :] == 0).all()
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_rows_of_a_batch_are_independent(scheme):
     model = build(scheme, tied_embeddings=False)
     _, neighbors, lengths = batch()
@@ -85,13 +85,12 @@ def test_rows_of_a_batch_are_independent(scheme):
     output = model(Inputs(tokens, None, neighbors, lengths)).square().sum((1, 2))
     own = embedding_gradients(model, output[0], model.embedding.weight) > 0
     assert own[:T].all()
-    assert not own[
-        25 if model.settings.copy_head.content_width else T :
-    ].any()  # keys of neighbors are of this table too
-    assert not (embedding_gradients(model, output[0], model.encoder.embedding.weight)[25:] > 0).any()
+    shared = model.settings.copy_head.content_width or model.settings.decoder_reads  # neighbors are of this table too
+    assert not own[25 if shared else T :].any()
+    assert not (embedding_gradients(model, output[0], neighbor_table(model))[25:] > 0).any()
 
 
-@every_scheme
+@every_scheme_and_reader
 @given(num_tokens=st.integers(1, T))
 @few
 def test_logits_of_a_prefix_equal_those_of_the_whole(scheme, num_tokens):
@@ -114,7 +113,7 @@ def test_logits_of_a_prefix_equal_those_of_the_whole(scheme, num_tokens):
 # --------------------------------------------------------------------------------------------- missing neighbors
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     tokens, neighbors, lengths = batch()
     lengths[0, 1, 0] = lengths[1, 2] = 0
@@ -122,15 +121,16 @@ def test_tokens_beyond_a_neighbors_length_are_ignored(scheme):
     other = torch.where(missing, (neighbors + 7) % V, neighbors)
     model = cached_model(scheme)
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens, None, other, lengths))
+    model = build(scheme, tied_embeddings=False)
     encoder_gradients = torch.autograd.grad(
         model(Inputs(tokens % 10, None, torch.where(missing, 49, neighbors % 49), lengths)).square().sum(),
-        model.encoder.embedding.weight,
+        neighbor_table(model),
     )[0]
     assert (encoder_gradients[49] == 0).all()
 
 
 @pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1], [2, 2, 2, 2]]])
-@every_scheme
+@every_scheme_and_reader
 def test_neighbors_without_lengths_equal_neighbors_of_full_length(scheme, documents):
     """Without lengths there is no mask, and other kernels run."""
     model, (tokens, neighbors, lengths) = cached_model(scheme), batch()
@@ -139,7 +139,7 @@ def test_neighbors_without_lengths_equal_neighbors_of_full_length(scheme, docume
     torch.testing.assert_close(logits(model, tokens, documents, neighbors), full, rtol=1e-4, atol=1e-4)
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_a_neighbor_of_length_zero_equals_no_neighbor(scheme):
     tokens, neighbors, lengths = batch()
     lengths[:, :, 1] = 0
@@ -149,7 +149,7 @@ def test_a_neighbor_of_length_zero_equals_no_neighbor(scheme):
     )
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
@@ -166,7 +166,7 @@ def test_retrieval_on_with_every_neighbor_masked_equals_retrieval_off(scheme):
         assert parameter.grad.isfinite().all(), name
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
     model = build(scheme)
     tokens, neighbors, lengths = batch()
@@ -180,7 +180,7 @@ def test_gradients_are_finite_and_zero_where_every_neighbor_is_missing(scheme):
 
 
 @pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1], [2, 2, 2, 2], [3, 4, 4, 4]]])
-@every_scheme
+@every_scheme_and_reader
 def test_rows_without_neighbors_can_be_left_out(scheme, documents):
     """The last row has no neighbors: loss and gradients are those of neighbors of length 0."""
     model = build(scheme)
@@ -198,7 +198,7 @@ def test_rows_without_neighbors_can_be_left_out(scheme, documents):
         torch.testing.assert_close(left_out, whole, rtol=1e-5, atol=1e-5)
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_the_order_of_neighbors_does_not_matter(scheme):
     tokens, neighbors, lengths = batch()
     torch.testing.assert_close(
@@ -212,7 +212,7 @@ def test_the_order_of_neighbors_does_not_matter(scheme):
 # ----------------------------------------------------------------------------------------------------- documents
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_documents_of_one_sequence_are_independent(scheme):
     tokens, neighbors, lengths = batch()
     model = cached_model(scheme)
@@ -224,7 +224,7 @@ def test_documents_of_one_sequence_are_independent(scheme):
     assert not torch.equal(before[0, : 2 * M], after[0, : 2 * M])
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_a_packed_document_has_the_logits_it_has_alone(scheme):
     tokens, neighbors, lengths = batch()
     together = logits(cached_model(scheme), tokens, DOCUMENTS, neighbors, lengths)[1, M:]
@@ -232,7 +232,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(scheme):
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-5)
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(scheme):
     tokens, neighbors, lengths = batch()
     changed = neighbors.clone()
@@ -246,7 +246,7 @@ def test_neighbors_of_a_documents_last_chunk_do_not_reach_the_next_document(sche
     ) == (2 * M - 1)
 
 
-@every_scheme
+@every_scheme_and_reader
 @given(padding=st.integers(1, M - 1))
 @few
 def test_padding_at_a_documents_end_affects_only_itself(scheme, padding):
@@ -261,7 +261,7 @@ def test_padding_at_a_documents_end_affects_only_itself(scheme, padding):
     assert torch.equal(before[:, outside], after[:, outside])
 
 
-@every_scheme
+@every_scheme_and_reader
 def test_naming_a_single_document_changes_no_logit(scheme):
     tokens, neighbors, lengths = batch()
     named = logits(cached_model(scheme), tokens, torch.full((B, U), 9), neighbors, lengths)

@@ -52,6 +52,7 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     assert roles["switch"] == {
         "shared_embeddings",
         "copying_init",
+        "retrieval.reader",
         "retrieval.smeared_keys",
         "copy_head.context",
         "copy_head.neighbors",

@@ -85,6 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copying, experts": {**COPYING, "copy_head.content_width": 0, "experts.num_experts": 4, "experts.every": 2},
     "copying from the context": {"copy_head.context": True, "tied_embeddings": False},
     "copying without cross-attention": {**COPYING, "retrieval.cca_layers": ()},
+    "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": ()},
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
@@ -127,6 +128,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "copying-experts-pipeline": ("copying, experts", {"pipeline": 2}),
     "copying-context-pipeline": ("copying from the context", {"pipeline": 4}),
+    "reading": ("reading", {}),
+    "reading-zero-3": ("reading", {"zero": 3, "activation_checkpointing": "selective"}),
     "copying-neighbors-pipeline-tensor": ("copying without cross-attention", {"pipeline": 2, "tensor": 2}),
 }
 """Name of a run → options of the model and parallel settings of four processes."""

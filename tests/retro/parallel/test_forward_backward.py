@@ -14,7 +14,7 @@ from retro.model.inputs import Inputs
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
-from tests.retro.small_model import SCHEMES, T, U, batch, build
+from tests.retro.small_model import READERS, SCHEMES, T, U, batch, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 EXPERTS = {"experts.num_experts": 4, "experts.every": 1}
@@ -68,11 +68,11 @@ def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("scheme", [*SCHEMES, "experts"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts"])
 def test_every_model_is_one_graph(scheme: str) -> None:
     """A value that the host reads (`item`, `if`) and a shape that depends on values would each break the graph."""
     torch._dynamo.reset()
-    small = {"num_layers": 2, "retrieval.cca_layers": (2,)}
+    small = {"num_layers": 2, "retrieval.cca_layers": () if scheme in READERS else (2,)}
     model = build(**small, **EXPERTS) if scheme == "experts" else build(scheme, **small)
     placement = choose_placement("cpu", "float32")
     passes = WholeModel(model.train(), Processes(ALONE, placement.device), placement)

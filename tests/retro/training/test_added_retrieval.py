@@ -82,6 +82,32 @@ def test_off_equals_the_base_to_the_bit_and_on_copies(
     assert not np.array_equal(model.score([text], k=2)[0], of_base)
 
 
+def test_the_decoder_can_read_the_neighbors_too(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
+    file = tmp_path / "reads.safetensors"
+    if base.model.retrieval.cca_layers:
+        with pytest.raises(InputError, match=r"reader = 'decoder': .* reads neighbors with cross-attention .*\[2, 3\]"):
+            added(base, tiny_datastore.folder, file, reader="decoder")
+        return
+    found, fit = added(base, tiny_datastore.folder, file, reader="decoder")
+    assert (found.model.decoder_reads, found.model.copy_head.neighbors) == (True, True)
+    assert torch.equal(logits(found), logits(base))
+    copies, _ = added(base, tiny_datastore.folder, tmp_path / "copies.safetensors")
+    neighbors = torch.arange(4 * 2 * 32).view(1, 4, 2, 32) % 40
+    assert not torch.equal(logits(found, neighbors), logits(copies, neighbors))
+    assert fit.after < fit.before
+
+    text = tiny_datastore.train.tokens.gather(np.arange(4)).reshape(-1).astype(np.int64)
+    model = LanguageModel.open(found.path)
+    assert np.array_equal(model.score([text])[0], LanguageModel.open(base.path, tiny_datastore.folder).score([text])[0])
+    scores, settings = model.score([text], k=2)[0], GenerationSettings(max_tokens=4, temperature=0, ignore_eos=True)
+    assert not np.array_equal(scores, model.score([text])[0])
+    (prompt,) = [text[:40]]
+    new = [token for step in model.generate([prompt], settings, k=2) for token in step]
+    whole = np.append(prompt, [token.token for token in new])
+    again = model.score([whole], k=2)[0][-len(new) :]
+    np.testing.assert_allclose([token.log_probability for token in new], again, rtol=1e-3, atol=1e-3)
+
+
 def test_the_file_names_its_base_and_its_datastore(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
     found, fit = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
     assert (found.started_from, found.datastores) == (base.fingerprint, [tiny_datastore.fingerprint])
