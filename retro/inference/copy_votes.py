@@ -43,15 +43,17 @@ class CopyVotes:
         They are normalized for rows without votes too: a penalty would otherwise depend on the other rows.
 
         Args:
-            rows: N rows.
+            rows: rows that were read, drafts included. N is the number of their last tokens and draft tokens.
             logits: of the vocabulary.
-            hidden: activations [N, D] of the rows' last tokens.
+            hidden: activations [N, D] of these tokens.
         """
         head = self._head
-        width = max(len(row.tokens) for row in rows)
+        histories = [history for row in rows for history in row.histories()]
+        rows = [row for row in rows for _ in range(1 + len(row.draft))]
+        width = max(map(len, histories))
         padded = np.full((len(rows), width), -1, np.int64)
-        for tokens, row in zip(padded, rows, strict=True):
-            tokens[width - len(row.tokens) :] = row.tokens
+        for tokens, history in zip(padded, histories, strict=True):
+            tokens[width - len(history) :] = history
         tokens = self._put(padded)
         sources = [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
         if head.neighbors is not None and any(row.neighbors for row in rows):
@@ -84,7 +86,7 @@ class CopyVotes:
 
         Args:
             rows: some rows of the last call of `mixed`, or copies of them.
-            indices: their indices in that call.
+            indices: their indices among its N tokens.
             tokens: the next token of each row.
             log_probabilities: of these tokens, in nats.
 

@@ -6,7 +6,7 @@
                     cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
 Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one token
-of every row that has one left: the rows that generate. The second reads one window (`ChunkedCrossAttention`) of a few rows
+of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads one window (`ChunkedCrossAttention`) of a few rows
 that have more left: the prompts. So a long prompt delays the other rows by one window per step, not by its length.
 
 The tokens of a window attend to the neighbors of one chunk. The first token of a window is the last token of this chunk. The
@@ -16,7 +16,7 @@ of `model/retro.py`. In addition, N is the number of rows in a pass, B the numbe
 tokens per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
@@ -44,6 +45,10 @@ from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
 """Largest number of tokens of prompts that a step reads, unless a single window has more."""
+
+
+Propose = Callable[[Row, int], np.ndarray]
+"""A row that has one token left, and a number of tokens → its draft of at most this number, int64."""
 
 
 class _Pass(NamedTuple):
@@ -65,6 +70,9 @@ class _Pass(NamedTuple):
 
 class Decoder:
     """Reads prompts and generated tokens: `add` rows, then `step`, `append` a token to each row that was read, `step` …
+
+    A step can read a draft of next tokens too. `append` then takes as many of them as are right, and one more token; the others
+    are removed from the cache.
 
     If a row exceeds the context, the decoder drops its oldest tokens, a quarter of the context in whole chunks, and
     reads the others again. Dropping one chunk at a time would spend most of the time on rereading.
@@ -121,8 +129,14 @@ class Decoder:
         self._drop(row)
         return row
 
-    def append(self, row: Row, token: int) -> None:
-        row.tokens = np.append(row.tokens, token)
+    @torch.inference_mode()
+    def append(self, row: Row, *tokens: int) -> None:
+        """Append tokens to a row that was read: those tokens of its draft that are right, and one more."""
+        wrong = len(row.draft) - (len(tokens) - 1)
+        if wrong:
+            row.num_read -= wrong
+            self.cache.remove_last(row.slot, wrong)
+        row.tokens, row.draft = np.append(row.tokens, tokens), row.draft[:0]
         self._drop(row)
 
     @torch.inference_mode()
@@ -154,27 +168,35 @@ class Decoder:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> tuple[list[Row], Tensor]:
-        """Read one token of each row that has one left, and one window of the first few others.
+    def step(self, propose: Propose | None = None) -> tuple[list[Row], Tensor]:
+        """Read one token of each row that has one left, with its draft, and one window of the first few others.
+
+        Args:
+            propose: returns the draft of a row, of at most the given number of tokens; None = no drafts.
 
         Returns:
-            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32. With a
-                copy head they are log-probabilities.
+            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32: for a row
+                with a draft of d tokens 1 + d of them, after its last token and after each token of the draft. With a copy
+                head they are log-probabilities.
         """
         unread = [row for row in self.rows if row.num_unread]
         single = [row for row in unread if row.num_unread == 1]
         windows = [row for row in unread if row.num_unread > 1][: max(1, WINDOW_TOKENS // self.m)]
         self._find_neighbors([*single, *windows])
+        if propose is not None:
+            for row in single:
+                row.draft = propose(row, self._room_for_draft(row))
         self._put_first(single)
         rows, hidden = list[Row](), list[Tensor]()
         with self.placement.autocast():
             for part in (single, windows):
                 if part:
                     span = self._pass_of(part)
-                    last = self._run(span)
-                    finished = [index for index, row in enumerate(span.rows) if not row.num_unread]
-                    rows += [span.rows[index] for index in finished]
-                    hidden.append(last if len(finished) == len(part) else last[finished])
+                    h = self._run(span)
+                    for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
+                        if not row.num_unread:
+                            rows.append(row)
+                            hidden.append(read[last - len(row.draft) : last + 1])
             if not rows:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
             read = self.model.finish(torch.cat(hidden).float())
@@ -187,6 +209,11 @@ class Decoder:
         while any(row.num_unread for row in rows):
             logits.update(zip(*self.step(), strict=True))
         return torch.stack([logits[row] for row in rows])
+
+    def _room_for_draft(self, row: Row) -> int:
+        """Return the largest length of a draft: neighbors must not change in it, nor the context overflow."""
+        until_border = self.m - 1 - len(row.tokens) % self.m if row.retrieve else LONGEST_DRAFT
+        return min(LONGEST_DRAFT, until_border, self.context - len(row.tokens))
 
     def _find_neighbors(self, rows: list[Row]) -> None:
         """Find the neighbors of all complete chunks of rows. Rows with equal `retrieve` share a search."""
@@ -223,13 +250,16 @@ class Decoder:
         """Return the pass that reads rows up to the end of a window. From here on, these tokens count as read."""
         rows = sorted(rows, key=lambda row: row.slot)
         starts = np.array([row.num_read for row in rows])
-        counts = [min(row.num_unread, self.m - (row.num_read + 1) % self.m) for row in rows]
+        counts = [  # a draft is read at once
+            min(row.num_unread, max(1 + len(row.draft), self.m - (row.num_read + 1) % self.m)) for row in rows
+        ]
         tokens = np.zeros((len(rows), max(counts)), dtype=np.int64)
         for new, row, count in zip(tokens, rows, counts, strict=True):
-            new[:count] = row.tokens[row.num_read : row.num_read + count]
+            new[:count] = row.unread[:count]
             row.num_read += count
         stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + max(counts), self.context)
-        positions, at = self._put(starts[:, None] + np.arange(max(counts))), [row.slot for row in rows]
+        columns, at = self._put(starts[:, None] + np.arange(max(counts))), [row.slot for row in rows]
+        positions = columns.clamp(max=self.context - 1)  # padding can exceed the context
         keys_at = self._keys_at(stop)
         mask = visible(positions, keys_at, self.model.settings.attention.sliding_window) | (keys_at < 0)
         begins = starts == 0
@@ -243,14 +273,14 @@ class Decoder:
             positions=positions,
             last=self._put(np.array(counts) - 1),
             begins=self._put(begins).bool()[:, None, None, None],
-            columns=positions + self.num_virtual,
+            columns=columns + self.num_virtual,
             stop=stop,
             mask=mask[:, None],
             num_neighbors=max(row.num_neighbors for row in rows),
         )
 
     def _run(self, span: _Pass) -> Tensor:
-        """Run the layers; return [N, D] of the last token of each row."""
+        """Run the layers: [N, n, D]."""
         model = self.model
         cca_layers = model.settings.retrieval.cca_layers if any(row.retrieve for row in span.rows) else ()
         h = model.embed_at(span.tokens, span.positions)
@@ -268,7 +298,7 @@ class Decoder:
                 h, tuple
             ):  # from experts, which in evaluation have no capacity limit: rows do not affect each other
                 h, _ = h
-        return h[torch.arange(len(h), device=h.device), span.last]
+        return h
 
     def _keys_at(self, stop: int) -> Tensor:
         """Return the positions of the first keys of the cache; those of virtual tokens are negative."""
@@ -288,9 +318,9 @@ class Decoder:
         return attention.attend(q, positions, k, v, mask=span.mask, distance_keys=self.distance_keys[layer])
 
     def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass, first: Tensor | None = None) -> Tensor | None:
-        """Return the keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
+        """Return the W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
 
-        Those before the beginning of a row are `first`, or zeros. Stores the last W in `kept` [B, L, W, H, C].
+        Those before the beginning of a row are `first`, or zeros. Stores the last ones in `kept` [B, L, W + draft, H, C].
         """
         if not (width := kept.shape[2]):
             return None
@@ -298,7 +328,7 @@ class Decoder:
         before = torch.where(span.begins, torch.zeros_like(before) if first is None else first, before)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
         kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + offsets].to(kept.dtype)
-        return before
+        return before[:, LONGEST_DRAFT:]
 
     def _cross_attend(self, layer: int, h: Tensor, positions: Positions | None, span: _Pass) -> Tensor:
         """Cross-attention of the new tokens h [N, n, D] to the neighbors of the last complete chunk; 0 without one."""
@@ -322,7 +352,10 @@ class Decoder:
         The first token of the pass is the last of its chunk. The tokens after it belong to the next chunk and overwrite
         this one.
         """
-        chunk, at, offsets = self.cache.chunk, span.at[:, None], span.positions % self.m
+        # Padding repeats the last token: it must not overwrite the beginning of the chunk.
+        tokens = torch.arange(h.shape[1], device=h.device).minimum(span.last[:, None])  # [N, n]
+        offsets, h = span.positions.gather(1, tokens) % self.m, h.take_along_dim(tokens[..., None], 1)
+        chunk, at = self.cache.chunk, span.at[:, None]
         chunk[at, offsets[:, :1]] = h[:, :1]
         completing = [
             index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
