@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.drafts import LONGEST_DRAFT
+from retro.inference.packed_weights import output_layer
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
@@ -96,7 +96,7 @@ class Decoder:
         self.model, self.placement, self.context = model, placement, context
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
-        self.output_weight = model.output_weight.to(placement.dtype)
+        self.output = output_layer(model.output_weight, placement)
         with torch.inference_mode(), placement.autocast():
             self.virtual, self.num_virtual = model.virtual()
         keys = range(-self.num_virtual, 1)
@@ -200,7 +200,7 @@ class Decoder:
             if not rows:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
             read = self.model.finish(torch.cat(hidden).float())
-            logits = F.linear(read, self.output_weight).float()
+            logits = self.output(read).float()
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits, read)
 
     def read(self, rows: Sequence[Row]) -> Tensor:
@@ -253,12 +253,14 @@ class Decoder:
         counts = [  # a draft is read at once
             min(row.num_unread, max(1 + len(row.draft), self.m - (row.num_read + 1) % self.m)) for row in rows
         ]
-        tokens = np.zeros((len(rows), max(counts)), dtype=np.int64)
+        # A product of one row sums in another order than one of several. With two, a token has the same bits alone and in a draft.
+        width = max(2 if len(rows) == 1 else 1, *counts)
+        tokens = np.zeros((len(rows), width), dtype=np.int64)
         for new, row, count in zip(tokens, rows, counts, strict=True):
             new[:count] = row.unread[:count]
             row.num_read += count
-        stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + max(counts), self.context)
-        columns, at = self._put(starts[:, None] + np.arange(max(counts))), [row.slot for row in rows]
+        stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + width, self.context)
+        columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
         positions = columns.clamp(max=self.context - 1)  # padding can exceed the context
         keys_at = self._keys_at(stop)
         mask = visible(positions, keys_at, self.model.settings.attention.sliding_window) | (keys_at < 0)
@@ -287,7 +289,8 @@ class Decoder:
         self_positions, cross_positions = self._self_positions(span), None
         for layer, (_, attention, _, feed_forward) in enumerate(self.layers, start=1):
             reads = h if model.settings.parallel_residual else None
-            h = h + self._attend(layer - 1, attention.block, attention.norm(h), self_positions, span)
+            x = attention.norm(h).to(self.placement.dtype)  # once for queries, keys and values
+            h = h + self._attend(layer - 1, attention.block, x, self_positions, span)
             if layer == min(cca_layers, default=0):
                 self._encode(h, span)
                 cross_positions = self._cross_positions(span)
@@ -310,8 +313,13 @@ class Decoder:
         k, v = attention.project_keys_values(x)
         first = k[:, :1] if hasattr(attention, "smear") else None  # the first key is not mixed with another one
         placed = attention.finish_keys(k, positions, before=self._before(self.cache.last_keys, layer, k, span, first))
-        keys[span.at[:, None], layer, :, span.columns] = placed.to(keys.dtype)
-        values[span.at[:, None], layer, :, span.columns] = v.to(values.dtype)
+        if len(span.rows) == 1:  # copies of slices are faster
+            slot, start = span.rows[0].slot, self.num_virtual + int(span.starts[0])
+            columns = slice(start, start + x.shape[1])
+            keys[slot, layer, :, columns], values[slot, layer, :, columns] = placed[0].transpose(0, 1), v[0].transpose(0, 1)
+        else:
+            keys[span.at[:, None], layer, :, span.columns] = placed.to(keys.dtype)
+            values[span.at[:, None], layer, :, span.columns] = v.to(values.dtype)
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
@@ -384,7 +392,7 @@ class Decoder:
 
     def _self_positions(self, span: _Pass) -> Positions:
         if isinstance(self.context_positions, RopePositions):
-            rotations = self.context_positions.query[:, span.positions]  # [2, N, n, 1, C/2]
+            rotations = self.context_positions.query[:, span.positions].to(self.placement.dtype)  # [2, N, n, 1, C/2]
             return RopePositions(rotations, rotations)
         if isinstance(self.context_positions, NoPositions):
             return self.context_positions

@@ -17,6 +17,7 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.packed_weights import pack
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
@@ -84,6 +85,7 @@ class LanguageModel:
             retriever = None
         model = load_model(opened, placement.device)
         placement.cast(model)
+        pack(model, placement)
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
         return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m)
 
