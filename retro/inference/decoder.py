@@ -28,7 +28,7 @@ from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.drafts import LONGEST_DRAFT
-from retro.inference.packed_weights import output_layer
+from retro.inference.packed_weights import can_pack, output_layer
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
@@ -96,7 +96,7 @@ class Decoder:
         self.model, self.placement, self.context = model, placement, context
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
-        self.output = output_layer(model.output_weight, placement)
+        self.packed, self.output = can_pack(placement), output_layer(model.output_weight, placement)
         with torch.inference_mode(), placement.autocast():
             self.virtual, self.num_virtual = model.virtual()
         keys = range(-self.num_virtual, 1)
@@ -253,8 +253,9 @@ class Decoder:
         counts = [  # a draft is read at once
             min(row.num_unread, max(1 + len(row.draft), self.m - (row.num_read + 1) % self.m)) for row in rows
         ]
-        # A product of one row sums in another order than one of several. With two, a token has the same bits alone and in a draft.
-        width = max(2 if len(rows) == 1 else 1, *counts)
+        # In bfloat16, oneDNN sums a product of one row in another order than one of several. Padding gives a token the same bits
+        # alone and in a draft: rounded logits are often equal, and the likeliest token would differ.
+        width = max(2 if self.packed and len(rows) == 1 else 1, *counts)
         tokens = np.zeros((len(rows), width), dtype=np.int64)
         for new, row, count in zip(tokens, rows, counts, strict=True):
             new[:count] = row.unread[:count]
