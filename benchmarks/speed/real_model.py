@@ -79,7 +79,9 @@ def cases(tokenizer: Tokenizer, vocab_size: int, text: Path | None) -> list[Case
     return [*chosen, Case("random tokens, temperature 1.5", random, 1.5)]
 
 
-def ours(model: Retro, place: Placement, case: Case, num_tokens: int, *, drafts: bool) -> tuple[float, list[GeneratedToken]]:
+def ours(
+    model: Retro, place: Placement, case: Case, num_tokens: int, *, drafts: bool
+) -> tuple[float, list[GeneratedToken]]:
     """Return the processor time per token after the first step, and the tokens."""
     settings = GenerationSettings(
         max_tokens=num_tokens, temperature=case.temperature, top_k=0, top_p=1.0, ignore_eos=True, drafts=drafts
@@ -110,7 +112,9 @@ class _Clock:
 def theirs(model: Any, case: Case, num_tokens: int) -> float:
     """Return the processor time per token of `generate` of `transformers`, after the first token."""
     clock = _Clock()
-    sampling = {"do_sample": True, "temperature": case.temperature, "top_k": 0} if case.temperature else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": case.temperature, "top_k": 0} if case.temperature else {"do_sample": False}
+    )
     model.generate(
         torch.from_numpy(case.prompt[None]),
         max_new_tokens=num_tokens,
@@ -173,7 +177,9 @@ def main() -> None:
     parameters = count_parameters(model, embeddings=True)
     place.cast(model)
     pack(model, place)
-    other = AutoModelForCausalLM.from_pretrained(options.gguf.parent, gguf_file=options.gguf.name, dtype=place.dtype).eval()
+    other = AutoModelForCausalLM.from_pretrained(
+        options.gguf.parent, gguf_file=options.gguf.name, dtype=place.dtype
+    ).eval()
     tokenizer = Tokenizer.from_file(str(options.checkpoint.with_suffix("") / "tokenizer.json"))
     chosen = cases(tokenizer, model.settings.vocab_size, options.text)
     scored = chosen[0].prompt.repeat(2)[:_WINDOW]
@@ -187,7 +193,9 @@ def main() -> None:
                 ("ours", partial(score_ours, model, place, scored)),
                 ("floor", lambda: None),
             ):
-                took = 2 * parameters * len(scored) / product_rate(place) if name == "floor" else processor_seconds(score)
+                took = (
+                    2 * parameters * len(scored) / product_rate(place) if name == "floor" else processor_seconds(score)
+                )
                 scoring.setdefault(name, []).append(len(scored) / took)
             for case in chosen:
                 measure(case, model, other, place, options.tokens)
@@ -235,7 +243,10 @@ def report(
     pairs = zip(scoring["ours"], scoring["transformers"], strict=True)
     say(f"scoring, ours / theirs: {statistics.median(a / b for a, b in pairs):.2f}×")
     results = {"floor_seconds": floors, "scoring_tokens_per_second": scoring}
-    generation = {case.name: {"seconds_per_token": case.seconds, "accepted": case.accepted, "equal": case.equal} for case in chosen}
+    generation = {
+        case.name: {"seconds_per_token": case.seconds, "accepted": case.accepted, "equal": case.equal}
+        for case in chosen
+    }
     write(output, results | {"generation": generation})
 
 

@@ -16,9 +16,6 @@ import numpy as np
 LONGEST_DRAFT = 8
 """Largest number of tokens of a draft."""
 
-SHORTEST_MATCH = 2
-"""Matches of fewer tokens propose nothing: a wrong draft costs time."""
-
 LONGEST_MATCH = 16
 """Longer matches count as this long."""
 
@@ -46,8 +43,7 @@ def draft(tokens: np.ndarray, neighbors: Iterable[np.ndarray] = (), most: int = 
     if most <= 0:
         return tokens[:0]
     matches = [match_in_text(tokens), *(match_in(neighbor, tokens) for neighbor in neighbors)]
-    best = max(matches, key=lambda match: match.length)
-    return best.following[:most] if best.length >= SHORTEST_MATCH else tokens[:0]
+    return max(matches, key=lambda match: match.length).following[:most]
 
 
 def match_in(source: np.ndarray, tokens: np.ndarray) -> Match:

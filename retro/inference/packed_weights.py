@@ -4,14 +4,11 @@ Otherwise oneDNN reads each weight row by row, at a third of the memory bandwidt
 sums have the same order: results are equal to the bit.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retro.device import Placement
+from retro.model.retro import Retro
 
 
 class PackedLinear(nn.Module):
@@ -36,20 +33,16 @@ def can_pack(placement: Placement) -> bool:
     return on_cpu and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-def output_layer(weight: Tensor, placement: Placement) -> Callable[[Tensor], Tensor]:
-    """Return the product with the weight [V, D] of the output layer: [..., D] to logits [..., V] in the dtype of the placement."""
-    weight = weight.to(placement.dtype)
-    return PackedLinear(weight) if can_pack(placement) else partial(F.linear, weight=weight)
-
-
 @torch.no_grad()
-def pack(model: nn.Module, placement: Placement) -> None:
-    """Pack the weights of attention and feed-forward blocks that `Placement.cast` has cast, if the machine has such kernels.
+def pack(model: Retro, placement: Placement) -> None:
+    """Pack the weights of blocks that `Placement.cast` has cast, and a copy of the output layer's, if the machine has such kernels.
 
-    The model can then only compute outputs: it has no weights to train, save or copy to another device.
+    The model can then only compute outputs: its blocks have no weights to train, save or copy to another device.
     """
     if not can_pack(placement):
         return
+    # The function, not the module: the weight is a copy, and no further parameter of the model.
+    model.packed_output = PackedLinear(model.output_weight.to(placement.dtype)).forward
     for name in ("attention", "feed_forward", "cross", "encoder"):
         for block in list(getattr(model, name, nn.Module()).modules()):
             for key, child in list(block.named_children()):

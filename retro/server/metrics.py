@@ -28,7 +28,10 @@ class Metrics:
             "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **own
         )
         self._next_token = Histogram(
-            "retro_next_token_seconds", "Time between two steps of a request, which generate a token each, or several with drafts.", buckets=_SECONDS, **own
+            "retro_next_token_seconds",
+            "Time between two steps of a request, which generate a token each, or several with drafts.",
+            buckets=_SECONDS,
+            **own,
         )
         ProcessCollector(registry=self._registry)
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retro.device import choose_placement
-from retro.inference.decoder import Decoder
+from retro.inference import decoder as decoding
+from retro.inference.decoder import DRAFTED_TOKENS, Decoder
 from retro.inference.drafts import LONGEST_DRAFT, DraftLength, draft, match_in, match_in_text
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.rows import Row
@@ -69,8 +70,8 @@ def test_the_longest_match_of_text_and_neighbors_is_proposed() -> None:
     assert draft(text, neighbors).tolist() == [8, 4]
     assert draft(text).tolist()[:3] == [3, 1, 2]
     assert draft(text, most=0).tolist() == []
-    assert draft(array(1, 2, 3, 9, 3)).tolist() == [], "one equal token is no match"
-    assert draft(array(4)).tolist() == []
+    assert draft(array(1, 2, 3)).tolist() == [], "no token equals the last one"
+    assert draft(array(4), [array(5, 4)]).tolist() == [], "nothing follows the match"
 
 
 def test_drafts_grow_while_they_are_right_and_shrink_after_an_error() -> None:
@@ -121,8 +122,9 @@ def test_drafts_of_texts_that_repeat_are_accepted_and_those_of_others_are_counte
     assert sum(token.rejected for token in generated(model, [np.tile(array(3, 4, 5), 5)], other, 0)) > 0
 
 
-def test_tokens_have_the_distribution_of_the_model() -> None:
+def test_tokens_have_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection sampling with a fixed draft: x is accepted with p(x), else another token with p(y) / (1 - p(x))."""
+    monkeypatch.setattr(decoding, "DRAFTED_TOKENS", 10_000)
     model, prompt, count = cached_model("rope"), np.tile(array(3, 4), 6), 400
     three = tuple((token, 100.0) for token in (3, 4, 5))  # a vocabulary of three tokens
     options = GenerationSettings(max_tokens=5, temperature=3.0, logit_bias=three, top_k=3, top_p=1.0, ignore_eos=True)
@@ -214,3 +216,16 @@ def test_drafts_end_where_neighbors_change_and_where_the_context_ends() -> None:
     decoder.append(alone, 0)
     decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
     assert rooms[-1] == 2 * M - 4, "without neighbors only the context ends a draft"
+
+
+def test_drafts_are_shorter_in_a_larger_batch() -> None:
+    decoder, rooms = Decoder(cached_model("rope"), FLOAT32, CONTEXT), list[int]()
+    for number in range(12):
+        decoder.add(array(number))
+        rooms.clear()
+        decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+        decoder.step()
+        for row in decoder.rows:
+            if not row.num_unread:
+                decoder.append(row, 0)
+        assert rooms == [max(0, min(LONGEST_DRAFT, DRAFTED_TOKENS // len(rooms) - 1))] * len(rooms)
