@@ -247,8 +247,9 @@ class Batch:
             for number, (token, source) in enumerate(drawn):
                 right = number < num_right
                 rejected = 0 if right else num_drafted - num_right
-                added.append(text.add(*token, row, source, self._decoder.m, right, rejected))
-                if added[-1].finish_reason is not None:
+                new = text.add(*token, row, source, self._decoder.m, right, rejected)
+                added.append(new)
+                if new.finish_reason is not None:
                     break
             else:
                 self._decoder.append(row, *(token for (token, *_), _ in drawn))

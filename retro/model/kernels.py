@@ -127,7 +127,7 @@ def dot_product_attention(
         # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long.
         return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
     shares, causal = k.shape[1] < q.shape[1], causal and bias is None
-    if _is_generation(q, k, bias):
+    if bias is not None and _is_generation(q, k, bias):
         return _few_queries(q, k, v, bias, scale)
     if shares and (q.shape[2] == 1 or (bias is not None and q.device.type != "cpu")):
         # GPUs have no fused kernel that takes both a bias and shared keys.
@@ -162,10 +162,10 @@ _FEW_QUERIES = 16
 _LEAST_QUERIES = 4
 
 
-def _is_generation(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
+def _is_generation(q: Tensor, k: Tensor, bias: Tensor) -> bool:
     """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and one mask for all heads."""
     alone = q.device.type == "cpu" and len(q) == 1 and q.dtype == torch.float32 and not q.requires_grad
-    return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias is not None and bias.shape[:2] == (1, 1)
+    return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias.shape[:2] == (1, 1)
 
 
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
