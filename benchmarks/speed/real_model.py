@@ -1,11 +1,13 @@
 """Speed of a model that people have, on a CPU: this project, `transformers`, and what the memory or the arithmetic allows.
 
     retro import SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.safetensors
-    python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf [--text FILE] [--rounds 3]
+    python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf [--text FILE]
+    python -m benchmarks.speed.real_model RETROFITTED.safetensors MODEL.gguf --pages FILE ...
 
 Generation: processor time per token after the first, for one text, without and with drafts. The prompts are a page of this
 project's documentation, a file of its code, and random tokens whose continuation is sampled, in which nothing matches. With
-`--text`, a novel or another text is one more prompt. The floor is the time to read all weights once. Scoring: windows with the
+`--text`, a novel or another text is one more prompt. With `--pages`, the prompts are the beginnings of files, and a model from
+`retro add-retrieval` reads 4 neighbors of each chunk; `transformers` continues without. The floor is the time to read all weights once. Scoring: windows with the
 loss of each token. The floor is the time of the products of matrices at the rate of a large one. Rounds alternate between the
 cases, so ratios are reliable on a shared machine; one thread.
 """
@@ -13,11 +15,11 @@ cases, so ratios are reliable on a shared machine; one thread.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +31,9 @@ from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.device import Placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.language_model import LanguageModel
 from retro.inference.packed_weights import pack
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.presets import count_parameters
@@ -38,6 +42,7 @@ from retro.model.retro import Retro
 _REPOSITORY = Path(__file__).parents[2]
 _PROMPT_TOKENS = 512
 _WINDOW = 1024
+_K = 4
 
 
 @dataclass
@@ -61,32 +66,58 @@ class Case:
     equal: bool = True
 
 
-def cases(tokenizer: Tokenizer, vocab_size: int, text: Path | None) -> list[Case]:
-    """Return the prompts."""
+class Ours(NamedTuple):
+    """Our model."""
+
+    model: Retro
+    place: Placement
+    retrieve: RetrieveNeighbors | None
+    encode: Callable[[str], Any]  # token ids
+
+
+def open_ours(checkpoint: Path, *, retrieves: bool) -> Ours:
+    """Open an imported model, or one with its datastore."""
+    if retrieves:
+        opened = LanguageModel.open(checkpoint)
+        _, retrieve = opened.checked([], GenerationSettings(), _K)
+        return Ours(opened.model, opened.placement, retrieve, opened.tokenizer.encode)
+    place = placement()
+    model = load_model(open_checkpoint(checkpoint), place.device)
+    place.cast(model)
+    pack(model, place)
+    tokenizer = Tokenizer.from_file(str(checkpoint.with_suffix("") / "tokenizer.json"))
+    return Ours(model, place, None, lambda text: tokenizer.encode(text).ids)
+
+
+def cases(encode: Callable[[str], Any], vocab_size: int, text: Path | None, pages: Sequence[Path]) -> list[Case]:
+    """Return the prompts: the pages, or the others."""
     files = {"documentation": _REPOSITORY / "docs/how-to/serve.md", "code": _REPOSITORY / "retro/inference/decoder.py"}
     if text is not None:
         files["text"] = text
+    if pages:
+        files = {page.stem: page for page in pages}
 
     def prompt(file: Path) -> np.ndarray:
-        return np.array(tokenizer.encode(file.read_text()[:20_000]).ids[:_PROMPT_TOKENS], np.int64)
+        return np.array(encode(file.read_text()[:20_000])[:_PROMPT_TOKENS], np.int64)
 
     chosen = [
         Case(f"{name}, temperature {temperature:g}", prompt(file), temperature)
         for temperature in (0, 0.8)
         for name, file in files.items()
     ]
+    if pages:
+        return chosen
     random = np.random.default_rng(0).integers(0, vocab_size, _PROMPT_TOKENS)
     return [*chosen, Case("random tokens, temperature 1.5", random, 1.5)]
 
 
-def ours(
-    model: Retro, place: Placement, case: Case, num_tokens: int, *, drafts: bool
-) -> tuple[float, list[GeneratedToken]]:
+def ours(own: Ours, case: Case, num_tokens: int, *, drafts: bool) -> tuple[float, list[GeneratedToken]]:
     """Return the processor time per token after the first step, and the tokens."""
     settings = GenerationSettings(
         max_tokens=num_tokens, temperature=case.temperature, top_k=0, top_p=1.0, ignore_eos=True, drafts=drafts
     )
-    steps = generate(Batch(Decoder(model, place, 2048), lambda tokens: "", -1), [case.prompt], settings)
+    batch = Batch(Decoder(own.model, own.place, 2048), lambda tokens: "", -1)
+    steps = generate(batch, [case.prompt], settings, [own.retrieve])
     tokens = next(steps)
     first, started = len(tokens), time.process_time()
     for step in steps:
@@ -163,6 +194,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--text", type=Path, help="one more prompt")
+    parser.add_argument("--pages", type=Path, nargs="*", default=[], help="prompts for a model with a datastore")
     parser.add_argument("--tokens", type=int, default=128, help="to generate in each case")
     parser.add_argument("--rounds", type=int, default=3)
     add_minutes(parser)
@@ -172,17 +204,13 @@ def main() -> None:
     torch.set_num_threads(1)
     from transformers import AutoModelForCausalLM
 
-    opened, place = open_checkpoint(options.checkpoint), placement()
-    model = load_model(opened, place.device)
-    parameters = count_parameters(model, embeddings=True)
-    place.cast(model)
-    pack(model, place)
+    own = open_ours(options.checkpoint, retrieves=bool(options.pages))
+    place, parameters = own.place, count_parameters(own.model, embeddings=True)
     other = AutoModelForCausalLM.from_pretrained(
         options.gguf.parent, gguf_file=options.gguf.name, dtype=place.dtype
     ).eval()
-    tokenizer = Tokenizer.from_file(str(options.checkpoint.with_suffix("") / "tokenizer.json"))
-    chosen = cases(tokenizer, model.settings.vocab_size, options.text)
-    scored = chosen[0].prompt.repeat(2)[:_WINDOW]
+    chosen = cases(own.encode, own.model.settings.vocab_size, options.text, options.pages)
+    scored = np.tile(chosen[0].prompt, _WINDOW)[:_WINDOW]
     floors, scoring = list[float](), dict[str, list[float]]()
     with torch.inference_mode():
         processor_seconds(partial(theirs, other, chosen[0], 4))
@@ -190,7 +218,7 @@ def main() -> None:
             floors.append(parameters * place.dtype.itemsize / bandwidth())
             for name, score in (
                 ("transformers", partial(score_theirs, other, scored)),
-                ("ours", partial(score_ours, model, place, scored)),
+                ("ours", partial(score_ours, own.model, place, scored)),
                 ("floor", lambda: None),
             ):
                 took = (
@@ -198,15 +226,15 @@ def main() -> None:
                 )
                 scoring.setdefault(name, []).append(len(scored) / took)
             for case in chosen:
-                measure(case, model, other, place, options.tokens)
+                measure(case, own, other, options.tokens)
     report(chosen, floors, scoring, options.output, parameters)
 
 
-def measure(case: Case, model: Retro, other: Any, place: Placement, num_tokens: int) -> None:
+def measure(case: Case, own: Ours, other: Any, num_tokens: int) -> None:
     """Add a round of one case."""
-    plain, without = ours(model, place, case, num_tokens, drafts=False)
+    plain, without = ours(own, case, num_tokens, drafts=False)
     took = {"transformers": theirs(other, case, num_tokens), "ours": plain}
-    took["drafts"], tokens = ours(model, place, case, num_tokens, drafts=True)
+    took["drafts"], tokens = ours(own, case, num_tokens, drafts=True)
     for name, seconds in took.items():
         case.seconds.setdefault(name, []).append(seconds)
     case.accepted = sum(token.accepted for token in tokens) / len(tokens)

@@ -163,9 +163,9 @@ _LEAST_QUERIES = 4
 
 
 def _is_generation(q: Tensor, k: Tensor, bias: Tensor) -> bool:
-    """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and one mask for all heads."""
+    """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and a mask for each query."""
     alone = q.device.type == "cpu" and len(q) == 1 and q.dtype == torch.float32 and not q.requires_grad
-    return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias.shape[:2] == (1, 1)
+    return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias.shape[:3] == (1, 1, q.shape[2])
 
 
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
