@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.model.retro import Retro
 
 KEY_STEP = 128
@@ -24,9 +25,10 @@ class Cache:
     num_virtual: int
     keys: Tensor  # [B, L, G, S, C] of every layer, with positions applied
     values: Tensor  # same shape
-    last_keys: Tensor  # [B, L, W, G, C], projected keys of the last W tokens: smeared keys mix them into the next keys
-    last_queries: Tensor  # [B, L, W - 1, H, C], projected queries of the last tokens
-    last_cross_queries: Tensor  # [B, P, W - 1, H, C], the same for cross-attention
+    # Smeared keys mix W projected keys into the next ones. Tokens of drafts are more, since they may be removed again.
+    last_keys: Tensor  # [B, L, W + draft, G, C]; without smeared keys [B, L, 0, G, C]
+    last_queries: Tensor  # [B, L, W - 1 + draft, H, C] of projected queries; 0 tokens if W < 2
+    last_cross_queries: Tensor  # [B, P, W - 1 + draft, H, C], the same for cross-attention
     chunk: Tensor  # [B, M, D], input of the encoder: activations of token t of the current chunk are at t % m
     neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer that reads neighbors, for the last complete chunk
     neighbor_values: Tensor  # same shape
@@ -48,6 +50,10 @@ class Cache:
         reading_layers = layers if s.decoder_reads else cca_layers
         head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
         own, cross = s.self_smeared_tokens, s.cross_smeared_tokens
+
+        def kept(width: int) -> int:
+            return width + LONGEST_DRAFT if width > 0 else 0
+
         keys, values = (zeros(layers, kv_heads, num_virtual, head_dim) for _ in range(2))
         for layer, finished in enumerate(virtual.values()):
             for cached, new in zip((keys, values), finished, strict=True):
@@ -56,9 +62,9 @@ class Cache:
             num_virtual=num_virtual,
             keys=keys,
             values=values,
-            last_keys=zeros(layers, own, kv_heads, head_dim),
-            last_queries=zeros(layers, max(0, own - 1), heads, head_dim),
-            last_cross_queries=zeros(cca_layers, max(0, cross - 1), heads, head_dim),
+            last_keys=zeros(layers, kept(own), kv_heads, head_dim),
+            last_queries=zeros(layers, kept(own - 1), heads, head_dim),
+            last_cross_queries=zeros(cca_layers, kept(cross - 1), heads, head_dim),
             chunk=zeros(s.chunk_length, s.d_model).float(),
             neighbor_keys=zeros(reading_layers, kv_heads, 0, head_dim),
             neighbor_values=zeros(reading_layers, kv_heads, 0, head_dim),
@@ -95,6 +101,12 @@ class Cache:
             F.pad(tensor, (0, 0, 0, more * r)) for tensor in (self.neighbor_keys, self.neighbor_values)
         )
         self.readable = F.pad(self.readable, (0, r - self.readable.shape[2], 0, more))
+
+    def remove_last(self, slot: int, num_tokens: int) -> None:
+        """Remove the last tokens of a slot, at most `LONGEST_DRAFT`. Their keys and values are overwritten by later tokens."""
+        for last in (self.last_keys, self.last_queries, self.last_cross_queries):
+            if last.shape[2]:
+                last[slot] = last[slot].roll(num_tokens, dims=1)
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy a slot, with the first `num_tokens` tokens, virtual ones included."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexing.suffixes.votes import KEPT
-from retro.inference.rows import FindVotes, Row
+from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.copy_datastore import DatastoreVotes
 from retro.model.copy_head import CopyHead, CopySource, Source, SourceMatches
@@ -38,8 +38,8 @@ class _Votes(NamedTuple):
 class CopyVotes:
     """The copy head of a model, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
 
-    def __init__(self, model: Retro, head: CopyHead, find_votes: FindVotes | None) -> None:
-        self._find_votes = find_votes
+    def __init__(self, model: Retro, head: CopyHead, datastore: WholeDatastore | None) -> None:
+        self._datastore = datastore
         self._head, self._m, self._table = head, model.settings.chunk_length, model.embedding.weight
         self._votes: _Votes | None = None
 
@@ -49,15 +49,17 @@ class CopyVotes:
         They are normalized for rows without votes too: a penalty would otherwise depend on the other rows.
 
         Args:
-            rows: N rows.
+            rows: rows that were read, drafts included. N is the number of their last tokens and draft tokens.
             logits: of the vocabulary.
-            hidden: activations [N, D] of the rows' last tokens.
+            hidden: activations [N, D] of these tokens.
         """
         head = self._head
-        width = max(len(row.tokens) for row in rows)
+        histories = [history for row in rows for history in row.histories()]
+        rows = [row for row in rows for _ in range(1 + len(row.draft))]
+        width = max(map(len, histories))
         padded = np.full((len(rows), width), -1, np.int64)
-        for tokens, row in zip(padded, rows, strict=True):
-            tokens[width - len(row.tokens) :] = row.tokens
+        for tokens, history in zip(padded, histories, strict=True):
+            tokens[width - len(history) :] = history
         tokens = self._put(padded)
         sources: list[Source] = (
             [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
@@ -67,16 +69,18 @@ class CopyVotes:
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
             keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
             sources.append(SourceMatches(head.neighbors, matches, keys=keys))
-        if head.datastore is not None and self._find_votes is not None and any(row.retrieve for row in rows):
-            sources.append(DatastoreVotes.of(head.datastore, self._put(self._votes_of_last(rows, self._find_votes))))
+        if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
+            sources.append(DatastoreVotes.of(head.datastore, self._votes_of_last(rows, histories, self._datastore)))
         self._votes = _Votes(hidden, sources)
         return head.mix(logits[:, None], hidden[:, None], sources)[:, 0]
 
-    @staticmethod
-    def _votes_of_last(rows: Sequence[Row], find: FindVotes) -> np.ndarray:
-        """The datastore's votes for the last tokens of rows with retrieval ON, [N, 1, 1 + 2 S]."""
+    def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
+        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 1 + 2 S]."""
         none = np.zeros((1, 1 + 2 * KEPT), np.int64)
-        return np.stack([find(row.tokens, len(row.tokens) - 1) if row.retrieve else none for row in rows])
+        pairs = zip(rows, histories, strict=True)
+        return self._put(
+            np.stack([datastore.votes(text, len(text) - 1) if row.retrieve else none for row, text in pairs])
+        )
 
     def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
         """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""
@@ -100,7 +104,7 @@ class CopyVotes:
 
         Args:
             rows: some rows of the last call of `mixed`, or copies of them.
-            indices: their indices in that call.
+            indices: their indices among its N tokens.
             tokens: the next token of each row.
             log_probabilities: of these tokens, in nats.
 

@@ -6,7 +6,7 @@
                     cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
 Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one token
-of every row that has one left: the rows that generate. The second reads one window (`ChunkedCrossAttention`) of a few rows
+of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads one window (`ChunkedCrossAttention`) of a few rows
 that have more left: the prompts. So a long prompt delays the other rows by one window per step, not by its length.
 
 The tokens of a window attend to the neighbors of one chunk. The first token of a window is the last token of this chunk. The
@@ -16,7 +16,8 @@ of `model/retro.py`. In addition, N is the number of rows in a pass, B the numbe
 tokens per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
+from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import FindVotes, RetrieveNeighbors, Row
+from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
 from retro.model.masks import neighbor_mask, visible
@@ -46,6 +48,14 @@ from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
 """Largest number of tokens of prompts that a step reads, unless a single window has more."""
+
+DRAFTED_TOKENS = 32
+"""Largest number of tokens, drafts included, of the rows that generate: a pass over 32 tokens takes 1.6 times as long on a CPU as
+over one, and wrong drafts save nothing."""
+
+
+Propose = Callable[[Row, int], np.ndarray]
+"""A row that has one token left, and a number of tokens → its draft of at most this number, int64."""
 
 
 class _Pass(NamedTuple):
@@ -68,6 +78,9 @@ class _Pass(NamedTuple):
 class Decoder:
     """Reads prompts and generated tokens: `add` rows, then `step`, `append` a token to each row that was read, `step` …
 
+    A step can read a draft of next tokens too. `append` then takes as many of them as are right, and one more token; the others
+    are removed from the cache.
+
     If a row exceeds the context, the decoder drops its oldest tokens, a quarter of the context in whole chunks, and
     reads the others again. Dropping one chunk at a time would spend most of the time on rereading.
 
@@ -80,7 +93,7 @@ class Decoder:
         model: Retro,
         placement: Placement,
         context: int,
-        find_votes: FindVotes | None = None,
+        datastore: WholeDatastore | None = None,
         neighbor_cache: NeighborCache | None = None,
     ) -> None:
         """Create a decoder without rows.
@@ -89,18 +102,19 @@ class Decoder:
             model: in evaluation mode.
             placement: device and precision.
             context: largest number of tokens that the model reads, a multiple of the chunk length.
-            find_votes: asks the datastore what follows the text; None = the copy head does without.
+            datastore: asked what follows the text anywhere; None = the copy head and drafts do without.
             neighbor_cache: of a model whose decoder reads neighbors; None = a cache that keeps nothing.
 
         Raises:
             InputError: the model's learned positions end before the context.
         """
         model.settings.check_length(context)
-        self.model, self.placement, self.context, self.find_votes = model, placement, context, find_votes
+        self.model, self.placement, self.context, self.datastore = model, placement, context, datastore
         self.neighbor_cache = neighbor_cache or NeighborCache(model, 0)
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
-        self.output_weight = model.output_weight.to(placement.dtype)
+        self.packed = model.packed_output is not None
+        self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
         with torch.inference_mode(), placement.autocast():
             self.virtual, self.num_virtual = model.virtual()
         keys = range(-self.num_virtual, 1)
@@ -115,13 +129,13 @@ class Decoder:
             self.context_positions, [layer.attention.block for layer in self.layers]
         )
         self.cross_distance_keys: Sequence[Tensor | None] = ()
-        self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head, find_votes)
+        self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head, datastore)
         self.rows: list[Row] = []
         self.cache = self._empty_cache()
 
     def empty(self) -> "Decoder":
         """Return another decoder of the same model, without rows."""
-        return Decoder(self.model, self.placement, self.context, self.find_votes, self.neighbor_cache)
+        return Decoder(self.model, self.placement, self.context, self.datastore, self.neighbor_cache)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -134,8 +148,14 @@ class Decoder:
         self._drop(row)
         return row
 
-    def append(self, row: Row, token: int) -> None:
-        row.tokens = np.append(row.tokens, token)
+    @torch.inference_mode()
+    def append(self, row: Row, *tokens: int) -> None:
+        """Append tokens to a row that was read: those tokens of its draft that are right, and one more."""
+        wrong = len(row.draft) - (len(tokens) - 1)
+        if wrong:
+            row.num_read -= wrong
+            self.cache.remove_last(row.slot, wrong)
+        row.tokens, row.draft = np.append(row.tokens, tokens), row.draft[:0]
         self._drop(row)
 
     @torch.inference_mode()
@@ -167,31 +187,39 @@ class Decoder:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> tuple[list[Row], Tensor]:
-        """Read one token of each row that has one left, and one window of the first few others.
+    def step(self, propose: Propose | None = None) -> tuple[list[Row], Tensor]:
+        """Read one token of each row that has one left, with its draft, and one window of the first few others.
+
+        Args:
+            propose: returns the draft of a row, of at most the given number of tokens; None = no drafts.
 
         Returns:
-            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32. With a
-                copy head they are log-probabilities.
+            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32: for a row
+                with a draft of d tokens 1 + d of them, after its last token and after each token of the draft. With a copy
+                head they are log-probabilities.
         """
         unread = [row for row in self.rows if row.num_unread]
         single = [row for row in unread if row.num_unread == 1]
         windows = [row for row in unread if row.num_unread > 1][: max(1, WINDOW_TOKENS // self.m)]
         self._find_neighbors([*single, *windows])
+        if propose is not None:
+            for row in single:
+                row.draft = propose(row, self._room_for_draft(row, len(single)))
         self._put_first(single)
         rows, hidden = list[Row](), list[Tensor]()
         with self.placement.autocast():
             for part in (single, windows):
                 if part:
                     span = self._pass_of(part)
-                    last = self._run(span)
-                    finished = [index for index, row in enumerate(span.rows) if not row.num_unread]
-                    rows += [span.rows[index] for index in finished]
-                    hidden.append(last if len(finished) == len(part) else last[finished])
+                    h = self._run(span)
+                    for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
+                        if not row.num_unread:
+                            rows.append(row)
+                            hidden.append(read[last - len(row.draft) : last + 1])
             if not rows:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
             read = self.model.finish(torch.cat(hidden).float())
-            logits = F.linear(read, self.output_weight).float()
+            logits = self.output(read).float()
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits, read)
 
     def read(self, rows: Sequence[Row]) -> Tensor:
@@ -200,6 +228,12 @@ class Decoder:
         while any(row.num_unread for row in rows):
             logits.update(zip(*self.step(), strict=True))
         return torch.stack([logits[row] for row in rows])
+
+    def _room_for_draft(self, row: Row, num_rows: int) -> int:
+        """Return the largest length of a draft: neighbors must not change in it, nor the context overflow."""
+        until_border = self.m - 1 - len(row.tokens) % self.m if row.retrieve else LONGEST_DRAFT
+        room = min(LONGEST_DRAFT, until_border, self.context - len(row.tokens), DRAFTED_TOKENS // num_rows - 1)
+        return max(0, room)
 
     def _find_neighbors(self, rows: list[Row]) -> None:
         """Find the neighbors of all complete chunks of rows. Rows with equal `retrieve` share a search."""
@@ -236,13 +270,19 @@ class Decoder:
         """Return the pass that reads rows up to the end of a window. From here on, these tokens count as read."""
         rows = sorted(rows, key=lambda row: row.slot)
         starts = np.array([row.num_read for row in rows])
-        counts = [min(row.num_unread, self.m - (row.num_read + 1) % self.m) for row in rows]
-        tokens = np.zeros((len(rows), max(counts)), dtype=np.int64)
+        counts = [  # a draft is read at once
+            min(row.num_unread, max(1 + len(row.draft), self.m - (row.num_read + 1) % self.m)) for row in rows
+        ]
+        # In bfloat16, oneDNN sums a product of one row in another order than one of several. Padding gives a token the same bits
+        # alone and in a draft: rounded logits are often equal, and the likeliest token would differ.
+        width = max(2 if self.packed and len(rows) == 1 else 1, *counts)
+        tokens = np.zeros((len(rows), width), dtype=np.int64)
         for new, row, count in zip(tokens, rows, counts, strict=True):
-            new[:count] = row.tokens[row.num_read : row.num_read + count]
+            new[:count] = row.unread[:count]
             row.num_read += count
-        stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + max(counts), self.context)
-        positions, at = self._put(starts[:, None] + np.arange(max(counts))), [row.slot for row in rows]
+        stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + width, self.context)
+        columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
+        positions = columns.clamp(max=self.context - 1)  # padding can exceed the context
         keys_at = self._keys_at(stop)
         mask = visible(positions, keys_at, self.model.settings.attention.sliding_window) | (keys_at < 0)
         begins = starts == 0
@@ -256,14 +296,14 @@ class Decoder:
             positions=positions,
             last=self._put(np.array(counts) - 1),
             begins=self._put(begins).bool()[:, None, None, None],
-            columns=positions + self.num_virtual,
+            columns=columns + self.num_virtual,
             stop=stop,
             mask=mask[:, None],
             num_neighbors=max(row.num_neighbors for row in rows),
         )
 
     def _run(self, span: _Pass) -> Tensor:
-        """Run the layers; return [N, D] of the last token of each row."""
+        """Run the layers: [N, n, D]."""
         model = self.model
         cca_layers = model.settings.retrieval.cca_layers if any(row.retrieve for row in span.rows) else ()
         h = model.embed_at(span.tokens, span.positions)
@@ -272,7 +312,8 @@ class Decoder:
         self_positions, cross_positions = self._self_positions(span), None
         for layer, (_, attention, _, feed_forward) in enumerate(self.layers, start=1):
             reads = h if model.settings.parallel_residual else None
-            h = h + self._attend(layer - 1, attention.block, attention.norm(h), self_positions, span)
+            x = attention.norm(h).to(self.placement.dtype)  # once for queries, keys and values
+            h = h + self._attend(layer - 1, attention.block, x, self_positions, span)
             if layer == min(cca_layers, default=0):
                 self._encode(h, span)
                 cross_positions = self._cross_positions(span)
@@ -283,7 +324,7 @@ class Decoder:
                 h, tuple
             ):  # from experts, which in evaluation have no capacity limit: rows do not affect each other
                 h, _ = h
-        return h[torch.arange(len(h), device=h.device), span.last]
+        return h
 
     def _keys_at(self, stop: int) -> Tensor:
         """Return the positions of the first keys of the cache; those of virtual tokens are negative."""
@@ -295,8 +336,16 @@ class Decoder:
         k, v = attention.project_keys_values(x)
         first = k[:, :1] if hasattr(attention, "smear") else None  # the first key is not mixed with another one
         placed = attention.finish_keys(k, positions, before=self._before(self.cache.last_keys, layer, k, span, first))
-        keys[span.at[:, None], layer, :, span.columns] = placed.to(keys.dtype)
-        values[span.at[:, None], layer, :, span.columns] = v.to(values.dtype)
+        if len(span.rows) == 1:  # copies of slices are faster
+            slot, start = span.rows[0].slot, self.num_virtual + int(span.starts[0])
+            columns = slice(start, start + x.shape[1])
+            keys[slot, layer, :, columns], values[slot, layer, :, columns] = (
+                placed[0].transpose(0, 1),
+                v[0].transpose(0, 1),
+            )
+        else:
+            keys[span.at[:, None], layer, :, span.columns] = placed.to(keys.dtype)
+            values[span.at[:, None], layer, :, span.columns] = v.to(values.dtype)
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
@@ -317,9 +366,9 @@ class Decoder:
         return ReadNeighbors(keys, values, readable, self.reading_rotation[:, span.positions])
 
     def _before(self, kept: Tensor, layer: int, new: Tensor, span: _Pass, first: Tensor | None = None) -> Tensor | None:
-        """Return the keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
+        """Return the W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
 
-        Those before the beginning of a row are `first`, or zeros. Stores the last W in `kept` [B, L, W, H, C].
+        Those before the beginning of a row are `first`, or zeros. Stores the last ones in `kept` [B, L, W + draft, H, C].
         """
         if not (width := kept.shape[2]):
             return None
@@ -327,7 +376,7 @@ class Decoder:
         before = torch.where(span.begins, torch.zeros_like(before) if first is None else first, before)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
         kept[span.at, layer] = torch.cat((before, new), dim=1)[rows, span.last[:, None] + 1 + offsets].to(kept.dtype)
-        return before
+        return before[:, LONGEST_DRAFT:]
 
     def _cross_attend(self, layer: int, h: Tensor, positions: Positions | None, span: _Pass) -> Tensor:
         """Cross-attention of the new tokens h [N, n, D] to the neighbors of the last complete chunk; 0 without one."""
@@ -351,7 +400,10 @@ class Decoder:
         The first token of the pass is the last of its chunk. The tokens after it belong to the next chunk and overwrite
         this one.
         """
-        chunk, at, offsets = self.cache.chunk, span.at[:, None], span.positions % self.m
+        # Padding repeats the last token: it must not overwrite the beginning of the chunk.
+        tokens = torch.arange(h.shape[1], device=h.device).minimum(span.last[:, None])  # [N, n]
+        offsets, h = span.positions.gather(1, tokens) % self.m, h.take_along_dim(tokens[..., None], 1)
+        chunk, at = self.cache.chunk, span.at[:, None]
         chunk[at, offsets[:, :1]] = h[:, :1]
         self._encode_completed(span)
         chunk[at, offsets[:, 1:]] = h[:, 1:]
@@ -390,7 +442,7 @@ class Decoder:
 
     def _self_positions(self, span: _Pass) -> Positions:
         if isinstance(self.context_positions, RopePositions):
-            rotations = self.context_positions.query[:, span.positions]  # [2, N, n, 1, C/2]
+            rotations = self.context_positions.query[:, span.positions].to(self.placement.dtype)  # [2, N, n, 1, C/2]
             return RopePositions(rotations, rotations)
         if isinstance(self.context_positions, NoPositions):
             return self.context_positions

@@ -1,6 +1,13 @@
 """Continuous batching: texts are continued together, and join and leave the batch between any two steps.
 
 prompts ─ add ─► decoder (finds neighbors of every completed chunk) ─► logits ─► one token of each row ─► text ─► …
+                    ▲                                                                 │
+                    └──────────── draft of each row (`drafts.py`) ◄───────────────────┘
+
+With drafts, a step gives a row several tokens. After every token of the draft the next token is sampled as without drafts, with
+the same random number, until it differs from the draft. So a token x of a draft is accepted with its probability p(x), and
+another one is sampled with p(y) / (1 - p(x)): the rejection sampling of Leviathan et al. (2023, arXiv 2211.17192) for a draft
+without randomness.
 
 A continuation depends only on its prompt and settings, not on the other texts of the batch: each has its own random
 generator. Several continuations of a prompt have consecutive seeds; their prompt is read once. (Up to rounding: matrix
@@ -16,7 +23,8 @@ import numpy as np
 import torch
 
 from retro.inference.decoder import Decoder
-from retro.inference.rows import RetrieveNeighbors, Row
+from retro.inference.drafts import DraftLength, draft
+from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.sources import CopiedFrom, ReadChunk
@@ -40,6 +48,8 @@ class GeneratedToken:
         top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
         read: chunks whose neighbors the model read for this token and for none before.
         copied: the token of a neighbor that it was copied from.
+        accepted: True if it was the next token of a draft.
+        rejected: tokens of the draft that were wrong, this one's place included.
     """
 
     row: int
@@ -50,6 +60,8 @@ class GeneratedToken:
     top: tuple[tuple[int, float], ...] = ()
     read: tuple[ReadChunk, ...] = ()
     copied: CopiedFrom | None = None
+    accepted: bool = False
+    rejected: int = 0
 
 
 class Continuation:
@@ -70,8 +82,9 @@ class Continuation:
         self.generated: list[int] = []
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
-        self._numbers = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
-        self.random = self._next_number()  # for the next token; a step that fails leaves it as it is
+        self.draft_length = DraftLength()
+        self._generator = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
+        self._numbers: list[float] = []  # of the next tokens; a step that fails leaves them as they are
 
     def add(
         self,
@@ -81,10 +94,12 @@ class Continuation:
         row: Row,
         copied: CopiedFrom | None,
         chunk_length: int,
+        accepted: bool,
+        rejected: int,
     ) -> GeneratedToken:
         """Append a sampled token of a row."""
         self.generated.append(token)
-        self.random = self._next_number()
+        del self._numbers[:1]
         shown = "" if token in self.ends else self.text.add(token)
         finish: FinishReason | None = "stop" if token in self.ends or self.text.stopped else None
         if finish is None and len(self.generated) == self.settings.max_tokens:
@@ -94,10 +109,21 @@ class Continuation:
             finish = "stop" if self.text.stopped else finish
         read = row.chunks_read(self.chunks_read, chunk_length) if self.sources else ()
         self.chunks_read = read[-1].number + 1 if read else self.chunks_read
-        return GeneratedToken(self.number, token, shown, log_probability, finish, top, read, copied)
+        return GeneratedToken(self.number, token, shown, log_probability, finish, top, read, copied, accepted, rejected)
 
-    def _next_number(self) -> float:
-        return torch.rand(1, generator=self._numbers).item() if self.settings.temperature else 0.0
+    def random(self, ahead: int) -> float:
+        """Return the random number of the next token, or of the one `ahead` tokens later."""
+        if not self.settings.temperature:
+            return 0.0
+        while len(self._numbers) <= ahead:
+            self._numbers.append(torch.rand(1, generator=self._generator).item())
+        return self._numbers[ahead]
+
+    def draft(self, row: Row, room: int, datastore: WholeDatastore | None) -> np.ndarray:
+        """Return the draft of its row, of at most `room` tokens; see `decoder.Propose` and `drafts.draft`."""
+        most = min(room, self.draft_length.most, self.settings.max_tokens - len(self.generated) - 1)
+        most = most if self.settings.drafts else 0
+        return draft(row.tokens, row.neighbor_texts(), most, datastore if row.retrieve else None)
 
 
 _Text = tuple[Continuation, RetrieveNeighbors | None]
@@ -154,9 +180,9 @@ class Batch:
                 self._leave(row)
 
     def step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
-        """Return the next token of each continuation whose row has been read; finished ones leave the batch.
+        """Return the next tokens of each continuation whose row has been read, in order; finished ones leave the batch.
 
-        A continuation that fails leaves the batch, too; its error takes the place of the token. Others are unaffected.
+        A continuation that fails leaves the batch, too; its error takes the place of a token. Others are unaffected.
         """
         texts = [(text, row.retrieve) for row, texts in self._texts.items() for text in texts]
         try:
@@ -185,58 +211,83 @@ class Batch:
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
         """Take a step of all rows. If it raises an exception, no continuation has changed."""
-        rows, logits = self._decoder.step()
+        rows, logits = self._decoder.step(self._propose)
         if not rows:
             return []
         rows, indices = self._divided(rows)
-        texts = [self._texts[row][0] for row in rows]
         if len(indices) > len(logits):
             logits = logits[indices]
-        settings = [text.settings for text in texts]
-        changed = with_penalties(logits, settings, [text.prompt for text in texts], [text.generated for text in texts])
-        drawn = draw(changed, logits, settings, [text.random for text in texts])
-        copied = self._copied_from(rows, indices, texts, drawn)
-        return [
-            (text, self._add(row, text, token, source))
-            for row, text, token, source in zip(rows, texts, drawn, copied, strict=True)
-        ]
+        texts = {row: self._texts[row][0] for row in rows}
+        ahead = [(row, text, number) for row, text in texts.items() for number in range(1 + len(row.draft))]
+        settings = [text.settings for _, text, _ in ahead]
+        generated = [[*text.generated, *row.draft[:number].tolist()] for row, text, number in ahead]
+        changed = with_penalties(logits, settings, [text.prompt for _, text, _ in ahead], generated)
+        drawn = draw(changed, logits, settings, [text.random(number) for _, text, number in ahead])
+        tokens = [token for token, *_ in drawn]
+        kept = [place for place, (row, _, number) in enumerate(ahead) if _agree(row, tokens[place - number : place])]
+        sources = self._copied_from(
+            [(*ahead[place][:2], indices[place]) for place in kept], [drawn[place] for place in kept]
+        )
+        new: dict[Row, list[tuple[SampledToken, CopiedFrom | None]]] = {row: [] for row in rows}
+        for place, source in zip(kept, sources, strict=True):
+            new[ahead[place][0]].append((drawn[place], source))
+        return [(text, token) for row, text in texts.items() for token in self._add(row, text, new[row])]
+
+    def _propose(self, row: Row, room: int) -> np.ndarray:
+        texts = self._texts[row]
+        return texts[0].draft(row, room, self._decoder.datastore) if len(texts) == 1 else row.tokens[:0]
 
     def _add(
-        self, row: Row, text: Continuation, drawn: SampledToken, copied: CopiedFrom | None
-    ) -> GeneratedToken | Exception:
-        """Append a token to a continuation and its row, or return what failed."""
+        self, row: Row, text: Continuation, drawn: Sequence[tuple[SampledToken, CopiedFrom | None]]
+    ) -> list[GeneratedToken | Exception]:
+        """Append tokens to a continuation and its row, up to its end or to what failed, which is the last item then."""
+        added = list[GeneratedToken | Exception]()
+        num_right, num_drafted = len(drawn) - 1, len(row.draft)
+        text.draft_length.update(num_drafted, num_right)
         try:
-            token = text.add(*drawn, row, copied, self._decoder.m)
-            if token.finish_reason is None:
-                self._decoder.append(row, token.token)
-                return token
+            for number, (token, source) in enumerate(drawn):
+                right = number < num_right
+                rejected = 0 if right else num_drafted - num_right
+                new = text.add(*token, row, source, self._decoder.m, right, rejected)
+                added.append(new)
+                if new.finish_reason is not None:
+                    break
+            else:
+                self._decoder.append(row, *(token for (token, *_), _ in drawn))
+                return added
         except Exception as error:
-            self._leave(row)
-            return error
+            added.append(error)
         self._leave(row)
-        return token
+        return added
 
     def _divided(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
         """Give each continuation its own row; return the rows, and the indices of their logits."""
-        divided, indices = list[Row](), list[int]()
-        for index, row in enumerate(rows):
+        divided, indices, index = list[Row](), list[int](), 0
+        for row in rows:
             first, *others = self._texts[row]
             self._texts[row] = [first]
             divided.append(row)
-            for text in others:
+            indices += range(index, index + 1 + len(row.draft))
+            for text in others:  # rows of several continuations have no draft
                 divided.append(self._decoder.copy(row))
                 self._texts[divided[-1]] = [text]
-            indices += [index] * (1 + len(others))
+                indices.append(index)
+            index += 1 + len(row.draft)
         return divided, indices
 
     def _copied_from(
-        self, rows: list[Row], indices: list[int], texts: list[Continuation], drawn: list[SampledToken]
+        self, places: list[tuple[Row, Continuation, int]], drawn: list[SampledToken]
     ) -> list[CopiedFrom | None]:
-        """Find where the tokens of texts with `sources` were copied from."""
-        copied: list[CopiedFrom | None] = [None] * len(rows)
-        if chosen := [place for place, text in enumerate(texts) if text.sources]:
+        """Find where the tokens of texts with `sources` were copied from.
+
+        Args:
+            places: row, continuation and index of the logits of each token.
+            drawn: the tokens.
+        """
+        copied: list[CopiedFrom | None] = [None] * len(places)
+        if chosen := [place for place, (_, text, _) in enumerate(places) if text.sources]:
             tokens, log_probabilities = zip(*(drawn[place][:2] for place in chosen), strict=True)
-            own_rows, own_indices = [rows[place] for place in chosen], [indices[place] for place in chosen]
+            own_rows, own_indices = [places[place][0] for place in chosen], [places[place][2] for place in chosen]
             origins = self._decoder.copied_from(own_rows, own_indices, tokens, log_probabilities)
             for place, origin in zip(chosen, origins, strict=True):
                 copied[place] = origin
@@ -245,6 +296,11 @@ class Batch:
     def _leave(self, row: Row) -> None:
         del self._texts[row]
         self._decoder.remove(row)
+
+
+def _agree(row: Row, tokens: list[int]) -> bool:
+    """True if tokens that were sampled are those at the beginning of a row's draft."""
+    return tokens == row.draft[: len(tokens)].tolist()
 
 
 def generate(
@@ -256,7 +312,7 @@ def generate(
     n: int = 1,
     sources: bool = False,
 ) -> Iterator[list[GeneratedToken]]:
-    """Continue prompts; yield after every step the new tokens, in the order of their rows.
+    """Continue prompts; yield after every step the new tokens, in the order of their rows. A row can have several.
 
     Args:
         batch: an empty batch.

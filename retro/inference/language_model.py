@@ -19,7 +19,8 @@ from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import FindVotes, RetrieveNeighbors
+from retro.inference.packed_weights import pack
+from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -97,6 +98,7 @@ class LanguageModel:
         suffixes = SuffixIndex.open(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_model(opened, placement.device)
         placement.cast(model)
+        pack(model, placement)
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
         cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
         return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes, cache)
@@ -148,7 +150,7 @@ class LanguageModel:
             windows,
             self.placement,
             retrieve=retrieve,
-            find_votes=self._find_votes if retrieve else None,
+            datastore=self.suffixes if retrieve else None,
             top=top,
             sources=sources,
             neighbor_cache=self.neighbor_cache,
@@ -183,7 +185,7 @@ class LanguageModel:
 
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
-        decoder = Decoder(self.model, self.placement, self.context, self._find_votes, self.neighbor_cache)
+        decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
 
     def checked(
@@ -209,10 +211,6 @@ class LanguageModel:
         if not self.model.settings.retrieves:  # it copies from the whole datastore only
             return _always(np.zeros((0, 2 * self.model.settings.chunk_length), np.int64), np.zeros(0, np.int64))
         return self._searches.setdefault(k, lambda chunks: retriever.neighbors_with_ids(chunks, k))
-
-    @property
-    def _find_votes(self) -> FindVotes | None:
-        return None if self.suffixes is None else self.suffixes.votes
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.

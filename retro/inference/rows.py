@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,8 +13,14 @@ RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
 
 
-FindVotes = Callable[[np.ndarray, int], np.ndarray]
-"""(tokens of a document [t], the first one to ask for) → the datastore's votes for it and the later ones, as in `Inputs.votes`."""
+class WholeDatastore(Protocol):
+    """What follows a text anywhere in the datastore: `indexing.suffixes.search.SuffixIndex`."""
+
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        """The votes for the tokens of a text [t] from `first` on, [t - first, 1 + 2 S] int64 as in `Inputs.votes`."""
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        """Length of the longest match of a text, and up to `most` tokens that follow one occurrence, int64."""
 
 
 @dataclass(eq=False)
@@ -27,6 +34,7 @@ class Row:
         neighbors: of its complete chunks in the context, as far as they are needed.
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
+        draft: int64, tokens that may follow. A step reads them too.
         copy_keys: keys [K·R, C] of the copy head for the neighbors of a chunk, after the number of chunks up to this one.
     """
 
@@ -37,10 +45,26 @@ class Row:
     dropped: int = 0
     num_read: int = 0
     copy_keys: tuple[int, Tensor] | None = None
+    draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def unread(self) -> np.ndarray:
+        """Tokens of the text and then of its draft that are not in the cache."""
+        return np.append(self.tokens[self.num_read :], self.draft)
 
     @property
     def num_unread(self) -> int:
-        return len(self.tokens) - self.num_read
+        return len(self.tokens) + len(self.draft) - self.num_read
+
+    def neighbor_texts(self) -> list[np.ndarray]:
+        """Return the tokens of the neighbors of the last complete chunk, without padding."""
+        last = self.neighbors[-1] if self.neighbors else None
+        return [] if last is None else [row[:length] for row, length in zip(last.tokens, last.lengths, strict=True)]
+
+    def histories(self) -> list[np.ndarray]:
+        """Return the text up to its last token, and up to each token of the draft: [t], [t + 1] …"""
+        whole = np.append(self.tokens, self.draft)
+        return [whole[:stop] for stop in range(len(self.tokens), len(whole) + 1)]
 
     @property
     def num_neighbors(self) -> int:

@@ -19,7 +19,7 @@ from retro.device import Placement
 from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import sliding_windows
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import FindVotes, RetrieveNeighbors
+from retro.inference.rows import RetrieveNeighbors, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
 from retro.model.inputs import Inputs
@@ -121,7 +121,7 @@ def score_windows(
     placement: Placement,
     *,
     retrieve: RetrieveNeighbors | None = None,
-    find_votes: FindVotes | None = None,
+    datastore: WholeDatastore | None = None,
     top: int = 0,
     sources: bool = False,
     neighbor_cache: NeighborCache | None = None,
@@ -133,7 +133,7 @@ def score_windows(
         windows: some windows of sequences `to_score`.
         placement: device and precision.
         retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
-        find_votes: asks the datastore what follows the text, with retrieval ON; None = the copy head does without.
+        datastore: asked what follows the text anywhere, with retrieval ON; None = the copy head does without.
         top: see `to_score`.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
         neighbor_cache: of a model whose decoder reads neighbors; None = it encodes all of them.
@@ -141,8 +141,8 @@ def score_windows(
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     if retrieve is not None:
         _find_neighbors(windows, m, retrieve, sources)
-        if find_votes is not None:
-            _ask_datastore(windows, find_votes)
+        if datastore is not None:
+            _ask_datastore(windows, datastore)
     for group in _batches(windows, m):
         batch = _batch(group, m)
         inputs = placement.put(batch)
@@ -188,11 +188,11 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
             sequence.scores.read.extend(_read(sequence.chunks(m), sequence.neighbors))
 
 
-def _ask_datastore(windows: Sequence[Window], find_votes: FindVotes) -> None:
+def _ask_datastore(windows: Sequence[Window], datastore: WholeDatastore) -> None:
     """Ask for the votes of the windows' sequences, unless it was done."""
     for sequence in dict.fromkeys(window.sequence for window in windows):
         if sequence.votes is None:
-            sequence.votes = find_votes(sequence.tokens[:-1], 0)
+            sequence.votes = datastore.votes(sequence.tokens[:-1])
 
 
 def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ReadChunk]:

@@ -54,6 +54,8 @@ class GenerationSettings:
     """Tokens that end the continuation, in addition to the end of the document."""
     ignore_eos: bool = False
     """Continue after the end of the document."""
+    drafts: bool = True
+    """Verify in one pass tokens that followed the last ones before, in the text or in its neighbors. The text stays the same."""
     logprobs: NonNegativeInt = 0
     """Number of likeliest tokens to return with each token."""
 

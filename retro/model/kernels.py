@@ -134,6 +134,8 @@ def dot_product_attention(
         # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long.
         return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
     shares, causal = k.shape[1] < q.shape[1], causal and bias is None
+    if bias is not None and _is_generation(q, k, bias):
+        return _few_queries(q, k, v, bias, scale)
     if shares and (q.shape[2] == 1 or (bias is not None and q.device.type != "cpu")):
         # GPUs have no fused kernel that takes both a bias and shared keys.
         if bias is None or bias.shape[-2] == 1 or (bias.ndim == 4 and bias.shape[1] > 1):
@@ -193,6 +195,32 @@ def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float
     )
     assert isinstance(y, Tensor)
     return y.unflatten(0, (num_rows, num_tokens)).transpose(1, 2)
+
+
+_FEW_QUERIES = 16
+_LEAST_QUERIES = 4
+
+
+def _is_generation(q: Tensor, k: Tensor, bias: Tensor) -> bool:
+    """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and a mask for each query."""
+    alone = q.device.type == "cpu" and len(q) == 1 and q.dtype == torch.float32 and not q.requires_grad
+    return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias.shape[:3] == (1, 1, q.shape[2])
+
+
+def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
+    """Attention of few queries of one text, without the blocks of the fused kernels, which are made for many.
+
+    BLAS sums products of less than `_LEAST_QUERIES` rows in another order, so they are repeated. A token then gets the same
+    bits alone and in a draft.
+    """
+    num_groups, num_queries = k.shape[1], q.shape[2]
+    queries = q[0].unflatten(0, (num_groups, -1)).flatten(1, 2)  # [G, (H / G)·Q, C]
+    copies = -(-_LEAST_QUERIES // queries.shape[1])
+    scores = torch.bmm(queries.repeat(1, copies, 1) if copies > 1 else queries, k[0].transpose(1, 2))
+    scores = scores.mul_(scale or q.shape[3] ** -0.5).unflatten(1, (-1, num_queries))  # [G, H / G, Q, S]
+    scores = scores.masked_fill_(~bias[0], -math.inf) if bias.dtype == torch.bool else scores.add_(bias[0])
+    y = torch.bmm(scores.softmax(-1).flatten(1, 2), v[0])[:, : queries.shape[1]]
+    return y.unflatten(1, (-1, num_queries)).flatten(0, 1)[None]
 
 
 def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:

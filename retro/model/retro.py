@@ -191,6 +191,7 @@ class Retro(nn.Module):
         has_sources = copies.context or copies.neighbors or copies.datastore
         self.copy_head = CopyHead(copies, width, settings.chunk_length) if has_sources else None
         self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
+        self.packed_output: Any = None  # a faster product with `output_weight`, from `inference/packed_weights.py`
         self.initialize()
 
     @torch.no_grad()
@@ -249,7 +250,7 @@ class Retro(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
-        return F.linear(hidden, self.output_weight)
+        return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
     def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs, kept: Tensor | slice = slice(None)) -> Tensor:
         """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged if there is nothing to copy from.
@@ -279,7 +280,8 @@ class Retro(nn.Module):
         """
         if hidden is None:
             hidden, _ = self.hidden(inputs)
-        return token_losses(hidden, self.output_weight, inputs.labels, self.mixture(hidden, inputs))
+        mixture = self.mixture(hidden, inputs)
+        return token_losses(hidden, self.output_weight, inputs.labels, mixture, self.packed_output)
 
     @property
     def output_weight(self) -> Tensor:

@@ -205,7 +205,8 @@ class GenerationQueue:
             tokens.pop(request, None)
             self._fail(request, error)
         for request, step in tokens.items():
-            self._metrics.count_step(len(step), now - request.since, first=not request.begun)
+            drafts = sum(token.accepted for token in step), sum(token.rejected for token in step)
+            self._metrics.count_step(len(step), *drafts, now - request.since, first=not request.begun)
             request.since, request.begun = now, True
             messages.append((request, sorted(step, key=lambda token: token.row)))
         _send(messages)

@@ -23,11 +23,15 @@ class Metrics:
             "retro_batch_size", "Items processed at once; tokens of a generation step.", ["work"], buckets=_SIZES, **own
         )
         self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
+        self._drafts = Counter("retro_draft_tokens", "Tokens of drafts that were verified.", ["result"], **own)
         self._first_token = Histogram(
             "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **own
         )
         self._next_token = Histogram(
-            "retro_next_token_seconds", "Time between two generated tokens of a request.", buckets=_SECONDS, **own
+            "retro_next_token_seconds",
+            "Time between two steps of a request, which generate a token each, or several with drafts.",
+            buckets=_SECONDS,
+            **own,
         )
         ProcessCollector(registry=self._registry)
 
@@ -78,15 +82,19 @@ class Metrics:
         observe: Callable[[int], None] = self._batches.labels(work).observe
         return observe
 
-    def count_step(self, tokens: int, seconds: float, *, first: bool) -> None:
-        """Count the tokens of one generation step, one for each unfinished prompt of a request.
+    def count_step(self, tokens: int, accepted: int, rejected: int, seconds: float, *, first: bool) -> None:
+        """Count the tokens of one generation step of a request.
 
         Args:
-            tokens: number of tokens.
+            tokens: number of generated tokens.
+            accepted: those of them that were in drafts.
+            rejected: tokens of drafts that were wrong.
             seconds: time since the request was accepted for the first step, else since the previous step.
             first: True for the request's first step.
         """
         self._tokens.inc(tokens)
+        self._drafts.labels("accepted").inc(accepted)
+        self._drafts.labels("rejected").inc(rejected)
         (self._first_token if first else self._next_token).observe(seconds)
 
     def text(self) -> bytes:

@@ -22,7 +22,7 @@ from retro.inference.generation import GeneratedToken
 from retro.server.errors import InvalidRequest
 from retro.server.model_api import event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
-from retro.server.openai.completions import token_name, usage_of
+from retro.server.openai.completions import GeneratedCount, token_name, usage_of
 from retro.server.openai.requests import continuations, generation_settings, identity_of, lenient, neighbors_of
 from retro.server.service import JsonRoute, Service, ServiceDependency
 from retro.server.sources import Sourced, joined, with_sources
@@ -61,11 +61,13 @@ async def chat_completions(
         chunk = schemas.ChatChunk.model_construct(**identity)
         return event_stream(_events(request, chunk, steps, prompt, tokenizer))
     answers: list[list[Sourced]] = [[] for _ in range(n)]
+    generated = GeneratedCount()
     async for step in steps:
         for token, sources in step:
+            generated.add(token)
             answers[token.row].append((token, sources))
     choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
-    usage = usage_of([prompt], sum(map(len, answers)))
+    usage = usage_of([prompt], generated)
     return schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage)
 
 
@@ -157,10 +159,10 @@ async def _events(
 
     for index in range(request.n or 1):
         yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
-    generated = 0
+    generated = GeneratedCount()
     async for step in steps:
-        generated += len(step)
         for token, sources in step:
+            generated.add(token)
             choice = schemas.ChunkChoice(
                 index=token.row,
                 delta=schemas.Delta(content=token.text),

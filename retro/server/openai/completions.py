@@ -14,7 +14,7 @@ import numpy as np
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.server.openai.schemas import CompletionChoice, Logprobs, Usage
+from retro.server.openai.schemas import CompletionChoice, CompletionTokensDetails, Logprobs, Usage
 from retro.server.schemas import Sources
 from retro.server.sources import joined
 from retro.server.spans import token_ends
@@ -24,18 +24,32 @@ LikeliestTokens = Sequence[tuple[int, float]]
 
 
 @dataclass
+class GeneratedCount:
+    """Number of generated tokens so far, and of tokens of drafts that were accepted and rejected."""
+
+    tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    def add(self, new: GeneratedToken) -> None:
+        self.tokens += 1
+        self.accepted += new.accepted
+        self.rejected += new.rejected
+
+
+@dataclass
 class CompletionBuilder:
     """Creates the parts of an answer and counts the characters and tokens so far.
 
     Attributes:
         tokenizer: the model's tokenizer.
         logprobs: number of likeliest tokens to return for each token; 0 = only its own log-probability; None = none at all.
-        generated: number of generated tokens of all prompts so far.
+        generated: tokens of all prompts.
     """
 
     tokenizer: Tokenizer
     logprobs: int | None
-    generated: int = 0
+    generated: GeneratedCount = field(default_factory=GeneratedCount)
     _lengths: dict[int, int] = field(default_factory=dict)
 
     def echo(self, index: int, prompt: np.ndarray, scores: Scores | None) -> CompletionChoice:
@@ -57,7 +71,7 @@ class CompletionBuilder:
 
     def add(self, new: GeneratedToken, sources: Sources | None) -> CompletionChoice:
         """Return a generated token as a part, with its sources."""
-        self.generated += 1
+        self.generated.add(new)
         part = self._part(new.row, [new.text], [new.token], [new.log_probability], [new.top], new.finish_reason)
         part.sources = sources
         return part
@@ -120,10 +134,20 @@ def join_choices(parts: Iterable[CompletionChoice], logprobs: int | None) -> lis
     return choices
 
 
-def usage_of(prompts: Sequence[np.ndarray], generated: int = 0) -> Usage:
-    """Count the tokens of prompts and of their continuations."""
+def usage_of(prompts: Sequence[np.ndarray], generated: GeneratedCount | None = None) -> Usage:
+    """Count the tokens of prompts and of their continuations, if there are any."""
     received = sum(map(len, prompts))
-    return Usage(prompt_tokens=received, completion_tokens=generated, total_tokens=received + generated)
+    if generated is None:
+        return Usage(prompt_tokens=received, total_tokens=received)
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=generated.accepted, rejected_prediction_tokens=generated.rejected
+    )
+    return Usage(
+        prompt_tokens=received,
+        completion_tokens=generated.tokens,
+        total_tokens=received + generated.tokens,
+        completion_tokens_details=details,
+    )
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

@@ -104,10 +104,18 @@ class CompletionChoice(BaseModel):
     sources: Sources | None = absent_if_none()
 
 
+class CompletionTokensDetails(BaseModel):
+    """Tokens that were proposed from the text and its neighbors, and verified by the model. `completion_tokens` has the accepted ones."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int = 0
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionResponse(BaseModel):

@@ -134,7 +134,7 @@ def prompts_of(*lengths: int) -> list[np.ndarray]:
     return [np.random.default_rng(length).integers(1, V, length) for length in lengths]
 
 
-GREEDY = GenerationSettings(max_tokens=6 * M, temperature=0, ignore_eos=True)
+GREEDY = GenerationSettings(max_tokens=6 * M, temperature=0, ignore_eos=True, drafts=False)  # a token in each step
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_removed_texts_leave_no_memory_behind() -> None:
 
 def test_several_continuations_of_a_prompt_leave_before_and_after_it_is_read() -> None:
     model, (prompt,) = cached_model("copying"), prompts_of(3 * M)
-    sampling = GenerationSettings(max_tokens=M, temperature=1.0, seed=5, ignore_eos=True)
+    sampling = GenerationSettings(max_tokens=M, temperature=1.0, seed=5, ignore_eos=True, drafts=False)
 
     def run(leave_at: Callable[[int], list[int]]) -> dict[int, list[int]]:
         batch, tokens = batch_of(model), dict[int, list[int]]()

@@ -8,7 +8,10 @@ from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import LONGEST, SAMPLED, as_columns
 from retro.inference.decoder import Decoder
-from retro.inference.rows import FindVotes
+from retro.inference.drafts import draft
+from retro.inference.generation import Batch, generate
+from retro.inference.rows import WholeDatastore
+from retro.inference.settings import GenerationSettings
 from retro.model.inputs import Inputs
 from tests.retro.inference.test_decoder import FLOAT32, retriever
 from tests.retro.small_model import M, Together, V, build
@@ -38,8 +41,25 @@ def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: 
     assert compared > 100
 
 
-def find_votes(text: np.ndarray, first: int) -> np.ndarray:
+class Votes:
     """Random votes that depend on the last three tokens only."""
+
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        return find_votes(text, first)
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        return 40, np.random.default_rng(text[-3:]).integers(0, V, most)
+
+
+class Refuses:
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        raise AssertionError("asked")
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        raise AssertionError("asked")
+
+
+def find_votes(text: np.ndarray, first: int) -> np.ndarray:
     votes = np.zeros((len(text) - first, 7), np.int64)
     for row, end in zip(votes, range(first + 1, len(text) + 1), strict=True):
         drawn = np.random.default_rng(text[max(0, end - 3) : end])
@@ -48,23 +68,23 @@ def find_votes(text: np.ndarray, first: int) -> np.ndarray:
     return votes
 
 
-def together(name: str, find: FindVotes | None, k: int = 2) -> Together:
+def together(name: str, datastore: WholeDatastore | None, k: int = 2) -> Together:
     model = build(**HEADS[name])
     made = Together(model, FLOAT32, 8 * M, retriever(k))
-    made.decoder = Decoder(model, FLOAT32, 8 * M, find)
+    made.decoder = Decoder(model, FLOAT32, 8 * M, datastore)
     return made
 
 
 @torch.no_grad()
-def uncached(name: str, tokens: np.ndarray, find: FindVotes | None, k: int = 2) -> torch.Tensor:
+def uncached(name: str, tokens: np.ndarray, votes: bool, k: int = 2) -> torch.Tensor:
     retrieve, full = retriever(k), len(tokens) // M
     inputs = Inputs(torch.from_numpy(tokens[None]))
     if retrieve and full:
         neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
         found = torch.from_numpy(neighbors[None]), torch.from_numpy(lengths[None])
         inputs = inputs._replace(neighbors=found[0], neighbor_lengths=found[1])
-    if find is not None:
-        inputs = inputs._replace(votes=torch.from_numpy(find(tokens, 0)[None]))
+    if votes:
+        inputs = inputs._replace(votes=torch.from_numpy(find_votes(tokens, 0)[None]))
     return build(**HEADS[name])(inputs)[0, -1].log_softmax(-1)
 
 
@@ -74,10 +94,10 @@ def test_the_cached_decoder_equals_a_full_pass(name: str) -> None:
         np.random.default_rng(0),
         [np.random.default_rng(1).integers(0, V, length) for length in (1, M, 3 * M - 1)],
     )
-    decoder = together(name, find_votes)
+    decoder = together(name, Votes())
     logits = decoder.read(rows)
     for _ in range(2 * M):
-        expected = torch.stack([uncached(name, row, find_votes) for row in rows])
+        expected = torch.stack([uncached(name, row, True) for row in rows])
         torch.testing.assert_close(logits.log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
         new = [drawn.integers(0, V, 1) for _ in rows]
         rows = [np.concatenate(row) for row in zip(rows, new, strict=True)]
@@ -85,10 +105,30 @@ def test_the_cached_decoder_equals_a_full_pass(name: str) -> None:
 
 
 def test_retrieval_off_asks_nothing() -> None:
-    def refuse(text: np.ndarray, first: int) -> np.ndarray:
-        raise AssertionError("asked")
-
     row = np.random.default_rng(1).integers(0, V, 3 * M)
     made = Together(build(**HEADS["all"]), FLOAT32, 8 * M, None)
-    made.decoder = Decoder(made.decoder.model, FLOAT32, 8 * M, refuse)
-    torch.testing.assert_close(made.read([row])[0].log_softmax(-1), uncached("all", row, None, 0), rtol=1e-4, atol=1e-4)
+    made.decoder = Decoder(made.decoder.model, FLOAT32, 8 * M, Refuses())
+    torch.testing.assert_close(
+        made.read([row])[0].log_softmax(-1), uncached("all", row, False, 0), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_the_datastore_change_no_token(name: str, temperature: float) -> None:
+    prompts = [np.random.default_rng(1).integers(0, V, length) for length in (3, 3 * M - 1)]
+    model, found = build(**HEADS[name]), []
+    for drafts in (False, True):
+        settings = GenerationSettings(max_tokens=3 * M, temperature=temperature, seed=3, drafts=drafts)
+        batch = Batch(Decoder(model, FLOAT32, 8 * M, Votes()), lambda tokens: " ".join(map(str, tokens)), eos_id=-1)
+        steps = list(generate(batch, prompts, settings, [retriever(2)] * 2))
+        tokens = [[token.token for step in steps for token in step if token.row == row] for row in range(2)]
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert all(len(tokens) == 3 * M for tokens in found[0])
+
+
+def test_a_draft_comes_from_the_longest_match() -> None:
+    text = np.array([1, 2, 3, 9, 1, 2, 3])
+    assert draft(text, most=1).tolist() == [9]
+    assert draft(text, most=4, datastore=Votes()).tolist() == Votes().continuation(text, 4)[1].tolist()

@@ -42,7 +42,7 @@ def generate_pieces(
     settings = GenerationSettings(**{"max_tokens": 12, **settings})
     batch, rows = Batch(Decoder(model, FLOAT32, context), decode, eos_id), [[] for _ in range(len(prompts) * n)]
     for step in generate(batch, [np.array(prompt) for prompt in prompts], settings, [retrieve] * len(prompts), n=n):
-        assert [piece.row for piece in step] == sorted({piece.row for piece in step})
+        assert [piece.row for piece in step] == sorted(piece.row for piece in step)
         for piece in step:
             assert not rows[piece.row] or rows[piece.row][-1].finish_reason is None
             rows[piece.row].append(piece)

@@ -38,7 +38,7 @@ def generated(language_model: LanguageModel, path: str, k: int = 2, **settings) 
     if path == CHAT:
         prompt = ChatTemplate(language_model.tokenizer, CHAT_TEMPLATE).prompt([Message(**each) for each in MESSAGES])
     sampling = GenerationSettings(**{"max_tokens": 12, "temperature": 0, "top_k": 0, "top_p": 1, **settings})
-    return [step[0] for step in language_model.generate([prompt], sampling, k)]
+    return [token for step in language_model.generate([prompt], sampling, k) for token in step]
 
 
 def post(client: TestClient, path: str, **changes) -> Any:

@@ -1,0 +1,231 @@
+"""Drafts change the time of a generation, never its tokens."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retro.device import choose_placement
+from retro.inference import decoder as decoding
+from retro.inference.decoder import DRAFTED_TOKENS, Decoder
+from retro.inference.drafts import LONGEST_DRAFT, DraftLength, draft, match_in, match_in_text
+from retro.inference.generation import Batch, GeneratedToken, generate
+from retro.inference.rows import Row
+from retro.inference.settings import GenerationSettings
+from retro.model.retro import Retro
+from tests.retro.inference.test_batch import SEARCHES, SETTINGS, check_equal, decode
+from tests.retro.inference.test_decoder import retriever
+from tests.retro.small_model import SCHEMES, M, V, build, cached_model
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+FLOAT32 = choose_placement("cpu", "float32")
+CONTEXT = 8 * M
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts": {"scheme": "smeared", "experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
+    "smeared neighbors": {"scheme": "smeared", "retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
+    "no cross-attention": {"scheme": "copying", "retrieval.cca_layers": (), "attention.num_kv_heads": 1},
+    "window": {"attention.sliding_window": 3, "retrieval.positions": "alibi", "attention.num_kv_heads": 1},
+}
+
+
+def model_of(scheme: str) -> Retro:
+    return build(**{"scheme": "rope", **OTHERS[scheme]}) if scheme in OTHERS else cached_model(scheme)
+
+
+# --- the proposal ----------------------------------------------------------------------------------------------------
+
+
+def array(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.lists(st.integers(0, 2), min_size=1, max_size=30))
+def test_the_longest_match_is_that_of_a_loop_and_the_last_of_several(source: list[int], tokens: list[int]) -> None:
+    def length(end: int) -> int:
+        pairs = zip(reversed(source[: end + 1]), reversed(tokens), strict=False)
+        equal = [one == other for one, other in pairs][:16]
+        return equal.index(False) if False in equal else len(equal)
+
+    lengths = [length(end) for end in range(len(source) - 1)]
+    found = match_in(array(*source), array(*tokens))
+    assert found.length == max(lengths)
+    if found.length:
+        end = max(end for end, own in enumerate(lengths) if own == found.length)
+        assert found.following.tolist() == source[end + 1 : end + 1 + LONGEST_DRAFT]
+
+
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+    assert match_in_text(array(7, 1, 2, 1, 2)).following.tolist() == [1, 2, 1, 2, 1, 2, 1, 2]
+    assert draft(array(7, 1, 2, 1, 2), most=3).tolist() == [1, 2, 1]
+
+
+def test_the_longest_match_of_text_and_neighbors_is_proposed() -> None:
+    text, neighbors = array(1, 2, 9, 1, 2, 3, 1, 2), [array(5, 6), array(3, 1, 2, 8, 4)]
+    assert draft(text, neighbors).tolist() == [8, 4]
+    assert draft(text).tolist()[:3] == [3, 1, 2]
+    assert draft(text, most=0).tolist() == []
+    assert draft(array(1, 2, 3)).tolist() == [], "no token equals the last one"
+    assert draft(array(4), [array(5, 4)]).tolist() == [], "nothing follows the match"
+
+
+def test_drafts_grow_while_they_are_right_and_shrink_after_an_error() -> None:
+    length = DraftLength()
+    for drafted, accepted, most in ((4, 4, 8), (8, 8, 8), (8, 2, 3), (3, 0, 1), (0, 0, 1), (1, 1, 2), (2, 2, 4)):
+        length.update(drafted, accepted)
+        assert length.most == most
+
+
+# --- generated texts -------------------------------------------------------------------------------------------------
+
+
+def generated(model: Retro, prompts: list[np.ndarray], settings: GenerationSettings, k: int) -> list[GeneratedToken]:
+    batch = Batch(Decoder(model, FLOAT32, CONTEXT), decode, eos_id=0)
+    steps = generate(batch, prompts, settings, [SEARCHES[k]] * len(prompts), sources=True)
+    return sorted((token for step in steps for token in step), key=lambda token: token.row)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *OTHERS])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_texts_with_drafts_equal_those_without(scheme: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model, k = model_of(scheme), int(rng.integers(len(SEARCHES)))
+    repeated = [np.tile(rng.integers(0, V, rng.integers(1, 6)), 9)[: rng.integers(1, CONTEXT + 3)] for _ in range(3)]
+    own = {**SETTINGS[rng.integers(len(SETTINGS))], "ignore_eos": True}
+    options = GenerationSettings(max_tokens=3 * M + 1, seed=int(rng.integers(9)), **own)
+    with_drafts = generated(model, repeated, options, k)
+    without = generated(model, repeated, replace(options, drafts=False), k)
+    assert not any(token.accepted or token.rejected for token in without)
+    for found, expected in zip(with_drafts, without, strict=True):
+        check_equal(found, expected)
+
+
+def test_drafts_of_texts_that_repeat_are_accepted_and_those_of_others_are_counted_as_rejected() -> None:
+    model, greedy = cached_model("copying"), GenerationSettings(max_tokens=40, temperature=0, ignore_eos=True)
+    tokens = generated(model, [np.tile(array(3, 4, 5), 5)], greedy, 0)
+    assert sum(token.accepted for token in tokens) >= 20
+    batch = Batch(Decoder(model, FLOAT32, CONTEXT), decode, eos_id=0)
+    batch.add(np.tile(array(3, 4, 5), 5), greedy)
+    steps = 0
+    while len(batch):
+        new = [token for _, token in batch.step()]
+        steps += bool(new)
+        assert not any(token.rejected for token in new[:-1])
+    assert steps < 20
+    other = replace(greedy, logit_bias=((5, -100.0),))  # the draft proposes 5
+    assert sum(token.rejected for token in generated(model, [np.tile(array(3, 4, 5), 5)], other, 0)) > 0
+
+
+def test_tokens_have_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejection sampling with a fixed draft: x is accepted with p(x), else another token with p(y) / (1 - p(x))."""
+    monkeypatch.setattr(decoding, "DRAFTED_TOKENS", 10_000)
+    model, prompt, count = cached_model("rope"), np.tile(array(3, 4), 6), 400
+    three = tuple((token, 100.0) for token in (3, 4, 5))  # a vocabulary of three tokens
+    options = GenerationSettings(max_tokens=5, temperature=3.0, logit_bias=three, top_k=3, top_p=1.0, ignore_eos=True)
+    counts = []
+    for drafts in (True, False):
+        own = replace(options, drafts=drafts, seed=10**6 * drafts)  # other random numbers
+        batch = Batch(Decoder(model, FLOAT32, CONTEXT), decode, eos_id=0)
+        texts = [[] for _ in range(count)]
+        for token in (token for step in generate(batch, [prompt], own, n=count) for token in step):
+            texts[token.row].append(token)
+        assert any(token.accepted for text in texts for token in text) == drafts
+        assert any(token.rejected for text in texts for token in text) == drafts
+        counts.append(Counter(tuple(token.token for token in text[3:]) for text in texts))
+    assert len(counts[0]) == 9
+    for pair in counts[0]:
+        drafted, plain = counts[0][pair], counts[1][pair]
+        assert abs(drafted - plain) < 4.5 * (drafted + plain) ** 0.5, pair
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def state(decoder: Decoder, row: Row) -> list[torch.Tensor]:
+    """What the next passes read of the cache."""
+    cache, slot, read = decoder.cache, row.slot, decoder.num_virtual + row.num_read
+    lasts = [last[slot][:, LONGEST_DRAFT:] for last in (cache.last_keys, cache.last_queries, cache.last_cross_queries)]
+    chunk = cache.chunk[slot, : row.num_read % M] if row.retrieve else cache.chunk[slot, :0]
+    parts = [cache.keys[slot, :, :, :read], cache.values[slot, :, :, :read], *lasts, chunk, cache.readable[slot]]
+    readable = cache.readable[slot].flatten()
+    return [*parts, *(kept[slot, :, :, readable] for kept in (cache.neighbor_keys, cache.neighbor_values))]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *OTHERS])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_after_right_and_wrong_drafts_logits_and_cache_are_those_without(scheme: str, k: int, seed: int) -> None:
+    rng, model, search = np.random.default_rng(seed), model_of(scheme), retriever(k)
+    futures = [rng.integers(0, V, 5 * M) for _ in range(3)]
+    starts = [int(start) for start in rng.integers(1, 3 * M, 3)]
+
+    def propose(row: Row, room: int) -> np.ndarray:
+        """Tokens of the text, of which the last ones are often wrong."""
+        text = futures[decoder.rows.index(row)]
+        proposed = text[len(row.tokens) : -1][: rng.integers(0, 1 + room)].copy()
+        proposed[rng.integers(0, 1 + len(proposed)) :] = V - 1
+        return proposed
+
+    decoder, plain = Decoder(model, FLOAT32, CONTEXT), Decoder(model, FLOAT32, CONTEXT)
+    for text, start in zip(futures, starts, strict=True):
+        decoder.add(text[:start], search)
+        plain.add(text[:start], search)
+    expected = [{} for _ in futures]  # logits by number of tokens
+    while any(row.num_unread for row in plain.rows):
+        for row, logits in zip(*plain.step(), strict=True):
+            index = plain.rows.index(row)
+            expected[index][len(row.tokens)] = logits
+            if len(row.tokens) < 5 * M:
+                plain.append(row, futures[index][len(row.tokens)])
+    while any(row.num_unread for row in decoder.rows):
+        rows, logits = decoder.step(propose)
+        for row in rows:
+            index, length = decoder.rows.index(row), len(row.tokens)
+            own, logits = logits[: 1 + len(row.draft)], logits[1 + len(row.draft) :]
+            text = futures[index][length:]
+            right = next((n for n, token in enumerate(row.draft) if token != text[n]), len(row.draft))
+            for number in range(right + 1):
+                torch.testing.assert_close(own[number], expected[index][length + number], rtol=1e-4, atol=1e-4)
+            if len(text):
+                decoder.append(row, *text[: right + 1].tolist())
+    for row, other in zip(decoder.rows, plain.rows, strict=True):
+        assert row.num_read == other.num_read == 5 * M
+        for one, two in zip(state(decoder, row), state(plain, other), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_end_where_neighbors_change_and_where_the_context_ends() -> None:
+    decoder = Decoder(cached_model("rope"), FLOAT32, 2 * M)
+    rooms = list[int]()
+    for length in range(1, 2 * M):
+        row = decoder.add(np.arange(length), retriever(1))
+        decoder.read([row])
+        decoder.append(row, 0)
+        decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+        decoder.remove(row)
+    assert rooms == [*(M - 1 - length % M for length in range(2, 2 * M)), 0]
+    alone = decoder.add(np.arange(3))
+    decoder.read([alone])
+    decoder.append(alone, 0)
+    decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+    assert rooms[-1] == 2 * M - 4, "without neighbors only the context ends a draft"
+
+
+def test_drafts_are_shorter_in_a_larger_batch() -> None:
+    decoder, rooms = Decoder(cached_model("rope"), FLOAT32, CONTEXT), list[int]()
+    for number in range(12):
+        decoder.add(array(number))
+        rooms.clear()
+        decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+        decoder.step()
+        for row in decoder.rows:
+            if not row.num_unread:
+                decoder.append(row, 0)
+        assert rooms == [max(0, min(LONGEST_DRAFT, DRAFTED_TOKENS // len(rooms) - 1))] * len(rooms)
