@@ -21,10 +21,9 @@ from starlette.responses import Response
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.sparse.candidates import Retrieval
-from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
-from retro.finetuning.chat_template import ChatTemplate, read_template, template_of
+from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
@@ -360,10 +359,7 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
         )
         template.prompt([Message("user", "x")])
         return template
-    try:
-        return template_of(language_model.tokenizer, language_model.checkpoint.settings)
-    except InputError:
-        return None
+    return stored_template(language_model.tokenizer, language_model.checkpoint.settings)
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:
