@@ -5,13 +5,12 @@
     python -m benchmarks.quality.smollm2_questions summary --output FOLDER
 
 DATA contains a folder for each set, as for `passage_retrieval`. For each set: `retro index` of all passages, `retro
-add-retrieval`, then questions from the whole file at equal distances, after solved questions of the same file. Finished parts
+add-retrieval`, then questions from the whole file at equal distances, after solved questions of the same file. Finished modes
 are kept in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from benchmarks.quality.passage_retrieval import SETS
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.neighbors.search import NeighborSettings
+from indexing.retrieval.retriever import Retriever
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.cli import main as retro
 from pipelines.config import Config
 from pipelines.evaluation.question_answering import (
-    Answered,
+    ModePrompts,
     all_modes,
     found_passages,
     language_for,
@@ -49,6 +49,9 @@ PARTS = {
 }
 """Ways to find passages; `lines`: hybrid, asked without the chat template, as base models are."""
 
+FITTED_TOKENS = 5_000
+"""Tokens that the copy head is fitted to."""
+
 
 def build(name: str, passages: Path, base: Path, folder: Path) -> tuple[Path, Path]:
     """Build a datastore of the passages, and add retrieval to the model. Returns both paths."""
@@ -61,11 +64,12 @@ def build(name: str, passages: Path, base: Path, folder: Path) -> tuple[Path, Pa
         chunks=ChunkSettings(chunk_length=opened.model.chunk_length),
         neighbors=NeighborSettings(rerank="tokens"),
     )
-    if not datastore.exists():
+    if not (datastore / "manifest.json").exists():
         (folder / f"{name}.toml").write_text(to_toml(config))
         assert retro(["index", str(folder / f"{name}.toml")]) == 0
     if not file.exists():
-        assert retro(["add-retrieval", str(base), "--datastore", str(datastore), "--output", str(file)]) == 0
+        options = ["--datastore", str(datastore), "--output", str(file), "--tokens", str(FITTED_TOKENS)]
+        assert retro(["add-retrieval", str(base), *options]) == 0
     return datastore, file
 
 
@@ -78,42 +82,40 @@ def chosen(questions: list[Question], count: int, num_shots: int) -> tuple[list[
     return [questions[number] for number in shots], [questions[number] for number in ask]
 
 
-def answers_of(
-    part: str, datastore: Path, file: Path, questions: list[Question], shots: list[Question], closed: bool
-) -> Iterator[Answered]:
-    """Answer the questions in the modes of a part; closed book only if it was not measured before."""
-    settings = PARTS[part]
-    model, retriever = open_model(file, datastore, settings, "auto")
-    assert retriever is not None
+def modes_of(
+    part: str, model: LanguageModel, retriever: Retriever, questions: list[Question], shots: list[Question]
+) -> tuple[LanguageModel, list[ModePrompts]]:
+    """Return the modes of a part and the model that answers in them. Only `hybrid` and `lines` are measured closed book."""
+    settings, language = PARTS[part], language_for(questions, PARTS[part])
     if part == "lines":
         without = model.checkpoint.settings | {"imported": {}}
         model = replace(model, checkpoint=replace(model.checkpoint, settings=without))
-    language = language_for(questions, settings)
     passages = found_passages(retriever, questions, settings)
-    for mode in all_modes(model, questions, settings, language=language, shots=shots, passages=passages):
-        if closed or mode.mode.passages or mode.mode.neighbors:
-            yield from measure_answers(model, [mode], questions, settings, language)
+    modes = list(all_modes(model, questions, settings, language=language, shots=shots, passages=passages))
+    return model, [mode for mode in modes if mode.texts or part in ("hybrid", "lines")]
 
 
 def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
-    """Measure one part of one set, unless it is finished."""
+    """Measure one part of one set; modes that are finished are skipped."""
     stored = options.output / f"{name}.json"
     finished: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     finished = {key: value for key, value in finished.items() if key not in measured_on()}
-    if part in finished:
-        return
     passages, file_of_questions = (options.data / name / f"{file}.jsonl.zst" for file in SETS[name])
     datastore, file = build(name, passages, base, options.output)
     shots, questions = chosen(read_questions(file_of_questions), options.questions, options.shots)
-    closed = part in ("hybrid", "lines")
-    rows = []
-    for answered in answers_of(part, datastore, file, questions, shots, closed):
+    model, retriever = open_model(file, datastore, PARTS[part], "auto")
+    assert retriever is not None
+    model, modes = modes_of(part, model, retriever, questions, shots)
+    finished |= {"shots": len(shots), "precision": str(model.placement.dtype).removeprefix("torch.")}
+    rows = finished.setdefault(part, [])
+    for mode in modes:
+        if any(row["mode"] == mode.mode.name for row in rows):
+            continue
+        (answered,) = measure_answers(model, [mode], questions, PARTS[part], language_for(questions, PARTS[part]))
         row = answered.as_json(seed=0)
         say(f"{name}, {part}, {row['mode']}: exact match {100 * row['exact_match']:.1f}, F1 {100 * row['f1']:.1f}")
         rows.append(row | {"answers": answered.answers})
-    precision = LanguageModel.open(file, datastore).placement.dtype
-    finished |= {"shots": len(shots), "precision": str(precision).removeprefix("torch."), part: rows}
-    write(stored, finished)
+        write(stored, finished)
 
 
 def summary(folder: Path) -> None:
