@@ -1,6 +1,6 @@
 """Questions to a model that people have: exact match and F1, closed book, with passages in the prompt, as neighbors, and both.
 
-    retro import SmolLM2-135M-Instruct.Q4_1.gguf --chunk-length 64 --output smollm2.safetensors
+    retro import SmolLM2-135M-Instruct.Q4_1.gguf --chunk-length 128 --output smollm2.safetensors
     python -m benchmarks.quality.smollm2_questions smollm2.safetensors DATA --output FOLDER [--sets squad_v11_dev …]
     python -m benchmarks.quality.smollm2_questions summary --output FOLDER
 
@@ -40,7 +40,7 @@ from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import Question, read_questions
 from retro.inference.language_model import LanguageModel
 
-HYBRID = QaSettings(k=0, prompt_passages=2, neighbor_passages=4, gold=True, retrieval="hybrid")
+HYBRID = QaSettings(k=0, prompt_passages=1, neighbor_passages=4, gold=True, retrieval="hybrid")
 PARTS = {
     "hybrid": HYBRID,
     "sparse": replace(HYBRID, retrieval="sparse", neighbor_passages=0, gold=False),
