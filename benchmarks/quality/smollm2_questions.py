@@ -1,6 +1,6 @@
 """Questions to a model that people have: exact match and F1, closed book, with passages in the prompt, as neighbors, and both.
 
-    retro import SmolLM2-135M-Instruct.Q4_1.gguf --chunk-length 128 --output smollm2.safetensors
+    retro import SmolLM2-135M-Instruct.Q4_1.gguf --chunk-length 64 --output smollm2.safetensors
     python -m benchmarks.quality.smollm2_questions smollm2.safetensors DATA --output FOLDER [--sets squad_v11_dev …]
     python -m benchmarks.quality.smollm2_questions summary --output FOLDER
 
@@ -40,7 +40,7 @@ from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import Question, read_questions
 from retro.inference.language_model import LanguageModel
 
-HYBRID = QaSettings(k=0, prompt_passages=1, neighbor_passages=4, gold=True, retrieval="hybrid")
+HYBRID = QaSettings(k=0, prompt_passages=2, neighbor_passages=4, gold=True, retrieval="hybrid")
 PARTS = {
     "hybrid": HYBRID,
     "sparse": replace(HYBRID, retrieval="sparse", neighbor_passages=0, gold=False),
@@ -108,7 +108,7 @@ def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
     model, modes = modes_of(part, model, retriever, questions, shots)
     finished |= {"shots": len(shots), "precision": str(model.placement.dtype).removeprefix("torch.")}
     rows = finished.setdefault(part, [])
-    for mode in modes:
+    for mode in sorted(modes, key=lambda mode: mode.mode.neighbors):
         if any(row["mode"] == mode.mode.name for row in rows):
             continue
         (answered,) = measure_answers(model, [mode], questions, PARTS[part], language_for(questions, PARTS[part]))

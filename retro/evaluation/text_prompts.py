@@ -8,6 +8,7 @@ A prompt has a line `Passage: …` for each retrieved passage, then solved quest
 whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
 
 For a chat model, `PromptBuilder.opening` writes the passages as messages, and the lines after them begin the assistant's turn.
+Such a prompt is not padded, because chat models answer worse after many line ends (docs/results/question-answering.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ class PromptBuilder:
         language: language of the template in `TEMPLATES`.
         shots: solved questions at the beginning of each prompt.
         tokens: largest number of tokens in a prompt, a multiple of the chunk length.
-        chunk_length: m; every prompt has whole chunks.
+        chunk_length: m; every prompt without an opening has whole chunks.
         opening: text of the passages → tokens [t] before the first question, from the beginning of a document; None = the
             tokens of the text.
     """
@@ -85,7 +86,11 @@ class PromptBuilder:
             shots.pop(0)
         room -= sum(map(len, shots))
         read = self._read("".join(template.passage.format(" ".join(text.split())) for text in passages), room)
-        return self._padded([token for part in (read, *shots, final) for token in part])
+        tokens = [token for part in (read, *shots, final) for token in part]
+        if self.opening is not None:
+            return np.array(tokens, dtype=np.int64)
+        padding = [self._line_end()] * (-(1 + len(tokens)) % self.chunk_length)
+        return np.array([self.tokenizer.bos_id, *padding, *tokens], dtype=np.int64)
 
     def _read(self, text: str, room: int) -> list[int]:
         """Return the tokens before the first question. Those of the text, whose end is cut, fill at most `room`."""
@@ -100,13 +105,6 @@ class PromptBuilder:
 
     def _opened(self, text: str) -> list[int]:
         return self._encoded(text) if self.opening is None else self.opening(text).tolist()
-
-    def _padded(self, tokens: list[int]) -> np.ndarray:
-        """Put the beginning of the document and line ends in front, up to whole chunks."""
-        has_beginning = self.opening is not None  # as every opening has
-        fill = -(len(tokens) + (not has_beginning)) % self.chunk_length
-        front = [self.tokenizer.bos_id, *[self._line_end()] * fill][: fill + (not has_beginning)]
-        return np.array([*front, *tokens], dtype=np.int64)
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist() if text else []

@@ -20,7 +20,6 @@ from retro.inference.settings import GenerationSettings
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
 SHOTS = [Question("a", "what is a chunk?", ("a token",)), Question("b", "what is a layer?", ("a head",))]
-M = 16
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +53,10 @@ def texts_of(model: LanguageModel, mode: ModePrompts) -> Iterator[str]:
     """The prompts as text. Ends of turns are written as ¶."""
     tokenizer = model.tokenizer
     for prompt in mode.prompts:
-        assert len(prompt) % M == 0
         assert prompt[0] == tokenizer.bos_id
+        assert prompt[1] != tokenizer.bos_id
         pieces = np.split(prompt, np.flatnonzero(prompt == tokenizer.eos_id))
-        yield "¶".join(tokenizer.decode(piece[piece != tokenizer.eos_id]) for piece in pieces).lstrip("\n")
+        yield "¶".join(tokenizer.decode(piece[piece != tokenizer.eos_id]) for piece in pieces)
 
 
 def test_passages_are_in_the_users_message_and_solved_questions_begin_the_answer(
@@ -126,7 +125,7 @@ def test_long_passages_are_cut_and_the_words_of_the_template_are_kept(
         assert text.startswith("[user]\nPassage: ")
         assert f"\n{CHAT_INSTRUCTIONS['en']}¶" in text
         assert text.count("[assistant]") == 1
-    assert all(len(prompt) in (context - 16, context - 32) for prompt in modes["chat, passages in the prompt"].prompts)
+    assert all(context - 32 <= len(prompt) < context - 8 for prompt in modes["chat, passages in the prompt"].prompts)
 
 
 def test_an_answer_ends_with_its_turn(
