@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -136,8 +137,12 @@ def test_the_exported_folder_has_the_same_logits(folder: Path, added: LanguageMo
     np.testing.assert_allclose(scores.numpy(), expected, atol=0.1)  # in bfloat16
 
 
-def test_lora_trains_and_the_run_still_chats(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("train")) == 0
-    capsys.readouterr()
-    assert main(["generate", "runs/lora", "--chat", "--prompt", "What is PEP 8?", "--max-tokens", "4"]) == 0
-    assert capsys.readouterr().out.startswith("What is PEP 8?")
+def test_lora_trains_and_the_run_still_chats_also_after_it_is_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main([*command("train"), "--train.checkpoint-every", "2"]) == 0
+        capsys.readouterr()
+        assert main(["generate", "runs/lora", "--chat", "--prompt", "What is PEP 8?", "--max-tokens", "4"]) == 0
+        assert capsys.readouterr().out.startswith("What is PEP 8?")
+        shutil.rmtree(folder / "runs/lora/checkpoints/00000004")  # the next command resumes from step 2
