@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,6 +244,18 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
     """A finished datastore of `tiny_corpus` in several shards. Read-only."""
     return build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
+
+
+@pytest.fixture(scope="session")
+def voting_datastore(
+    tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore
+) -> Datastore:
+    """`tiny_datastore` with the stages `suffixes` and `votes`. Read-only."""
+    folder = tmp_path_factory.mktemp("voting")
+    config = tiny_config(folder, tiny_corpus)
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    build_local(config, only="suffixes")
+    return build_local(config, only="votes")
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from retro.training.fitted_copy_head import _read, fit_copy_head, fit_source
+from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
 WINDOW = 1024
@@ -86,7 +86,7 @@ def open_model(file: Path, place: Placement) -> Retro:
 
 
 def add_context(model: Retro, batches: list[Inputs], place: Placement) -> None:
-    """Let the model copy from its own context too: both sources are fitted, the context first."""
+    """Let the model copy from its own context too: both sources are fitted together."""
     settings = updated(model.settings, {"copy_head.context": True})
     head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
     assert head.context is not None
@@ -94,9 +94,7 @@ def add_context(model: Retro, batches: list[Inputs], place: Placement) -> None:
     head.context.initialize()
     head.neighbors.initialize()
     model.settings, model.copy_head = settings, head
-    alone = [_read(model, head, batch.off(), place)[0] for batch in batches]
-    fit_source(head.context, type(alone[0])(*(torch.cat(each) for each in zip(*alone, strict=True))))
-    fit_copy_head(model, batches, place)
+    fit_copy_head(model, batches, place, ("context", "neighbors"))
 
 
 def measure(

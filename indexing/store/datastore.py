@@ -10,6 +10,7 @@
       sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
       suffixes/00000/               positions.npy
       ngrams/00000/                 hashes.npy offsets.npy chunks.npy
+      votes/00000/                  train.npy valid.npy test.npy
       neighbors/00000/{train,valid,test}/  ids.npy distances.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
@@ -132,6 +133,11 @@ class Split:
     def materialized_lengths(self) -> ShardedArray:
         """[chunks, s] uint16 or uint32, real tokens of each."""
         return self._array("materialized", f"{self.name}/lengths")
+
+    @cached_property
+    def votes(self) -> ShardedArray:
+        """[chunks, m] of `suffixes.votes.vote_dtype`: what followed the longest match of the text up to each token."""
+        return self._array("votes", self.name)
 
     @cached_property
     def document_offsets(self) -> ShardedArray:
@@ -333,13 +339,13 @@ class Datastore:
 
     @property
     def built(self) -> str:
-        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `suffixes`, `ngrams`, `materialize` and
+        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `suffixes`, `votes`, `ngrams`, `materialize` and
         `merge` are left out, because they only rearrange data of other stages."""
         return fingerprint(
             {
                 name: value
                 for name, value in self.manifest["fingerprints"].items()
-                if name not in ("sparse", "suffixes", "ngrams", "materialize", "merge")
+                if name not in ("sparse", "suffixes", "votes", "ngrams", "materialize", "merge")
             }
         )
 

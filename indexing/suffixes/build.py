@@ -10,6 +10,7 @@ and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts
 from pathlib import Path
 
 import numpy as np
+from pydivsufsort import divsufsort
 
 from indexing.progress import Advance
 from indexing.store.datastore import Split
@@ -37,7 +38,7 @@ def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance
         the number of tokens.
 
     Raises:
-        InputError: the package pydivsufsort is missing, or the shard has more than 2^32 positions.
+        InputError: the shard has more than 2^32 positions.
     """
     tokens, lengths = split.tokens.shard(shard), np.asarray(split.lengths.shard(shard))
     if tokens.size >= 2**32:
@@ -59,10 +60,6 @@ def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance
 
 def _suffix_array(text: np.ndarray) -> np.ndarray:
     """The starts of all suffixes of a text [n] in their order, [n] int."""
-    try:
-        from pydivsufsort import divsufsort
-    except ImportError as error:
-        raise InputError("`--stage suffixes` needs the package pydivsufsort: pip install 'retro[suffixes]'.") from error
     small = text.astype(np.uint16 if text.size and text.max() < 2**16 else np.uint32)
     array: np.ndarray = divsufsort(small) if text.size else np.empty(0, np.int32)
     return array

@@ -11,6 +11,7 @@ from indexing.store.artifact import require_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, document_starts
+from indexing.suffixes.votes import LONGEST, SAMPLED, as_columns, votes_for
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
@@ -147,20 +148,69 @@ class SuffixIndex:
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
         return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
 
+    def documents_of(self, match: Match, most: int) -> list[str]:
+        """The ids of the first `most` documents that a match occurs in, among some of its occurrences."""
+        chunks = self.occurrences(match, _SCANNED)[:, 0]
+        numbers = list(dict.fromkeys(self.split.documents_of(chunks)[0].tolist()))[:most]
+        return [str(row["id"]) for row in self.split.metadata(numbers)]
+
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        chunks, places = self.occurrences(match, _SCANNED).T
+        tokens, counts = np.unique(self._following(match, _SCANNED), return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return tokens[order], counts[order]
+
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        """What followed the longest match of the text up to each token, from the token `first` on.
+
+        The same as the stored votes of a held-out document. Of more than 32 occurrences in several shards, others may be counted.
+
+        Args:
+            text: [t] token ids of one document, from its beginning or later.
+            first: index of the first token with votes.
+
+        Returns:
+            [t - first, 7] int64, as `votes.as_columns`.
+        """
+        matches = [self.longest_match(text[max(0, end - LONGEST) : end]) for end in range(first + 1, len(text) + 1)]
+        following = np.full((len(matches), SAMPLED), -1)
+        for row, match in zip(following, matches, strict=True):
+            tokens = self._following(match, SAMPLED)[:SAMPLED]
+            row[: len(tokens)] = tokens
+        lengths = np.array([match.length for match in matches], np.int64)
+        return as_columns(votes_for(lengths, following, self._dtype))
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
+
+        Of several occurrences, one that is followed by the most frequent next token is taken.
+
+        Returns:
+            the number of tokens of the match, and int64 [n].
+        """
+        match = self.longest_match(text[-LONGEST:])
+        chunks, places = self.occurrences(match, SAMPLED).T
+        following, _ = self.next_tokens(match)
+        m = self.split.chunk_length
+        for chunk, place in zip(chunks.tolist(), places.tolist(), strict=True):
+            last = min(int(self.split.documents_of(np.array([chunk]))[2][0]), chunk + 2 + most // m)
+            real = np.arange(m) < self.split.lengths.read(chunk, last)[:, None]
+            after = self.split.tokens.read(chunk, last)[real][place + 1 :][:most].astype(np.int64)
+            if len(after) and after[0] == following[0]:
+                return match.length, after
+        return match.length, np.empty(0, np.int64)
+
+    def _following(self, match: Match, most: int) -> np.ndarray:
+        """The tokens that follow occurrences of a match, see `occurrences`: [n] int64."""
+        chunks, places = self.occurrences(match, most).T
         if not len(chunks):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+            return np.empty(0, np.int64)
         m, last = self.split.chunk_length, self.split.documents_of(chunks)[2] - 1
         after = np.where(places + 1 < m, chunks, chunks + 1)
         rows, places = np.minimum(after, last), (places + 1) % m
         follows = (after <= last) & (places < self.split.lengths.gather(rows))
-        tokens, counts = np.unique(
-            self.split.tokens.gather(rows)[follows, places[follows]].astype(np.int64), return_counts=True
-        )
-        order = np.argsort(-counts, kind="stable")
-        return tokens[order], counts[order]
+        following: np.ndarray = self.split.tokens.gather(rows)[follows, places[follows]].astype(np.int64)
+        return following
 
 
 @dataclass(frozen=True)

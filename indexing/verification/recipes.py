@@ -13,7 +13,7 @@ from indexing.store.datastore import shard_name
 Manifests = Mapping[str, dict[str, Any]]
 
 # Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "ngrams", "neighbors", "materialized", "index/merged")  # fmt: skip
+_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "ngrams", "neighbors", "materialized", "index/merged", "votes")  # fmt: skip
 ARTIFACTS = {
     "chunk": ("corpus", "tokenizer", "chunks/*"),
     "embed": ("embedder", "embeddings/*"),
@@ -25,6 +25,7 @@ ARTIFACTS = {
     "materialize": ("materialized/*",),
     "merge": ("index/merged",),
     "suffixes": ("suffixes/*",),
+    "votes": ("votes/*",),
 }
 """The artifacts of each finished stage; `*` is every shard."""
 
@@ -111,6 +112,8 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
     if key == "chunks" and name.startswith("ngrams/"):  # made from all shards of a generation
         made_from = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
         return _joint(manifests, key, next(made_from, range(0)))
+    if key == "suffixes":  # votes are made from all shards
+        return _joint(manifests, key, range(num_shards_of(manifests)))
     if key == "corpus" and name.startswith("chunks/"):
         homes = (corpus for corpus, shards in generations.items() if shard.isdigit() and int(shard) in shards)
         return _one(manifests, next(homes, ""))

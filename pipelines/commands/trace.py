@@ -14,9 +14,6 @@ from pipelines.commands.datastore import indented
 from pipelines.results import Format, print_result
 from pipelines.terminal import one_line
 
-_READ = 1000
-"""Occurrences of a run whose documents are looked up."""
-
 
 @settings
 class TraceOptions:
@@ -55,10 +52,7 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     runs, in_run = [], np.zeros(len(tokens), dtype=bool)
     for run in trace(index, tokens, options.least):
         in_run[run.first : run.stop] = True
-        chunks = index.occurrences(run.match, _READ)[:, 0]
-        numbers = list(dict.fromkeys(index.split.documents_of(chunks)[0].tolist()))[: options.documents]
-        names = [str(row["id"]) for row in index.split.metadata(numbers)]
-        words = tokenizer.decode(tokens[run.first : run.stop])
+        words, names = tokenizer.decode(tokens[run.first : run.stop]), index.documents_of(run.match, options.documents)
         runs.append(TracedRun(run.first, run.stop - run.first, words, run.match.count, names))
     share = {"tokens": len(tokens), "tokens_in_runs": int(in_run.sum())}
     summary = (

@@ -20,7 +20,7 @@ from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, mode_of
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.leakage import by_leakage, check_source, leakage_of
 from retro.evaluation.sets import EvaluationSet, short_names
@@ -98,7 +98,7 @@ def measure(
     note: str = "",
 ) -> SetResult:
     """Measure once, with a progress bar; `note` is part of its name."""
-    name = f"eval {evaluation_set.name}{note} " + (f"k={use.k}" if use.k else "OFF")
+    name = f"eval {evaluation_set.name}{note} {mode_of(use.k, use.votes)}"
     total = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens)
     with progress(name, total=total, unit="tokens") as advance:
         return evaluate(
@@ -124,12 +124,14 @@ def measure_all(
     by_chunk: bool = False,
     note: str = "",
 ) -> list[SetResult]:
-    """Measure with retrieval OFF, then ON for each k if the model can retrieve."""
+    """Measure with retrieval OFF, then ON for each k if the model can retrieve; the same again with votes if it reads them."""
+    ks = (0, *settings.k) if model.settings.retrieves else (0,)
+    uses = [
+        replace(use, k=k, votes=votes) for votes in (False, True)[: 1 + model.settings.copy_head.datastore] for k in ks
+    ]
     return [
-        measure(
-            model, evaluation_set, settings, placement, replace(use, k=k), sequence_length, by_chunk=by_chunk, note=note
-        )
-        for k in ((0, *settings.k) if model.settings.retrieves else (0,))
+        measure(model, evaluation_set, settings, placement, one, sequence_length, by_chunk=by_chunk, note=note)
+        for one in uses
     ]
 
 
@@ -243,7 +245,7 @@ def _fraction_levels(
     placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
     models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
     names = list(dict.fromkeys(row.model for row in measured))
-    off = [row for row in measured if not row.result.k]
+    off = [row for row in measured if row.result.retrieval == "OFF"]
     scored = int(np.flatnonzero(off[0].result.bytes_by_document)[-1])
     num_chunks = evaluation_set.split.chunk_range(scored)[1]
     uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
@@ -283,9 +285,9 @@ def _rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[Row
     """
     rows = [{"model": row.model} | row.result.as_json() for row in measured]
     ours = [row for row in measured if row.model == measured[0].model]
-    theirs = {row.result.k: row for row in measured if row.model != measured[0].model}
+    theirs = {row.result.mode: row for row in measured if row.model != measured[0].model}
     pairs = [(row, ours[0]) for row in ours[1:]]
-    pairs += [(row, theirs.get(row.result.k, theirs[0])) for row in ours if theirs]
+    pairs += [(row, theirs.get(row.result.mode, theirs["OFF"])) for row in ours if theirs]
     changes = []
     for row, reference in pairs:
         percent, low, high = compare(row.result, reference.result, seed)
@@ -340,8 +342,7 @@ def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
 
 
 def _label(row: Row) -> str:
-    mode = f"ON k={row['k']}" if row["k"] else "OFF"
-    return f"{row['model']} {mode}".strip()
+    return f"{row['model']} {mode_of(row['k'], row['votes'])}".strip()
 
 
 def _results_table(rows: Sequence[Row]) -> Table:
@@ -384,7 +385,7 @@ def _fractions_table(levels: Sequence[Row]) -> Table:
     """A row for each fraction of the datastore and each measurement with retrieval ON, compared with OFF of the same model."""
     cells = []
     for level in levels:
-        off = {row["model"]: row["bits_per_byte"] for row in level["results"] if not row["k"]}
+        off = {row["model"]: row["bits_per_byte"] for row in level["results"] if row["retrieval"] == "OFF"}
         sizes = [f"{level['datastore_documents']:,}", f"{level['datastore_chunks']:,}"]
         for row in level["results"]:
             if row["k"]:
@@ -423,7 +424,8 @@ def gain_in_words(results: Sequence[Row], changes: Sequence[Row], model: ModelSe
         return ""
     best = min(range(len(on)), key=lambda row: on[row]["bits_per_byte"])
     change, documents = changes[best], off["documents"]
-    measured = f"k = {on[best]['k']}, {documents:,} held-out documents of {off['set']}"
+    read = [f"k = {on[best]['k']}"] * bool(on[best]["k"]) + ["datastore"] * on[best]["votes"]
+    measured = f"{' + '.join(read)}, {documents:,} held-out documents of {off['set']}"
     low, high = sorted((abs(change["low"]), abs(change["high"])))
     size = (
         f"{abs(change['percent']):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; "

@@ -23,7 +23,7 @@ _SHORTEST = 2  # tokens in a row; single ones are often punctuation
 _BEFORE = 48  # tokens of the text before a passage that are shown
 _AROUND = 60  # characters around a copied run that are shown on the terminal
 _LEGEND = [
-    ("   With neighbors, tokens are ", 0),
+    ("   With retrieval, tokens are ", 0),
     ("likelier", 2),
     (" or ", 0),
     ("less likely", -2),

@@ -1,6 +1,6 @@
 """The table of stages, and the build that runs the unfinished ones.
 
-    chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge, suffixes)
+    chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge, suffixes → votes)
 
 Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
 plain function of `indexing/` for the rest. The executor decides where the tasks run.
@@ -40,6 +40,7 @@ from pipelines.stages.ngrams import run_ngrams
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
 from pipelines.stages.suffixes import run_suffixes
+from pipelines.stages.votes import run_votes
 from pipelines.terminal import StagesView
 
 log = logging.getLogger("retro")
@@ -72,9 +73,12 @@ STAGES: dict[str, Stage] = {
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
-    "suffixes": Stage(run_suffixes, ("suffixes/*",), lambda config: False, needs="chunk"),
+    "suffixes": Stage(
+        run_suffixes, ("suffixes/*",), lambda config: bool(config.model.copy_head.datastore), needs="chunk"
+    ),
+    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: config.model.copy_head.datastore),
 }
-"""The stages in the order of a build; `merge` and `suffixes` run only by name."""
+"""The stages in the order of a build; `merge` runs only by name."""
 
 
 def build(

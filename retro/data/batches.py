@@ -8,6 +8,7 @@ depend on the number of processes, and resuming needs no state.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
+from indexing.suffixes.votes import KEPT, as_columns
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -59,7 +61,11 @@ def read_sequences(
     # Padding chunks form a separate document, also between others.
     documents, starts, stops = np.stack([np.full(ids.shape, -1), np.full(ids.shape, split.num_chunks), 0 * ids])
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
-    neighbors = neighbor_lengths = None
+    neighbors = neighbor_lengths = votes = None
+    if use.votes:
+        votes = np.zeros((*ids.shape, m, 1 + 2 * KEPT), dtype=np.int64)
+        votes[real] = read_votes(split, ids[real], use.max_overlap)
+        votes = votes.reshape(len(ids), -1, votes.shape[-1])  # [B, T, 1 + 2 S]
     if use.k:
         own = np.stack(
             [starts.min(axis=1), stops.max(axis=1)], axis=1
@@ -85,7 +91,16 @@ def read_sequences(
         neighbors=neighbors,
         neighbor_lengths=neighbor_lengths,
         lengths=lengths,
+        votes=votes,
     )
+
+
+def read_votes(split: Split, ids: np.ndarray, max_overlap: float) -> np.ndarray:
+    """The votes of all tokens of chunks [C], [C, m, 1 + 2 S] int64 as in `Inputs`; see `NeighborUse`."""
+    votes = as_columns(split.votes.gather(ids))
+    if max_overlap < 1:
+        votes[votes[..., 0] > max_overlap * split.chunk_length] = 0
+    return votes
 
 
 def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
@@ -99,11 +114,12 @@ def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
 
 
 def drop_neighbors(batch: Inputs, samples: range, retrieval_dropout: float, seed: int) -> None:
-    """Remove, in place, the neighbors of a share of the sequences, drawn by sample number."""
-    if retrieval_dropout and batch.neighbor_lengths is not None:
-        for row, sample in enumerate(samples):
-            if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
-                batch.neighbor_lengths[row] = 0
+    """Remove, in place, neighbors and votes of a share of the sequences, drawn by sample number."""
+    for row, sample in enumerate(samples):
+        if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
+            for values in (batch.neighbor_lengths, batch.votes):
+                if values is not None:
+                    values[row] = 0
 
 
 def without_absent_neighbors(batch: Inputs) -> Inputs:
@@ -113,7 +129,7 @@ def without_absent_neighbors(batch: Inputs) -> Inputs:
     """
     if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
         return batch
-    return batch.off()
+    return batch.off()._replace(votes=batch.votes)
 
 
 def readers_first(batch: Inputs, num_absent: int) -> Inputs:
@@ -156,15 +172,19 @@ class TrainingData:
         folders: folders or URLs of the datastores.
         settings: sequence length, neighbors, weights, seed.
         retrieval: whether neighbors are read; a baseline needs none.
+        votes: whether the datastore's votes for each token are read (`model.copy_head.datastore`).
 
     Raises:
         InputError: the datastores do not fit together, lack neighbors or are empty.
     """
 
-    def __init__(self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool) -> None:
-        self._arguments = (partial(TrainingData, retrieval=retrieval), (tuple(folders), settings))
+    def __init__(
+        self, folders: Sequence[Path], settings: DataSettings, *, retrieval: bool, votes: bool = False
+    ) -> None:
+        self._arguments = (partial(TrainingData, retrieval=retrieval, votes=votes), (tuple(folders), settings))
         self.datastores = [Datastore.open(folder, settings.reading) for folder in folders]
-        self.use = settings.neighbor_use if retrieval else NeighborUse(0)
+        use = settings.neighbor_use
+        self.use = replace(use if retrieval else NeighborUse(0, max_overlap=use.max_overlap), votes=votes)
         self.seed = settings.seed
         first = self.datastores[0]
         m = first.chunk_length
@@ -261,6 +281,8 @@ class TrainingData:
 def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -> None:
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
+    if use.votes:
+        datastore.require("votes")
     if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(
             f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "

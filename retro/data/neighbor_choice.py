@@ -25,12 +25,14 @@ class NeighborUse:
     """How neighbors are chosen.
 
     Attributes:
-        k: neighbors of each chunk; 0 = retrieval OFF.
+        k: neighbors of each chunk; 0 = none, and without `votes` retrieval OFF.
         source: `nearest`, as stored; or `random`, a control: chunks drawn uniformly from the retrieval set.
         max_overlap: skip neighbors whose longest run of tokens in common with the chunk, or with the next one, is more than
             this fraction of its length; 1 = skip none.
         seed: of the random draws, which differ between epochs.
         materialized: read the text from the copy next to the chunk, if there is one.
+        votes: also read the votes of the datastore for each token (`Inputs.votes`). A match that is longer than `max_overlap`
+            of a chunk has none.
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
     """
@@ -40,6 +42,7 @@ class NeighborUse:
     max_overlap: float = 1.0
     seed: int = 0
     materialized: bool = False
+    votes: bool = False
     found: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -61,7 +61,8 @@ class SetResult:
 
     Attributes:
         set: name of the evaluation set.
-        k: neighbors of each chunk; 0 = retrieval OFF.
+        k: neighbors of each chunk.
+        votes: whether the model copied from the whole datastore. Without neighbors and votes: retrieval OFF.
         tokens: number of scored tokens.
         tokens_per_second: speed of this measurement.
         nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
@@ -75,16 +76,17 @@ class SetResult:
     nats_by_document: np.ndarray
     bytes_by_document: np.ndarray
     chunks: ChunkScores | None = None
+    votes: bool = False
 
     @property
     def retrieval(self) -> str:
         """`OFF` or `ON`."""
-        return "ON" if self.k else "OFF"
+        return "ON" if self.k or self.votes else "OFF"
 
     @property
     def mode(self) -> str:
-        """`OFF` or, for example, `ON k=2`."""
-        return f"ON k={self.k}" if self.k else "OFF"
+        """What is read, see `mode_of`."""
+        return mode_of(self.k, self.votes)
 
     @property
     def bytes(self) -> int:
@@ -109,7 +111,13 @@ class SetResult:
     def as_json(self) -> dict[str, Any]:
         """All values except the arrays."""
         figures = ("bits_per_byte", "perplexity", "documents", "tokens", "bytes", "tokens_per_second")
-        return {name: getattr(self, name) for name in ("set", "retrieval", "k", *figures)}
+        return {name: getattr(self, name) for name in ("set", "retrieval", "k", "votes", *figures)}
+
+
+def mode_of(k: int, votes: bool) -> str:
+    """What is read, in words: `OFF`, `ON k=2`, `ON datastore` or `ON k=2 + datastore`."""
+    read = [f"k={k}"] * bool(k) + ["datastore"] * votes
+    return f"ON {' + '.join(read)}" if read else "OFF"
 
 
 def evaluate(
@@ -182,6 +190,7 @@ def evaluate(
         nats_by_document=nats,
         bytes_by_document=sizes,
         chunks=_chunk_scores(split, table) if by_chunk else None,
+        votes=use.votes,
     )
 
 
@@ -195,19 +204,19 @@ def measure_sets(
     sequence_length: int,
     token_losses_of: Callable[[Inputs], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if `use.k` is not 0."""
+    """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if it is not OFF."""
     results = [
         evaluate(
             model,
             evaluation_set,
             settings,
             placement,
-            use=replace(use, k=k),
+            use=one,
             sequence_length=sequence_length,
             token_losses_of=token_losses_of,
         )
         for evaluation_set in sets
-        for k in ((0, use.k) if use.k else (0,))
+        for one in (replace(use, k=0, votes=False), *([use] if use.k or use.votes else []))
     ]
     return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
 

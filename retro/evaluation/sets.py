@@ -84,6 +84,8 @@ class EvaluationSet:
                 f"{where} has no {self.split_name} documents that are not deleted. Give {self.split_name} a weight in corpus.split and rebuild, "
                 "or remove the set from evaluation.sets."
             )
+        if model.copy_head.datastore:
+            self.datastore.require("votes")
         if k:
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]

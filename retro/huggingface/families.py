@@ -60,6 +60,7 @@ def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, 
         "retrieval.cca_layers": (),
         "copy_head.context": False,
         "copy_head.neighbors": False,
+        "copy_head.datastore": False,
         "chunk_length": chunk_length,
     }
     try:

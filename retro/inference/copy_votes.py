@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.inference.rows import Row
+from indexing.suffixes.votes import KEPT
+from retro.inference.rows import FindVotes, Row
 from retro.inference.sources import CopiedFrom, Neighbors
-from retro.model.copy_head import CopyHead, CopySource, SourceMatches
+from retro.model.copy_datastore import DatastoreVotes
+from retro.model.copy_head import CopyHead, CopySource, Source, SourceMatches
 from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.masks import neighbor_mask
 from retro.model.retro import Retro
@@ -20,11 +22,14 @@ class _Votes(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
     hidden: Tensor  # [N, D]
-    sources: list[SourceMatches]
+    sources: list[Source]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
-        sources = []
+        sources = list[Source]()
         for source in self.sources:
+            if isinstance(source, DatastoreVotes):
+                sources.append(source._replace(**{name: getattr(source, name)[indices] for name in source._fields[1:]}))
+                continue
             matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
             sources.append(source._replace(matches=matches, keys=None if source.keys is None else source.keys[indices]))
         return _Votes(self.hidden[indices], sources)
@@ -33,7 +38,8 @@ class _Votes(NamedTuple):
 class CopyVotes:
     """The copy head of a model, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
 
-    def __init__(self, model: Retro, head: CopyHead) -> None:
+    def __init__(self, model: Retro, head: CopyHead, find_votes: FindVotes | None) -> None:
+        self._find_votes = find_votes
         self._head, self._m, self._table = head, model.settings.chunk_length, model.embedding.weight
         self._votes: _Votes | None = None
 
@@ -53,14 +59,24 @@ class CopyVotes:
         for tokens, row in zip(padded, rows, strict=True):
             tokens[width - len(row.tokens) :] = row.tokens
         tokens = self._put(padded)
-        sources = [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
+        sources: list[Source] = (
+            [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
+        )
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
             keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
             sources.append(SourceMatches(head.neighbors, matches, keys=keys))
+        if head.datastore is not None and self._find_votes is not None and any(row.retrieve for row in rows):
+            sources.append(DatastoreVotes.of(head.datastore, self._put(self._votes_of_last(rows, self._find_votes))))
         self._votes = _Votes(hidden, sources)
         return head.mix(logits[:, None], hidden[:, None], sources)[:, 0]
+
+    @staticmethod
+    def _votes_of_last(rows: Sequence[Row], find: FindVotes) -> np.ndarray:
+        """The datastore's votes for the last tokens of rows with retrieval ON, [N, 1, 1 + 2 S]."""
+        none = np.zeros((1, 1 + 2 * KEPT), np.int64)
+        return np.stack([find(row.tokens, len(row.tokens) - 1) if row.retrieve else none for row in rows])
 
     def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
         """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.copy_votes import CopyVotes
-from retro.inference.rows import RetrieveNeighbors, Row
+from retro.inference.rows import FindVotes, RetrieveNeighbors, Row
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.attention import Attention
 from retro.model.masks import neighbor_mask, visible
@@ -73,19 +73,20 @@ class Decoder:
         rows: rows in the order in which they joined.
     """
 
-    def __init__(self, model: Retro, placement: Placement, context: int) -> None:
+    def __init__(self, model: Retro, placement: Placement, context: int, find_votes: FindVotes | None = None) -> None:
         """Create a decoder without rows.
 
         Args:
             model: in evaluation mode.
             placement: device and precision.
             context: largest number of tokens that the model reads, a multiple of the chunk length.
+            find_votes: asks the datastore what follows the text; None = the copy head does without.
 
         Raises:
             InputError: the model's learned positions end before the context.
         """
         model.settings.check_length(context)
-        self.model, self.placement, self.context = model, placement, context
+        self.model, self.placement, self.context, self.find_votes = model, placement, context, find_votes
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
         self.output_weight = model.output_weight.to(placement.dtype)
@@ -102,13 +103,13 @@ class Decoder:
             self.context_positions, [layer.attention.block for layer in self.layers]
         )
         self.cross_distance_keys: Sequence[Tensor | None] = ()
-        self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head)
+        self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head, find_votes)
         self.rows: list[Row] = []
         self.cache = self._empty_cache()
 
     def empty(self) -> "Decoder":
         """Return another decoder of the same model, without rows."""
-        return Decoder(self.model, self.placement, self.context)
+        return Decoder(self.model, self.placement, self.context, self.find_votes)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

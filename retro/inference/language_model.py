@@ -12,12 +12,13 @@ import numpy as np
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
-from retro.inference.rows import RetrieveNeighbors
+from retro.inference.rows import FindVotes, RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
@@ -38,6 +39,7 @@ class LanguageModel:
         retriever: retriever of the datastore; None if the model or the caller does not retrieve.
         placement: device and precision.
         context: context length in tokens: the sequence length of training, in whole chunks.
+        suffixes: finds what the copy head copies from the whole datastore; None if it does not.
     """
 
     checkpoint: Checkpoint
@@ -46,6 +48,7 @@ class LanguageModel:
     retriever: Retriever | None
     placement: Placement
     context: int
+    suffixes: SuffixIndex | None = None
     _searches: dict[int, RetrieveNeighbors] = field(default_factory=dict)  # by k: a batch joins equal searches
 
     @classmethod
@@ -78,19 +81,21 @@ class LanguageModel:
             tokenizer = open_huggingface(own)
         elif isinstance(source, Retriever):
             retriever, tokenizer = source, source.tokenizer
-        elif retrieval and opened.model.retrieves:
+        elif retrieval and opened.model.uses_datastore:
             retriever = Retriever.open(source)
             tokenizer = retriever.tokenizer
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
         if not own:
             _check_fits(opened, tokenizer, retriever, source)
-        if not retrieval or not opened.model.retrieves:
+        if not retrieval or not opened.model.uses_datastore:
             retriever = None
+        copies = retriever is not None and opened.model.copy_head.datastore
+        suffixes = SuffixIndex.open(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_model(opened, placement.device)
         placement.cast(model)
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
-        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m)
+        return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
         """Compute log-probabilities in nats of all tokens of each sequence except its first.
@@ -134,7 +139,15 @@ class LanguageModel:
     def score_windows(self, windows: Sequence[Window], k: int = 0, top: int = 1, sources: bool = False) -> None:
         """Score windows of sequences `to_score`; for the rest see `score_with_likeliest`."""
         retrieve = self._retrieve(k)
-        score_windows(self.model, windows, self.placement, retrieve=retrieve, top=top, sources=sources)
+        score_windows(
+            self.model,
+            windows,
+            self.placement,
+            retrieve=retrieve,
+            find_votes=self._find_votes if retrieve else None,
+            top=top,
+            sources=sources,
+        )
 
     def generate(
         self,
@@ -165,7 +178,7 @@ class LanguageModel:
 
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
-        decoder = Decoder(self.model, self.placement, self.context)
+        decoder = Decoder(self.model, self.placement, self.context, self._find_votes)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
 
     def checked(
@@ -183,12 +196,18 @@ class LanguageModel:
         """Return the function that finds k neighbors of chunks; None for k = 0 and for models without retrieval."""
         if k < 0:
             raise InputError(f"k = {k}: must be 0 (retrieval OFF) or more.")
-        if not k or not self.model.settings.retrieves:
+        if not k or not self.model.settings.uses_datastore:
             return None
         retriever = self.retriever
         if retriever is None:
             raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
+        if not self.model.settings.retrieves:  # it copies from the whole datastore only
+            return _always(np.zeros((0, 2 * self.model.settings.chunk_length), np.int64), np.zeros(0, np.int64))
         return self._searches.setdefault(k, lambda chunks: retriever.neighbors_with_ids(chunks, k))
+
+    @property
+    def _find_votes(self) -> FindVotes | None:
+        return None if self.suffixes is None else self.suffixes.votes
 
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.
@@ -211,7 +230,7 @@ class LanguageModel:
 def imported_tokenizer(checkpoint: Checkpoint) -> str:
     """The folder of the tokenizer that an imported model came with; empty if it has a datastore, or if the folder is gone."""
     folder: str = checkpoint.settings.get("imported", {}).get("folder", "")
-    has_own = folder and not checkpoint.settings["data"]["datastores"] and not checkpoint.model.retrieves
+    has_own = folder and not checkpoint.settings["data"]["datastores"] and not checkpoint.model.uses_datastore
     return folder if has_own and (Path(folder) / "tokenizer.json").is_file() else ""
 
 

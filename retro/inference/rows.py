@@ -12,6 +12,10 @@ RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
 
 
+FindVotes = Callable[[np.ndarray, int], np.ndarray]
+"""(tokens of a document [t], the first one to ask for) → the datastore's votes for it and the later ones, as in `Inputs.votes`."""
+
+
 @dataclass(eq=False)
 class Row:
     """A text in the batch.

@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from retro.device import Placement
 from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import sliding_windows
-from retro.inference.rows import RetrieveNeighbors
+from retro.inference.rows import FindVotes, RetrieveNeighbors
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
 from retro.model.inputs import Inputs
@@ -60,12 +60,14 @@ class ScoredSequence:
         scores: complete once all windows have been scored.
         neighbors: of its complete chunks, once a window has been scored with retrieval ON. A sequence's last token
             predicts nothing, so it completes no chunk.
+        votes: of the datastore for all tokens but the last, [t - 1, 1 + 2 S] int64, as the neighbors.
         windows: all of them, in order.
     """
 
     tokens: np.ndarray
     scores: Scores
     neighbors: Neighbors | None = None
+    votes: np.ndarray | None = None
     windows: list["Window"] = field(default_factory=list)
 
     def chunks(self, m: int) -> np.ndarray:
@@ -118,6 +120,7 @@ def score_windows(
     placement: Placement,
     *,
     retrieve: RetrieveNeighbors | None = None,
+    find_votes: FindVotes | None = None,
     top: int = 0,
     sources: bool = False,
 ) -> None:
@@ -128,12 +131,15 @@ def score_windows(
         windows: some windows of sequences `to_score`.
         placement: device and precision.
         retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
+        find_votes: asks the datastore what follows the text, with retrieval ON; None = the copy head does without.
         top: see `to_score`.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
     """
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     if retrieve is not None:
         _find_neighbors(windows, m, retrieve, sources)
+        if find_votes is not None:
+            _ask_datastore(windows, find_votes)
     for group in _batches(windows, m):
         inputs = placement.put(_batch(group, m))
         with placement.autocast():
@@ -176,6 +182,13 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
         sequence.neighbors = Neighbors(*tables)
         if sources:
             sequence.scores.read.extend(_read(sequence.chunks(m), sequence.neighbors))
+
+
+def _ask_datastore(windows: Sequence[Window], find_votes: FindVotes) -> None:
+    """Ask for the votes of the windows' sequences, unless it was done."""
+    for sequence in dict.fromkeys(window.sequence for window in windows):
+        if sequence.votes is None:
+            sequence.votes = find_votes(sequence.tokens[:-1], 0)
 
 
 def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ReadChunk]:
@@ -229,6 +242,12 @@ def _batch(windows: list[Window], m: int) -> Inputs:
                 for table, part in zip((neighbors, lengths), window.sequence.neighbors[:2], strict=True):
                     table[row, :count] = part[first : first + count]
         inputs = inputs._replace(neighbors=neighbors, neighbor_lengths=lengths)
+    if windows[0].sequence.votes is not None:
+        votes = np.zeros((*tokens.shape, windows[0].sequence.votes.shape[1]), np.int64)
+        for row, window in enumerate(windows):
+            assert window.sequence.votes is not None
+            votes[row, : len(window) - 1] = window.sequence.votes[window.start : window.stop - 1]
+        inputs = inputs._replace(votes=votes)
     return inputs.map(torch.from_numpy)
 
 

@@ -1,9 +1,10 @@
 """Copying: next tokens that followed the same text before, mixed with those that the vocabulary predicts.
 
-    p(w) = (1 - g_context - g_neighbors) softmax(logits)(w) + g_context p_context(w) + g_neighbors p_neighbors(w)
+    p(w) = (1 - g_context - g_neighbors - g_datastore) softmax(logits)(w)
+         + g_context p_context(w) + g_neighbors p_neighbors(w) + g_datastore p_datastore(w)
 
-There are two sources: the preceding tokens of the same document (context), and the neighbors of the preceding chunk. Each is
-an attention over positions, and a position votes for the token that follows it (pointer networks: Merity et al. 2017,
+There are three sources: the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the whole
+datastore (`copy_datastore.py`). The first two are an attention over positions, and a position votes for the token that follows it (pointer networks: Merity et al. 2017,
 arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position is a learned function of its match
 length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
 activations and on what was found. Positions of neighbors may have a score by content in addition (`copy_content.py`). Not in the
@@ -14,7 +15,7 @@ paper of RETRO.
 
 Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
 the label, for each of 17 lengths) instead of an attention matrix. Scores by content need the matrix.
-Retrieval OFF removes the term of the neighbors: the other gates stay in proportion.
+Retrieval OFF removes the terms of neighbors and datastore: the other gates stay in proportion.
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
 """
@@ -25,9 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from retro.model.copy_content import Content
+from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_matches import (
     LONGEST,
+    TABLE_STEP,
     Matches,
+    SourceAttention,
     Windows,
     context_matches,
     count_votes,
@@ -39,9 +43,6 @@ from retro.model.loss import Mixture
 from retro.model.masks import neighbor_mask, some_key
 from retro.model.settings import CopyHeadSettings
 
-_STEP = 10.0
-"""Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
-
 _SCORES = (-2.5, 4.0, 6.3, 8.0, 8.7, 9.5, 10.5, 12.5, 15.5, 17.5, 19.5, 22.0, 24.0, 26.0, 28.0, 30.0, 32.0)
 _AGREED = (-5.0, -2.4, -1.2, -0.6, -0.1, 0.2, 0.4, 0.5, 0.7, 0.8, 0.9, 1.0)
 _DISAGREED = (-5.0, -2.6, -1.8, -1.6, -1.4)
@@ -51,6 +52,8 @@ were alike for both sources and for bases with and without copying (docs/results
 
 class CopySource(nn.Module):
     """The attention over one source, and its gate."""
+
+    TABLES = ("scores", "agreed", "disagreed")
 
     def __init__(self, d_model: int, content_width: int = 0) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class CopySource(nn.Module):
         """Begin as a suffix matcher: a longer match outweighs shorter ones, and the gate opens with its length."""
         for table, first in ((self.scores, _SCORES), (self.agreed, _AGREED), (self.disagreed, _DISAGREED)):
             filled = torch.tensor(first + first[-1:] * (LONGEST + 1 - len(first)), device=table.device)
-            table.copy_(filled / _STEP)
+            table.copy_(filled / TABLE_STEP)
         self.gate.zero_()
         if self.content is not None:
             self.content.initialize()
@@ -73,7 +76,7 @@ class CopySource(nn.Module):
     @property
     def tables(self) -> Tensor:
         """By match length, float32 [3, 17]: scores, and log-odds of the gate if the longest matches agree, and if they do not."""
-        return _STEP * torch.stack((self.scores, self.agreed, self.disagreed))
+        return TABLE_STEP * torch.stack((self.scores, self.agreed, self.disagreed))
 
     def attention(self, matches: Matches, by_content: Tensor | float = 0.0) -> Tensor:
         """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none.
@@ -83,12 +86,12 @@ class CopySource(nn.Module):
             by_content: scores added to these, [N, Q, S].
         """
         readable = matches.lengths >= 0
-        scores = (_STEP * self.scores)[matches.lengths.long().clamp(min=0)] + by_content
+        scores = (TABLE_STEP * self.scores)[matches.lengths.long().clamp(min=0)] + by_content
         return scores.masked_fill(~some_key(readable), -torch.inf).softmax(-1) * readable
 
     def probability(self, wrong: Tensor, right: Tensor) -> Tensor:
         """The attention to positions that vote for the label, summed: float32 [N, Q], from the counts of `count_votes`."""
-        scores = _STEP * self.scores
+        scores = TABLE_STEP * self.scores
         weights = (scores - scores.detach().max()).exp()
         total = (wrong + right) @ weights
         return (right @ weights) / (total + (total == 0))  # a query that can read no position: 0, and finite gradients
@@ -100,7 +103,7 @@ class CopySource(nn.Module):
         """
         row = longest.clamp(min=0)
         table = self.agreed[row].where(agree, self.disagreed[row])
-        return (_STEP * table).masked_fill(longest < 0, -torch.inf)
+        return (TABLE_STEP * table).masked_fill(longest < 0, -torch.inf)
 
 
 class SourceMatches(NamedTuple):
@@ -126,7 +129,7 @@ class SourceMatches(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
-    def attend(self, hidden: Tensor) -> "SourceAttention":
+    def attend(self, hidden: Tensor) -> SourceAttention:
         """Attend from the queries of activations [B, T, D], with an attention matrix if there are scores by content."""
         queries, content = self.split(hidden), self.source.content
         odds = self.source.log_odds(*longest_match(self.matches)) + queries @ self.source.gate
@@ -135,22 +138,24 @@ class SourceMatches(NamedTuple):
         attention = self.source.attention(self.matches, content.scores(queries, self.keys))
         return SourceAttention(odds + (attention @ self.keys) @ content.gate, attention)
 
-    def probability(self, attention: "SourceAttention", labels: Tensor) -> Tensor:
+    def probability(self, attention: SourceAttention, labels: Tensor) -> Tensor:
         """The attention to positions that vote for the labels [B, T], summed: float32 [N, Q]."""
         if attention.weights is None:
             return self.source.probability(*count_votes(self.matches, self.split(labels)))
         return (attention.weights * self.votes(labels)).sum(2)
+
+    def candidates(self, attention: SourceAttention, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """What can follow each token [B, T, S], and its probability, float32 [B, T, S]."""
+        weights = self.source.attention(self.matches) if attention.weights is None else attention.weights  # [N, Q, S]
+        following = self.matches.following[:, None].expand_as(weights)
+        return self.join(following, num_tokens), self.join(weights, num_tokens)
 
     def votes(self, labels: Tensor) -> Tensor:
         """Which positions vote for the labels [B, T]: bool [N, Q, S]."""
         return self.matches.following[:, None] == self.split(labels)[..., None]
 
 
-class SourceAttention(NamedTuple):
-    """Log-odds of a source's gate against the vocabulary [N, Q], and with scores by content its attention weights [N, Q, S]."""
-
-    log_odds: Tensor
-    weights: Tensor | None
+Source = SourceMatches | DatastoreVotes
 
 
 class Origins(NamedTuple):
@@ -178,10 +183,11 @@ class CopyHead(nn.Module):
         self.chunk_length = chunk_length
         self.context = CopySource(d_model) if settings.context else None
         self.neighbors = CopySource(d_model, settings.content_width) if settings.neighbors else None
+        self.datastore = DatastoreSource(d_model) if settings.datastore else None
 
-    def sources(self, inputs: Inputs, table: nn.Embedding) -> list[SourceMatches]:
-        """Matches in all sources; empty if there is nothing to copy from. Scores by content read the decoder's `table`."""
-        sources, m = [], self.chunk_length
+    def sources(self, inputs: Inputs, table: nn.Embedding) -> list[Source]:
+        """Matches in all sources, and votes; empty if there is nothing to copy from. Scores by content read the decoder's `table`."""
+        m, sources = self.chunk_length, list[Source]()
         if self.context is not None:
             sources.append(SourceMatches(self.context, context_matches(inputs.tokens, inputs.documents, m)))
         if self.neighbors is not None and inputs.retrieves:
@@ -192,9 +198,11 @@ class CopyHead(nn.Module):
                 keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table.weight)
             windows = Windows(m, len(neighbors), neighbors.shape[1], len(tokens))
             sources.append(SourceMatches(self.neighbors, neighbor_matches(inputs, m), windows, keys))
+        if self.datastore is not None and inputs.votes is not None:
+            sources.append(DatastoreVotes.of(self.datastore, inputs.votes))
         return sources
 
-    def mixture(self, hidden: Tensor, labels: Tensor, sources: list[SourceMatches]) -> Mixture:
+    def mixture(self, hidden: Tensor, labels: Tensor, sources: list[Source]) -> Mixture:
         """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
         with torch.autocast(hidden.device.type, enabled=False):
             attentions, shares = _attend(hidden.float(), sources)
@@ -203,9 +211,7 @@ class CopyHead(nn.Module):
                 copied = copied + share.exp() * source.join(source.probability(attention, labels), labels.shape[1])
         return Mixture(shares[0], copied)
 
-    def mix(
-        self, logits: Tensor, hidden: Tensor, sources: list[SourceMatches], kept: Tensor | slice = slice(None)
-    ) -> Tensor:
+    def mix(self, logits: Tensor, hidden: Tensor, sources: list[Source], kept: Tensor | slice = slice(None)) -> Tensor:
         """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of the tokens `kept`.
 
         Args:
@@ -219,15 +225,12 @@ class CopyHead(nn.Module):
             log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
             copied = torch.zeros_like(log_p)
             for share, source, attention in zip(shares[1:], sources, attentions, strict=True):
-                weights = attention.weights  # [N, Q, S]
-                weights = source.source.attention(source.matches) if weights is None else weights
-                following = source.matches.following[:, None].expand_as(weights)
-                weights, following = (source.join(x, hidden.shape[1])[:, kept] for x in (weights, following))
+                following, weights = (x[:, kept] for x in source.candidates(attention, hidden.shape[1]))
                 copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
     def origins(
-        self, hidden: Tensor, labels: Tensor, losses: Tensor, sources: list[SourceMatches], neighbor_length: int
+        self, hidden: Tensor, labels: Tensor, losses: Tensor, sources: list[Source], neighbor_length: int
     ) -> Origins:
         """Find where labels [B, T] were copied from.
 
@@ -243,6 +246,7 @@ class CopyHead(nn.Module):
         if index is None:
             return Origins(share, none, none, none)
         source, num_tokens = sources[index], labels.shape[1]
+        assert isinstance(source, SourceMatches)
         with torch.autocast(hidden.device.type, enabled=False):
             attentions, shares = _attend(hidden.float(), sources)
             own = source.join(source.probability(attentions[index], labels), num_tokens)
@@ -257,7 +261,7 @@ class CopyHead(nn.Module):
         return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions)
 
 
-def _attend(hidden: Tensor, sources: list[SourceMatches]) -> tuple[list[SourceAttention], Tensor]:
+def _attend(hidden: Tensor, sources: list[Source]) -> tuple[list[SourceAttention], Tensor]:
     """Attention of activations [B, T, D] to each source, and logs of the shares of vocabulary and sources, [1 + sources, B, T]."""
     attentions = [source.attend(hidden) for source in sources]
     odds = [

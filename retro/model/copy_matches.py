@@ -13,8 +13,18 @@ from torch import Tensor
 from retro.model.inputs import Inputs
 from retro.model.masks import neighbor_mask
 
+TABLE_STEP = 10.0
+"""Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
+
 LONGEST = 16
 """Longer matches count as this long. A power of two, see `match_lengths`."""
+
+
+class SourceAttention(NamedTuple):
+    """Log-odds of a source's gate against the vocabulary [N, Q], and with scores by content its attention weights [N, Q, S]."""
+
+    log_odds: Tensor
+    weights: Tensor | None
 
 
 class Matches(NamedTuple):

@@ -157,7 +157,8 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     It keeps the copying from its own context.
     """
     settings = resolve(settings)
-    plain = updated(settings, {"retrieval.cca_layers": (), "copy_head.neighbors": False, "copy_head.content_width": 0})
+    of_retrieval = {"copy_head.neighbors": False, "copy_head.datastore": False, "copy_head.content_width": 0}
+    plain = updated(settings, {"retrieval.cca_layers": (), **of_retrieval})
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.experts.num_experts - 1)
     matrices = 3 if settings.activation == "swiglu" else 2

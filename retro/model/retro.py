@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, initial_taps
-from retro.model.copy_head import CopyHead, CopySource, SourceMatches
+from retro.model.copy_datastore import DatastoreSource
+from retro.model.copy_head import CopyHead, CopySource, Source
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
@@ -184,8 +185,9 @@ class Retro(nn.Module):
             self.encoder = Encoder(settings)
         self.norm = norm()
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
-        copies = settings.copy_head.context or settings.copy_head.neighbors
-        self.copy_head = CopyHead(settings.copy_head, width, settings.chunk_length) if copies else None
+        copies = settings.copy_head
+        has_sources = copies.context or copies.neighbors or copies.datastore
+        self.copy_head = CopyHead(copies, width, settings.chunk_length) if has_sources else None
         self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
         self.initialize()
 
@@ -211,7 +213,7 @@ class Retro(nn.Module):
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, CopySource):
+            elif isinstance(module, CopySource | DatastoreSource):
                 module.initialize()
             elif isinstance(module, Attention):
                 for bias in ("content_bias", "distance_bias"):
@@ -264,7 +266,7 @@ class Retro(nn.Module):
         sources = self.copy_sources(inputs)
         return self.copy_head.mixture(hidden, inputs.labels, sources) if self.copy_head and sources else None
 
-    def copy_sources(self, inputs: Inputs) -> list[SourceMatches]:
+    def copy_sources(self, inputs: Inputs) -> list[Source]:
         """Where the copy head can copy from. Empty without a copy head."""
         return [] if self.copy_head is None else self.copy_head.sources(inputs, self.embedding)
 

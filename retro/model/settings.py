@@ -175,6 +175,9 @@ class CopyHeadSettings(_Section):
     """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a model with
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
+    datastore: bool = _setting(False, with_base="switch")
+    """Copy what followed the longest match of the text anywhere in the datastore, at every token. Training needs the stage `votes`
+    of the datastore, generation its stage `suffixes`."""
     content_width: NonNegativeInt = _setting(0, with_base="switch")
     """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
     token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
@@ -283,6 +286,11 @@ class ModelSettings(_Section):
     def retrieves(self) -> bool:
         """Whether the model reads neighbors."""
         return bool(self.retrieval.cca_layers or self.copy_head.neighbors)
+
+    @property
+    def uses_datastore(self) -> bool:
+        """Whether the model reads a datastore: neighbors, or what it copies from all of it."""
+        return self.retrieves or self.copy_head.datastore
 
     @property
     def retrieval_positions(self) -> PositionScheme:

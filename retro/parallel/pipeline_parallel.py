@@ -229,7 +229,8 @@ class Pipeline:
         """Get or create the schedule for inputs of this shape."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B  # slow to import
 
-        key = inputs.tokens.shape, None if inputs.neighbors is None else inputs.neighbors.shape[1:], training
+        neighbors = None if inputs.neighbors is None else inputs.neighbors.shape[1:]
+        key = inputs.tokens.shape, neighbors, inputs.votes is None, training
         if key not in self._schedules:
             indexed = zip(self.stages, self.indexes, strict=True)
             stages = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
@@ -257,7 +258,9 @@ class Pipeline:
         encoded = []
         if inputs.neighbors is not None:
             encoded = [of(rows, *inputs.neighbors.shape[1:], settings.encoder.d_model)]
-        copies = settings.copy_head.context or (settings.copy_head.neighbors and inputs.retrieves)
+        head = settings.copy_head
+        reads_votes = head.datastore and inputs.votes is not None
+        copies = head.context or (head.neighbors and inputs.retrieves) or reads_votes
         mixture = [of(rows, num_tokens)] * 2 if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)

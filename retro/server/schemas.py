@@ -133,6 +133,33 @@ class NeighborsRequest(Request):
     datastore: str = SEARCHED_DATASTORE
 
 
+class TraceRequest(Request):
+    """A text whose verbatim runs are searched in the training documents."""
+
+    model_config = example(text="with open(path) as file:\n    return file.read()\n")
+
+    text: SearchedText
+    least: Positive = Field(8, description="Tokens of the shortest run.")
+    documents: Positive = Field(3, description="Documents that are named for each run.")
+
+
+class TracedRun(BaseModel):
+    """A run of tokens that occurs verbatim in the datastore, as long as possible to both sides."""
+
+    text: tuple[int, int] = Field(description="Characters [start, stop) of the text of all tokens.")
+    tokens: int
+    occurrences: int
+    documents: list[str] = Field(description="Ids of documents that it occurs in.")
+
+
+class TraceResponse(BaseModel):
+    """Runs in the order of the text. They may overlap; none contains another."""
+
+    runs: list[TracedRun]
+    tokens: int = Field(description="Tokens of the text.")
+    tokens_in_runs: int
+
+
 class Span(BaseModel):
     """A run of tokens that a chunk shares with a neighbor, as character ranges [start, stop) in both texts.
 

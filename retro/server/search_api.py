@@ -23,6 +23,7 @@ from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.suffixes.search import SuffixIndex, trace
 from retro.model.presets import count_parameters
 from retro.server import schemas
 from retro.server.errors import InvalidRequest, error_responses
@@ -194,6 +195,32 @@ async def neighbor_tokens(
         lengths=lengths.reshape(ids.shape).tolist(),
         **_missing(results),
     )
+
+
+@router.post("/trace", responses=error_responses(404, 413, 422), tags=["search"])
+async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) -> schemas.TraceResponse:
+    """Find the parts of a text that occur verbatim in the training documents, how often, and in which documents."""
+    tokens = (await service.encoded([request.text], "text"))[0]
+    return await run_in_threadpool(_traced, service.suffixes(), service.retriever, tokens, request)
+
+
+def _traced(
+    index: SuffixIndex, retriever: Retriever, tokens: np.ndarray, request: schemas.TraceRequest
+) -> schemas.TraceResponse:
+    _, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
+    runs, is_in_run = trace(index, tokens, request.least), np.zeros(len(tokens), dtype=bool)
+    for run in runs:
+        is_in_run[run.first : run.stop] = True
+    found = [
+        schemas.TracedRun(
+            text=characters(ends, run.first, run.stop),
+            tokens=run.stop - run.first,
+            occurrences=run.match.count,
+            documents=index.documents_of(run.match, request.documents),
+        )
+        for run in runs
+    ]
+    return schemas.TraceResponse(runs=found, tokens=len(tokens), tokens_in_runs=int(is_in_run.sum()))
 
 
 class NeighborTexts:

@@ -23,6 +23,7 @@ from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.suffixes.search import SuffixIndex
 from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
@@ -110,6 +111,7 @@ class Service:
         self.retriever, self.language_model, self.settings = retriever, language_model, settings
         self.name, self.started = settings.name or _name_of(retriever, language_model), int(time.time())
         self.admission, self.metrics = Admission(), Metrics()
+        self._suffixes: SuffixIndex | None = None if language_model is None else language_model.suffixes
         count, size = self.metrics.count_batch, settings.max_batch
         self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
             "search", _search_with(retriever), size, count("search"), _cost_of_search
@@ -163,6 +165,15 @@ class Service:
     def retrieves(self) -> bool:
         """True if there is a model and it reads neighbors."""
         return self.language_model is not None and self.language_model.retriever is not None
+
+    def suffixes(self) -> SuffixIndex:
+        """Return the sorted prefixes of the datastore; raise ApiError if it has none."""
+        if self._suffixes is None:
+            try:
+                self._suffixes = SuffixIndex.open(self.retriever.datastore.folder)
+            except InputError as error:
+                raise ApiError(404, str(error)) from error
+        return self._suffixes
 
     def model(self) -> LanguageModel:
         """Return the language model; raise ApiError if there is none."""

@@ -1,14 +1,15 @@
 """Add retrieval to a trained model without training: a copy head that reads neighbors, fitted with a few forward passes.
 
-    checkpoint ─ + copy_head.neighbors ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
+    checkpoint ─ + sources of copy_head ─ fit_copy_head ─► FILE.safetensors, accepted as CHECKPOINT everywhere
 
 All weights of the checkpoint stay the same to the bit, so retrieval OFF is the model as it was.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from indexing.progress import Advance
 from indexing.store.artifact import fingerprint
@@ -28,7 +29,7 @@ from retro.model.settings import ModelSettings, updated
 from retro.training.fitted_copy_head import CopyFit, fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
-_PREFIX = "copy_head.neighbors."
+SourceName = Literal["context", "neighbors", "datastore"]
 
 
 def add_retrieval(
@@ -39,9 +40,10 @@ def add_retrieval(
     *,
     k: int,
     num_tokens: int,
+    names: Sequence[SourceName] = (),
     advance: Advance = lambda _: None,
 ) -> CopyFit:
-    """Write a model that copies from neighbors, and otherwise equals the checkpoint, as one file.
+    """Write a model that copies from a datastore, and otherwise equals the checkpoint, as one file.
 
     The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
 
@@ -52,32 +54,32 @@ def add_retrieval(
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
+        names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks them.
         advance: receives numbers of tokens that were read.
 
     Raises:
-        InputError: the model copies from neighbors already; or the datastore has another tokenizer, another chunk length than
+        InputError: the model copies from these already; or the datastore has another tokenizer, another chunk length than
             a model with retrieval, or fewer stored neighbors.
     """
-    if checkpoint.model.copy_head.neighbors:
-        raise InputError(
-            f"{checkpoint.path} copies from neighbors already. Use it with --datastore, or train it further."
-        )
     datastore = Datastore.open(folder)
-    settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]))
+    names = _new_sources(checkpoint, datastore, names)
+    settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]), names)
     replace(checkpoint, model=settings).check_fits(
         datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
     )
     datastore.require("neighbors")
+    if settings.copy_head.datastore:
+        datastore.require("votes")
     if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
         raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
-    source = TrainingData(data.datastores, data, retrieval=True)
-    model = _with_copying(load_model(checkpoint, placement.device), settings)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=settings.copy_head.datastore)
+    model = _with_copying(load_model(checkpoint, placement.device), settings, names)
     batches = read_batches(source, -(-num_tokens // length), 1, placement)
-    fit = fit_copy_head(model, _counted(batches, advance), placement)
-    _write(checkpoint, model, data, datastore, file)
+    fit = fit_copy_head(model, _counted(batches, advance), placement, names)
+    _write(checkpoint, model, data, datastore, file, names)
     return fit
 
 
@@ -87,26 +89,47 @@ def _counted(batches: Iterable[Inputs], advance: Advance) -> Iterator[Inputs]:
         advance(batch.tokens.numel())
 
 
-def _settings(base: ModelSettings, chunk_length: int) -> ModelSettings:
+def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
+    """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
+    has = {name for name, value in asdict(checkpoint.model.copy_head).items() if value}
+    usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
+    chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
+    if twice := [name for name in chosen if name in has] or ([] if chosen else ["neighbors"]):
+        raise InputError(
+            f"{checkpoint.path} copies from {' and '.join(twice)} already. Use it with --datastore, or train it further."
+        )
+    return chosen
+
+
+def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName]) -> ModelSettings:
     """Settings with copying, and the datastore's chunk length if no weight of the base depends on it."""
     free = not base.retrieves and base.retrieval_positions != "learned"
-    return updated(base, {"copy_head.neighbors": True} | ({"chunk_length": chunk_length} if free else {}))
+    added: dict[str, Any] = {f"copy_head.{name}": True for name in names}
+    return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
 
 
-def _with_copying(model: Retro, settings: ModelSettings) -> Retro:
-    """The model with a copy head of these settings. Copying from the context keeps its weights."""
+def _with_copying(model: Retro, settings: ModelSettings, names: Sequence[SourceName]) -> Retro:
+    """The model with a copy head of these settings. Sources that it has keep their weights."""
     head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
-    assert head.neighbors is not None
-    head.neighbors.initialize()
+    for name in names:
+        getattr(head, name).initialize()
     if model.copy_head is not None:
         head.load_state_dict(model.copy_head.state_dict(), strict=False)
     model.settings, model.copy_head = settings, head.to(model.norm.weight.device)
     return model
 
 
-def _write(checkpoint: Checkpoint, model: Retro, data: DataSettings, datastore: Datastore, file: Path) -> None:
+def _write(
+    checkpoint: Checkpoint,
+    model: Retro,
+    data: DataSettings,
+    datastore: Datastore,
+    file: Path,
+    names: Sequence[SourceName],
+) -> None:
     state, tensors = exported(checkpoint)
-    added = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(_PREFIX)}
+    prefixes = tuple(f"copy_head.{name}." for name in names)
+    added = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
     model_and_data = {
         "model": asdict(model.settings),
         "data": {**asdict(data), "datastores": [absolute(data.datastores[0])]},

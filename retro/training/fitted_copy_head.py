@@ -1,23 +1,24 @@
-"""Fit copying from neighbors to a trained model with a few forward passes, without training.
+"""Fit sources of the copy head to a trained model with a few forward passes, without training.
 
-The scores of positions and the gates of a copy head are 51 numbers, tables by match length (`CopySource.tables`). The loss of a
-token depends on them only through what a forward pass gives once: the loss without this source, and the votes.
+The scores of positions and the gates are some dozens of numbers, tables by match length (`CopySource.tables`,
+`DatastoreSource.tables`). The loss of a token depends on them only through what a forward pass gives once: the loss without these
+sources, and the votes. All tables are fitted together.
 
-    batches ─ forward passes ─► 38 numbers per token ─ L-BFGS on the mean loss ─► tables
+    batches ─ forward passes ─► some numbers per token and source ─ L-BFGS on the mean loss ─► tables
 """
 
 import copy
 import logging
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from retro.device import Placement
-from retro.model.copy_head import CopyHead, CopySource
-from retro.model.copy_matches import count_votes, longest_match
+from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
+from retro.model.copy_head import CopyHead, CopySource, Source
+from retro.model.copy_matches import LONGEST, count_votes, longest_match
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
@@ -25,12 +26,12 @@ from retro.model.retro import Retro
 log = logging.getLogger("retro")
 
 _PULL = 0.5
-"""Nats that a number of a table costs at a distance of 1 from its start. It matters for lengths that few tokens have."""
+"""Nats that a number of a table costs at a distance of 1 from its start. It matters for cells that few tokens have."""
 _STEPS = 200
 
 
 class CopyFit(NamedTuple):
-    """What fitting did. Losses are means in nats, over the tokens that can read a neighbor.
+    """What fitting did. Losses are means in nats, over the tokens for which one of the sources has something.
 
     Attributes:
         num_tokens: number of these tokens.
@@ -45,90 +46,153 @@ class CopyFit(NamedTuple):
     after: float
 
 
-class Tokens(NamedTuple):
-    """n tokens that can read a neighbor, on the CPU.
+class MatchesOfTokens(NamedTuple):
+    """What n tokens can copy from context or neighbors.
 
     Attributes:
-        nats: loss without copying from neighbors, float32 [n].
-        kept: log of the share that the vocabulary has without it, float32 [n]: 0 unless the model copies from its context.
         wrong: positions by match length that vote for another token than the label, float32 [n, 17].
         right: those that vote for the label, float32 [n, 17].
-        longest: length of the longest match, int64 [n].
+        longest: length of the longest match, int64 [n]; -1 = the token can read no position.
         agree: whether all matches as long vote for one token, bool [n].
     """
 
-    nats: Tensor
-    kept: Tensor
     wrong: Tensor
     right: Tensor
     longest: Tensor
     agree: Tensor
 
+    def odds_and_probability(self, source: CopySource) -> tuple[Tensor, Tensor]:
+        """Log-odds of the gate against the vocabulary, and the probability of the label, [n] each."""
+        return source.log_odds(self.longest, self.agree), source.probability(self.wrong, self.right)
 
-def fit_copy_head(model: Retro, batches: Iterable[Inputs], placement: Placement) -> CopyFit:
-    """Set the tables of copying from neighbors. All other weights stay the same.
+
+class VotesOfTokens(NamedTuple):
+    """What n tokens can copy from the datastore.
+
+    Attributes:
+        length, counts: as in `DatastoreVotes`, [n] and [n, S].
+        right: probability of the label, float32 [n].
+    """
+
+    length: Tensor
+    counts: Tensor
+    right: Tensor
+
+    def odds_and_probability(self, source: DatastoreSource) -> tuple[Tensor, Tensor]:
+        """As in `MatchesOfTokens`."""
+        return source.log_odds(DatastoreVotes(source, self.length, self.counts, self.counts)), self.right
+
+
+class Fitted(NamedTuple):
+    """The tokens that sources are fitted to.
+
+    Attributes:
+        nats: loss without these sources, float32 [n].
+        kept: log of the share that the vocabulary has without them, float32 [n]: 0 unless the model has other sources.
+        found: what each source has for the tokens.
+    """
+
+    nats: Tensor
+    kept: Tensor
+    found: Sequence[MatchesOfTokens | VotesOfTokens]
+
+
+def fit_copy_head(
+    model: Retro, batches: Iterable[Inputs], placement: Placement, names: Sequence[str] = ("neighbors",)
+) -> CopyFit:
+    """Set the tables of some sources. All other weights stay the same.
 
     Args:
-        model: a trained model with `copy_head.neighbors`, on the device of the placement.
-        batches: as for training; some thousand tokens. Those without neighbors are skipped.
+        model: a trained model with these sources, on the device of the placement.
+        batches: as for training; some thousand tokens. Those with nothing to read in the sources are skipped.
         placement: device and precision.
+        names: the sources: `context`, `neighbors`, `datastore`.
     """
     head, training = model.copy_head, model.training
     assert head is not None
-    assert head.neighbors is not None
     model.eval()
-    reads = [_read(model, head, batch, placement) for batch in batches if batch.retrieves]
+    reads = [read for batch in batches if (read := _read(model, head, batch, placement, names)) is not None]
     model.train(training)
     if not reads:
-        log.warning("copying from neighbors is not fitted: the batches have no neighbors")
+        log.warning("copying from %s is not fitted: the batches have none", " and ".join(names))
         return CopyFit(0, 0.0, 0.0, 0.0)
     parts, off = zip(*reads, strict=True)
-    tokens = Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    source = copy.deepcopy(head.neighbors).cpu()
-    before, after = fit_source(source, tokens)
-    head.neighbors.load_state_dict(source.state_dict())
+    tokens = _joined(parts)
+    sources = [copy.deepcopy(getattr(head, name)).cpu() for name in names]
+    before, after = fit_sources(sources, tokens)
+    for name, source in zip(names, sources, strict=True):
+        getattr(head, name).load_state_dict(source.state_dict())
     fit = CopyFit(len(tokens.nats), float(torch.cat(off).sum()) / max(1, len(tokens.nats)), before, after)
     log.info(
-        "copying from neighbors is fitted to %s tokens: loss %.4f before, %.4f after, %.4f with retrieval OFF",
-        *(f"{fit.num_tokens:,}", fit.before, fit.after, fit.off),
+        "copying from %s is fitted to %s tokens: loss %.4f before, %.4f after, %.4f with retrieval OFF",
+        *(" and ".join(names), f"{fit.num_tokens:,}", fit.before, fit.after, fit.off),
     )
     return fit
 
 
 @torch.no_grad()
-def _read(model: Retro, head: CopyHead, batch: Inputs, placement: Placement) -> tuple[Tokens, Tensor]:
-    """The tokens of a batch that can read a neighbor, and their losses with retrieval OFF, float32 [n]."""
-    *others, own = model.copy_sources(batch)
-    labels = batch.labels
+def _read(
+    model: Retro, head: CopyHead, batch: Inputs, placement: Placement, names: Sequence[str]
+) -> tuple[Fitted, Tensor] | None:
+    """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = no source has."""
+    by_module = {id(source.source): source for source in model.copy_sources(batch)}
+    own = [by_module.pop(id(getattr(head, name)), None) for name in names]
+    if not any(source is not None for source in own):
+        return None
+    labels, others = batch.labels, list(by_module.values())
     with placement.autocast():
         hidden, _ = model.hidden(batch)
         mixture = head.mixture(hidden, labels, others)
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
-        if model.settings.retrieval.cca_layers:
+        if model.settings.retrieval.cca_layers or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
-    longest, agree = longest_match(own.matches)
-    counted = own.split((labels != IGNORED_LABEL).int()).bool() & (longest >= 0)
-    by_query = (
-        own.split(nats),
-        own.split(mixture.log_keep),
-        *count_votes(own.matches, own.split(labels)),
-        longest,
-        agree,
-    )
-    return Tokens(*(values[counted].cpu() for values in by_query)), own.split(off)[counted].cpu()
+    found = [_found(name, source, labels) for name, source in zip(names, own, strict=True)]
+    present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in found]
+    counted = (labels != IGNORED_LABEL) & torch.stack(present).any(0)
+
+    def kept(values: Any) -> Any:
+        return type(values)(*(each[counted].cpu() for each in values))
+
+    tokens = Fitted(nats[counted].cpu(), mixture.log_keep[counted].cpu(), [kept(values) for values in found])
+    return tokens, off[counted].cpu()
 
 
-def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
-    """Fit the tables of a source on the CPU; returns the mean loss before and after."""
-    tables, initial = (source.scores, source.agreed, source.disagreed), source.tables.detach()
+def _found(name: str, source: Source | None, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
+    """What a source has for all tokens of labels [B, T]."""
+    if isinstance(source, DatastoreVotes):
+        return VotesOfTokens(source.length, source.counts, source.right(labels))
+    zeros = torch.zeros(labels.shape, device=labels.device)
+    if source is None and name == "datastore":
+        return VotesOfTokens(zeros.long(), zeros.long()[..., None], zeros)
+    if source is None:
+        none = torch.zeros(*labels.shape, LONGEST + 1, device=labels.device)
+        return MatchesOfTokens(none, none, zeros.long() - 1, zeros.bool())
+    longest, agree = longest_match(source.matches)
+    counts = count_votes(source.matches, source.split(labels))
+    num_tokens = labels.shape[1]
+    wrong, right = (source.join(values, num_tokens) for values in counts)
+    agree = source.join(agree.int(), num_tokens).bool()
+    return MatchesOfTokens(wrong, right, source.join(longest, num_tokens, -1), agree)
+
+
+def _joined(parts: Sequence[Fitted]) -> Fitted:
+    """The tokens of several batches."""
+    nats, kept, found = zip(*parts, strict=True)
+    of_sources = [type(values[0])(*map(torch.cat, zip(*values, strict=True))) for values in zip(*found, strict=True)]
+    return Fitted(torch.cat(nats), torch.cat(kept), of_sources)
+
+
+def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: Fitted) -> tuple[float, float]:
+    """Fit the tables of sources on the CPU; returns the mean loss before and after."""
+    tables = [getattr(source, name) for source in sources for name in source.TABLES]
+    initial = [source.tables.detach() for source in sources]
     optimizer = torch.optim.LBFGS(tables, max_iter=_STEPS, line_search_fn="strong_wolfe")
     count = max(1, len(tokens.nats))
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        value = (
-            nats_with_copying(source, tokens).sum() / count + _PULL / count * (source.tables - initial).square().sum()
-        )
+        moved = [(source.tables - first).square().sum() for source, first in zip(sources, initial, strict=True)]
+        value = (nats_with_copying(sources, tokens).sum() + _PULL * torch.stack(moved).sum()) / count
         value.backward()
         return value
 
@@ -137,16 +201,20 @@ def fit_source(source: CopySource, tokens: Tokens) -> tuple[float, float]:
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(nats_with_copying(source, tokens).sum() / count)
+        after = float(nats_with_copying(sources, tokens).sum() / count)
     return before, after
 
 
-def nats_with_copying(source: CopySource, tokens: Tokens) -> Tensor:
-    """The loss of each token with copying from neighbors [n].
+def nats_with_copying(sources: Sequence[Any], tokens: Fitted) -> Tensor:
+    """The loss of each token with copying from these sources [n].
 
-    The gate's log-odds are those against the vocabulary alone. Against all that the model predicts without this source they are
-    lower by the log of 1 / `kept`.
+    The log-odds of a gate are those against the vocabulary alone. Against all that the model predicts without the fitted sources they
+    are lower by the log of 1 / `kept`.
     """
-    odds = source.log_odds(tokens.longest, tokens.agree) + tokens.kept
-    copied = source.probability(tokens.wrong, tokens.right).clamp(min=torch.finfo(torch.float32).tiny).log()
-    return -torch.logaddexp(F.logsigmoid(-odds) - tokens.nats, F.logsigmoid(odds) + copied)
+    joint, all_odds = [-tokens.nats], [torch.zeros_like(tokens.nats)]
+    for source, found in zip(sources, tokens.found, strict=True):
+        odds, copied = found.odds_and_probability(source)
+        odds = odds + tokens.kept
+        all_odds.append(odds)
+        joint.append(odds + copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+    return torch.stack(all_odds).logsumexp(0) - torch.stack(joint).logsumexp(0)

@@ -23,8 +23,14 @@ def fits_cross_attention(model: Retro, base: ModelSettings) -> bool:
 
 
 def fits_copying(model: Retro, base: ModelSettings) -> bool:
-    """Whether copying from neighbors is new in the model."""
-    return bool(model.settings.copy_head.neighbors) and not base.copy_head.neighbors
+    """Whether the model copies from a source of retrieval that is new."""
+    return bool(new_sources(model.settings, base))
+
+
+def new_sources(settings: ModelSettings, base: ModelSettings) -> list[str]:
+    """The sources of retrieval that the copy head has and that of the base lacks."""
+    own, theirs = settings.copy_head, base.copy_head
+    return [name for name in ("neighbors", "datastore") if getattr(own, name) and not getattr(theirs, name)]
 
 
 def fit_retrieval(
@@ -48,7 +54,8 @@ def fit_retrieval(
         else:
             fit_copying(model, batch, placement)
     if fits_copying(model, base):
-        fit_copy_head(model, read_batches(data, -(-_COPYING_TOKENS // sequence_length), 1, placement), placement)
+        batches = read_batches(data, -(-_COPYING_TOKENS // sequence_length), 1, placement)
+        fit_copy_head(model, batches, placement, new_sources(model.settings, base))
     model.to("cpu")
 
 

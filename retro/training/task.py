@@ -58,7 +58,8 @@ class DocumentTask:
             InputError: the datastores, the model and the settings do not fit together.
         """
         data, retrieval = settings.data, settings.model.retrieves
-        self.data = TrainingData(data.datastores, data, retrieval=retrieval)
+        votes = settings.model.copy_head.datastore
+        self.data = TrainingData(data.datastores, data, retrieval=retrieval, votes=votes)
         self.data.announce(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]
         self.settings = replace(settings, model=fit_to(settings.model, datastore.manifest, datastore.folder))
@@ -66,7 +67,7 @@ class DocumentTask:
         self.num_ids = int(datastore.manifest["vocab_size"])
         self.tokenizer = tokenizer_fingerprint(datastore.folder)
         # An evaluation set can be in a datastore without copies of neighbors.
-        self._use = replace(data.neighbor_use, k=data.k if retrieval else 0, materialized=False)
+        self._use = replace(data.neighbor_use, k=data.k if retrieval else 0, materialized=False, votes=votes)
         self._sets = open_sets(
             settings.evaluation.sets, data.datastores, self.settings.model, self._use.k, data.reading
         )

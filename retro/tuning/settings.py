@@ -10,7 +10,7 @@ from indexing.store.settings import settings
 Weights = Literal["all", "retrieval", "none"]
 Adapter = Literal["none", "lora", "prefix", "prompt"]
 
-RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.")
+RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.", "copy_head.datastore.")
 """Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
 
 

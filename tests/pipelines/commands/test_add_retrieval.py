@@ -1,5 +1,6 @@
 """`retro add-retrieval` writes a model that other verbs accept, and nothing if an option is wrong."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from retro.model.settings import updated
 from retro.training.trainer import train
-from tests.conftest import tiny_config
+from tests.conftest import build_local, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,29 @@ def test_other_verbs_accept_the_model(base: Path, tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("The")
     assert main(["export", str(file), "--output", str(tmp_path / "copy.safetensors")]) == 0
     assert main(["verify", str(file)]) == 0
+
+
+def test_a_datastore_with_votes_has_rows_of_its_own(
+    base: Path, voting_datastore: Datastore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, store = tmp_path / "added.safetensors", ["--datastore", str(voting_datastore.folder)]
+    assert main(["add-retrieval", str(base), *store, "--output", str(file), "--k", "2", "--tokens", "1000"]) == 0
+    out = tmp_path / "results.json"
+    assert main(["eval", "perplexity", str(file), "--k", "2", "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert all(mode in printed for mode in ("ON k=2 ", "ON datastore", "ON k=2 + datastore"))
+    rows = {(row["k"], row["votes"]): row["bits_per_byte"] for row in json.loads(out.read_text())["results"]}
+    assert list(rows) == [(0, False), (2, False), (0, True), (2, True)]
+    assert len(set(rows.values())) == 4
+    assert main(["generate", str(file), *store, "--prompt", "The", "--max-tokens", "20", "--k", "2"]) == 0
+    assert main(["eval", "perplexity", str(file), "--k", "2", "--evaluation.sets", "other=" + str(base)]) == 2
+
+
+def test_the_index_of_a_model_that_copies_from_the_datastore_has_votes(tmp_path: Path, tiny_corpus: Path) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    config = replace(config, model=updated(config.model, {"copy_head.datastore": True}))
+    assert build_local(config).has("votes")
+    assert main(["verify", str(config.datastore)]) == 0
 
 
 def test_wrong_options_write_nothing(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

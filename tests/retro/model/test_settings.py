@@ -55,6 +55,7 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
         "retrieval.smeared_keys",
         "copy_head.context",
         "copy_head.neighbors",
+        "copy_head.datastore",
         "copy_head.content_width",
     }
     assert {"d_model", "rope.theta", "experts.num_experts"} <= roles["decoder"]

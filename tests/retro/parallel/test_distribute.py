@@ -46,7 +46,12 @@ from tests.retro.small_model import M, T, answers_only, batch, build, inputs, sp
 
 WORLD = 4
 
-COPYING = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8}
+COPYING = {
+    "copy_head.context": True,
+    "copy_head.neighbors": True,
+    "copy_head.datastore": True,
+    "copy_head.content_width": 8,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     # All position schemes, grouped queries, position tables, embeddings on three stages, options of other families.
@@ -273,8 +278,8 @@ def run_process(rank: int, folder: Path, config: Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
-    config = replace(tiny_config(tmp_path_factory.mktemp("alone"), tiny_corpus), datastore=tiny_datastore.folder)
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, voting_datastore: Datastore) -> Config:
+    config = replace(tiny_config(tmp_path_factory.mktemp("alone"), tiny_corpus), datastore=voting_datastore.folder)
     sizes = {
         "attention.num_heads": 4,
         "attention.head_dim": 8,

@@ -31,8 +31,8 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
+def retriever(voting_datastore: Datastore) -> Retriever:
+    return Retriever.open(voting_datastore.folder)
 
 
 @pytest.fixture(scope="session")

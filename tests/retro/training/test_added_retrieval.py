@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,19 @@ from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.suffixes.votes import as_columns
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
 from retro.model.inputs import Inputs
+from retro.model.retro import Retro
 from retro.model.settings import updated
 from retro.training.added_retrieval import add_retrieval
 from retro.training.fitted_copy_head import CopyFit
+from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
 from retro.tuning.settings import TuningSettings
 from tests.conftest import build_local, tiny_config
@@ -47,7 +52,7 @@ def base(request: pytest.FixtureRequest, config: Config) -> Checkpoint:
     return trained(config, request.param, BASES[request.param])
 
 
-def added(base: Checkpoint, folder: Path, file: Path, **options: int) -> tuple[Checkpoint, CopyFit]:
+def added(base: Checkpoint, folder: Path, file: Path, **options: Any) -> tuple[Checkpoint, CopyFit]:
     fit = add_retrieval(base, folder, file, HERE, **{"k": 2, "num_tokens": 1000} | options)
     return open_checkpoint(file), fit
 
@@ -129,3 +134,54 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
     with pytest.raises(InputError, match=words):
         added(options.pop("base"), tiny_datastore.folder, tmp_path / "refused.safetensors", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_datastore_with_votes_adds_both_sources_of_retrieval(
+    config: Config, voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    base = trained(config, "voting", BASES["own context"])
+    found, fit = added(base, voting_datastore.folder, tmp_path / "added.safetensors")
+    assert (found.model.copy_head.neighbors, found.model.copy_head.datastore) == (True, True)
+    assert torch.equal(logits(found), logits(base))
+    near, one = added(base, voting_datastore.folder, tmp_path / "near.safetensors", names=["neighbors"])
+    assert (near.model.copy_head.neighbors, near.model.copy_head.datastore) == (True, False)
+    assert fit.after < one.after
+    then, _ = added(near, voting_datastore.folder, tmp_path / "then.safetensors")
+    assert then.model.copy_head.datastore
+    with pytest.raises(InputError, match="copies from neighbors already"):
+        added(near, voting_datastore.folder, tmp_path / "no.safetensors", names=["neighbors"])
+    with pytest.raises(InputError, match="copies from neighbors already"):
+        added(then, voting_datastore.folder, tmp_path / "no.safetensors")
+
+
+def test_a_model_that_copies_from_the_datastore_scores_live_what_it_is_evaluated_with(
+    config: Config, voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    base = trained(config, "whole", BASES["plain"])
+    found, _ = added(base, voting_datastore.folder, tmp_path / "added.safetensors", names=["datastore"])
+    assert not found.model.retrieves
+    split = voting_datastore.valid
+    real = np.arange(split.chunk_length) < split.lengths.read(*split.chunk_range(0))[:, None]
+    text = split.tokens.read(*split.chunk_range(0))[real].astype(np.int64)[:60]
+    opened = LanguageModel.open(found.path, device="cpu")
+    votes = as_columns(split.votes.read(*split.chunk_range(0))[real][:59])
+    inputs = Inputs(torch.from_numpy(text[None, :-1]), votes=torch.from_numpy(votes[None]))
+    with torch.no_grad(), opened.placement.autocast():
+        expected = opened.model(inputs)[0].log_softmax(-1).gather(1, torch.from_numpy(text[1:, None]))[:, 0]
+    # Of frequent matches in several shards, other occurrences may be counted.
+    assert (np.abs(opened.score([text], k=1)[0] - expected.numpy()) < 1e-5).mean() > 0.9
+    assert (np.abs(opened.score([text])[0] - expected.numpy()) < 1e-5).mean() < 0.1
+    settings = GenerationSettings(max_tokens=5)
+    assert len(list(opened.generate([text[:20]], settings, k=1))) == 5
+
+
+def test_training_with_the_datastore_as_a_source_learns_its_gate(
+    config: Config, voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    changes = {"copy_head.datastore": True, "copy_head.context": True, **BASES["plain"]}
+    run = trained(replace(config, datastore=voting_datastore.folder), "scratch", changes)
+    metrics = read_metrics(config.run.with_name("scratch"))
+    first, weights = Retro(run.model), read_tensors(index(run.weights))
+    assert not torch.equal(weights["copy_head.datastore.agreed"], first.state_dict()["copy_head.datastore.agreed"])
+    last = [line for line in metrics if "valid_bits_per_byte_on" in line][-1]
+    assert last["valid_bits_per_byte_on"] < last["valid_bits_per_byte_off"]

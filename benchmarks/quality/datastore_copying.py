@@ -1,0 +1,285 @@
+"""What each source of the copy head brings to a trained model, alone and together: context, neighbors, the whole datastore.
+
+    retro import MODEL --output base.safetensors
+    retro index CONFIG && retro index CONFIG --stage suffixes && retro index CONFIG --stage votes
+    python -m benchmarks.quality.datastore_copying base.safetensors DATASTORE ... --output FOLDER [--tokens 20000]
+    python -m benchmarks.quality.datastore_copying summary --output FOLDER
+
+Every combination of sources is fitted to training text (`retro add-retrieval`), all its gates together, and scored on the same windows,
+drawn uniformly from all windows of all held-out documents. The decoder reads each window once. Beside them stands infini-gram's
+interpolation (Liu et al. 2024, arXiv 2401.17377) of the same votes: one weight if all votes agree, and one if they do not.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import Budget, add_minutes, budget, markdown, placement, say, write
+from indexing.store.datastore import Datastore
+from indexing.store.retrieval_set import RetrievalSet
+from pipelines.results import Table
+from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.data.batches import TrainingData
+from retro.data.loader import as_tensors
+from retro.data.neighbor_choice import NeighborUse
+from retro.data.settings import DataSettings
+from retro.device import Placement
+from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.sets import EvaluationSet
+from retro.evaluation.windows import document_windows, window_batches
+from retro.model.copy_datastore import DatastoreVotes
+from retro.model.copy_head import CopyHead
+from retro.model.inputs import Inputs
+from retro.model.loss import IGNORED_LABEL
+from retro.model.retro import Retro
+from retro.model.settings import updated
+from retro.training.fitted_copy_head import fit_copy_head
+from retro.training.fitted_retrieval import read_batches
+
+WINDOW = 1024
+K = 4
+FITTED_TOKENS = 20_000
+SOURCES: dict[str, tuple[str, ...]] = {
+    "own context": ("context",),
+    f"{K} neighbors": ("neighbors",),
+    "datastore": ("datastore",),
+    f"{K} neighbors, datastore": ("neighbors", "datastore"),
+    f"own context, {K} neighbors": ("context", "neighbors"),
+    "own context, datastore": ("context", "datastore"),
+    "all three": ("context", "neighbors", "datastore"),
+}
+OFF, INFINIGRAM = "OFF", "infini-gram's interpolation"
+BANDS = (0, 2, 4, 8, 16, 32, 10**9)
+"""Lengths of the longest match in the datastore at which a band begins."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A batch of one window, its hidden states [1, T, D] and which labels are scored."""
+
+    inputs: Inputs
+    hidden: torch.Tensor
+    document: int
+    bytes: np.ndarray  # [T] bytes of the labels
+    matches: np.ndarray  # [T] tokens of the longest match before the label
+
+    @property
+    def scored(self) -> np.ndarray:
+        return (self.inputs.labels[0] != IGNORED_LABEL).numpy()
+
+
+def held_out_windows(
+    model: Retro, held_out: EvaluationSet, tokens: int, place: Placement, limit: Budget
+) -> Iterator[Window]:
+    """Read windows of held-out documents in a fixed random order until they have this many tokens."""
+    split, m, retrieval = held_out.split, held_out.split.chunk_length, RetrievalSet.of(held_out.datastore)
+    windows = list(document_windows(split, WINDOW // m, WINDOW // m // 2))
+    order, sizes, total = np.random.default_rng(0).permutation(len(windows)), held_out.token_bytes, 0
+    for number in limit.each(order.tolist(), "window"):
+        if total >= tokens:
+            return
+        ((_, batch),) = window_batches(split, retrieval, [windows[number]], 1, NeighborUse(K, votes=True))
+        inputs = place.put(as_tensors(batch))
+        with place.autocast():
+            hidden, _ = model.hidden(inputs)
+        labels = batch.labels[0]
+        of_labels = np.where(labels != IGNORED_LABEL, sizes[labels.clip(0)], 0)
+        yield Window(inputs, hidden, windows[number].text, of_labels, batch.votes[0, :, 0])
+        total += int((labels != IGNORED_LABEL).sum())
+
+
+def with_head(model: Retro, names: Sequence[str]) -> Retro:
+    """The model with new sources."""
+    settings = updated(
+        model.settings, {f"copy_head.{name}": name in names for name in ("context", "neighbors", "datastore")}
+    )
+    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
+    for name in names:
+        getattr(head, name).initialize()
+    model.settings, model.copy_head = settings, head if names else None
+    return model
+
+
+def known_hidden(model: Retro, batches: Sequence[Inputs], place: Placement) -> None:
+    """Let the model compute the hidden states of these batches once."""
+    with torch.inference_mode(), place.autocast():
+        known = {id(batch.tokens): model.hidden(batch) for batch in batches}
+    model.hidden = lambda inputs: known[id(inputs.tokens)]  # type: ignore[method-assign]
+
+
+def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Nats [n] of the interpolation: two weights, fitted by expectation maximization.
+
+    Each argument has the model's probability of the label, that of the votes, whether they agree, and whether there are any.
+    """
+    p, copied, agree, has = (np.concatenate(parts) for parts in zip(*fitted, strict=True))
+    out, (q, votes, same, there) = scored[0].copy(), scored
+    for value in (True, False):
+        rows, weight = has & (agree == value), 0.2
+        for _ in range(100):
+            both = (1 - weight) * p[rows] + weight * copied[rows]
+            weight = float((weight * copied[rows] / both.clip(1e-30)).mean()) if rows.any() else 0.0
+        own = there & (same == value)
+        out[own] = (1 - weight) * q[own] + weight * votes[own]
+    return -np.log(out.clip(1e-30))
+
+
+def interpolated(model: Retro, inputs: Inputs, losses: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """What `infini_gram` needs of one batch, for the labels that are not ignored."""
+    head = CopyHead(
+        updated(model.settings, {"copy_head.datastore": True}).copy_head, model.settings.d_model, 1
+    ).datastore
+    assert head is not None
+    votes, counted = DatastoreVotes.of(head, inputs.votes), inputs.labels != IGNORED_LABEL
+    kinds = (votes.counts > 0).sum(-1)
+    values = (-losses).exp(), votes.right(inputs.labels), kinds == 1, kinds > 0
+    return tuple(value[counted].numpy() for value in values)
+
+
+def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
+    """Measure one datastore."""
+    datastore, place = Datastore.open(folder), placement(options.precision)
+    held_out = EvaluationSet(folder.name, datastore)
+    checkpoint = open_checkpoint(base)
+    model = load_model(checkpoint, place.device).eval()
+    place.cast(model)
+    model.settings = updated(model.settings, {"chunk_length": datastore.chunk_length})
+    data = DataSettings(datastores=(folder,), sequence_length=WINDOW, k=K)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=True)
+    with_head(model, ())
+    with torch.inference_mode():
+        windows = list(held_out_windows(model, held_out, options.tokens, place, limit))
+    batches = list(read_batches(source, FITTED_TOKENS // WINDOW, 1, place))
+    known_hidden(model, batches, place)
+
+    scored = np.concatenate([window.scored for window in windows])
+    document = np.concatenate([np.full(len(window.bytes), window.document) for window in windows])[scored]
+    sizes, lengths = (
+        np.concatenate([getattr(window, name) for window in windows])[scored] for name in ("bytes", "matches")
+    )
+
+    def losses_of(inputs: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), place.autocast():
+            return model.token_losses(inputs, hidden)
+
+    def nats() -> np.ndarray:
+        return np.concatenate([losses_of(w.inputs, w.hidden)[0].double().numpy() for w in windows])[scored]
+
+    by_row = {OFF: nats()}
+    fitted = [interpolated(model, batch, losses_of(batch, model.hidden(batch)[0])) for batch in batches]
+    parts = [interpolated(model, w.inputs, losses_of(w.inputs, w.hidden)) for w in windows]
+    by_row[INFINIGRAM] = infini_gram(fitted, tuple(np.concatenate(each) for each in zip(*parts, strict=True)))
+    for name, sources in SOURCES.items():
+        began = time.monotonic()
+        fit_copy_head(with_head(model, sources), batches, place, sources)
+        by_row[name] = nats()
+        say(f"{folder.name}: {name}: {time.monotonic() - began:.0f} s")
+    results = {name: result_of(values, document, sizes) for name, values in by_row.items()}
+    totals = datastore.manifest["splits"]["train"]
+    return {
+        "datastore": {key: int(sum(totals[key])) for key in ("tokens", "documents", "chunks")},
+        "precision": str(place.dtype).removeprefix("torch."),
+        "tokens": len(document),
+        "documents": len(np.unique(document)),
+        "rows": [
+            {"row": name, "bits_per_byte": one.bits_per_byte}
+            | {"off": compare(one, results[OFF]), "context": compare(one, results["own context"])}
+            for name, one in results.items()
+        ],
+        "bands": list(bands_of(by_row, document, sizes, lengths)),
+    }
+
+
+def bands_of(
+    by_row: dict[str, np.ndarray], document: np.ndarray, sizes: np.ndarray, lengths: np.ndarray
+) -> Iterator[dict[str, Any]]:
+    """Changes against OFF among the tokens whose longest match has a length of each band."""
+    band = np.searchsorted(BANDS, lengths, side="right") - 1
+    for number in np.unique(band).tolist():
+        own = band == number
+        results = {name: result_of(values[own], document[own], sizes[own]) for name, values in by_row.items()}
+        changes = {name: compare(results[name], results[OFF]) for name in (f"{K} neighbors", "datastore", "all three")}
+        yield {
+            "first": BANDS[number],
+            "share": float(own.mean()),
+            "nats": float(by_row[OFF][own].mean()),
+            "rows": changes,
+        }
+
+
+def result_of(nats: np.ndarray, document: np.ndarray, sizes: np.ndarray) -> SetResult:
+    """Nats of tokens [n] as the measurement of documents, for intervals."""
+    numbers = np.unique(document, return_inverse=True)[1]
+    return SetResult("valid", 0, len(nats), 0.0, np.bincount(numbers, nats), np.bincount(numbers, sizes).astype(float))
+
+
+def percent(change: Sequence[float]) -> str:
+    return f"{change[0]:+.1f}% ({change[1]:+.1f} to {change[2]:+.1f})"
+
+
+def summary(folder: Path) -> None:
+    """Print the tables of all measured datastores as Markdown."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    first = next(iter(found.values()))
+    for title, key in (("against the model alone", "off"), ("against copying from its own context", "context")):
+        body = []
+        for number, row in enumerate(first["rows"]):
+            cells = [one["rows"][number] for one in found.values()]
+            body.append(
+                [
+                    row["row"],
+                    *(
+                        percent(cell[key])
+                        if number or key == "context"
+                        else f"{cell['bits_per_byte']:.4f} bits per byte"
+                        for cell in cells
+                    ),
+                ]
+            )
+        body.append(
+            ["held out", *(f"{one['tokens']:,} tokens, {one['documents']} documents" for one in found.values())]
+        )
+        body.append(["datastore", *(f"{one['datastore']['tokens']:,} tokens" for one in found.values())])
+        say(f"\n{title}\n\n" + markdown(Table(["sources", *found], body)))
+    for name, one in found.items():
+        rows = [
+            [str(band["first"]), f"{band['share']:.1%}", f"{band['nats']:.2f}", *map(percent, band["rows"].values())]
+            for band in one["bands"]
+        ]
+        say(
+            f"\n{name}\n\n"
+            + markdown(Table(["longest match from", "tokens", "nats, OFF", *one["bands"][0]["rows"]], rows))
+        )
+    say(
+        json.dumps({name: {key: one[key] for key in ("machine", "commit", "precision")} for name, one in found.items()})
+    )
+
+
+def main() -> None:
+    """Measure some datastores, or print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="checkpoint, or `summary`")
+    parser.add_argument("datastores", nargs="*", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
+    parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens of each datastore")
+    parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
+    add_minutes(parser)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    limit = budget(options)
+    for number, folder in enumerate(options.datastores):
+        stored = options.output / f"{folder.name}.json"
+        if not stored.exists():
+            write(stored, run(Path(options.base), folder, options, limit.share(len(options.datastores) - number)))
+    summary(options.output)
+
+
+if __name__ == "__main__":
+    main()

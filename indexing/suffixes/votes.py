@@ -1,0 +1,325 @@
+"""What followed the longest match of every token's text in other documents, for all tokens of a datastore, once.
+
+    sorted prefixes of all shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
+    a range ─ order ─► the nearest prefix of another document ─► length of the match ─► all prefixes that share it ─► votes
+
+Every range is sorted once, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
+held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from indexing.progress import Advance
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
+from indexing.store.deletions import inside
+from indexing.store.files import save_array
+from indexing.store.sharded_array import open_array
+from indexing.suffixes.build import FOLDER as SUFFIXES
+from indexing.suffixes.build import document_starts
+
+FOLDER = "votes"
+LONGEST = 64
+"""Longer matches count as this long."""
+SAMPLED = 32
+"""At most this many occurrences of a match vote, spread evenly."""
+KEPT = 3
+"""Tokens whose votes are kept: those with the most."""
+_RANGE_TOKENS = 1 << 20
+"""So large that only very frequent ends of a text lie on both sides of a cut: matches are looked for inside of a range."""
+_PIVOT_STEP = 1 << 14
+_BLOCK = 1 << 16
+
+
+def vote_dtype(tokens: np.dtype) -> np.dtype:
+    """The votes of one position: 10 bytes with a vocabulary of 16 bits, 16 bytes with a larger one.
+
+    `length` of the match, at most 64, 0 = nothing votes; `tokens` that followed it, most votes first, then by id; their `counts`,
+    0 behind the last one.
+    """
+    return np.dtype([("length", np.uint8), ("tokens", tokens, (KEPT,)), ("counts", np.uint8, (KEPT,))])
+
+
+def votes_for(lengths: np.ndarray, following: np.ndarray, tokens: np.dtype) -> np.ndarray:
+    """Votes [n] of `vote_dtype` from lengths of matches [n] and the tokens that followed, [n, s] int64 (-1 = none)."""
+    ordered = np.sort(following, axis=1)
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    sizes = np.bincount(np.cumsum(begins.ravel()) - 1)
+    left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
+    votes, rows = np.zeros(len(following), vote_dtype(tokens)), np.arange(len(following))
+    for place in range(KEPT):
+        best = left.argmax(axis=1)  # the first of several has the smallest id
+        count = left[rows, best]
+        votes["counts"][:, place], votes["tokens"][:, place] = count, np.where(count, ordered[rows, best], 0)
+        left[rows, best] = 0
+    votes["length"] = np.where(votes["counts"][:, 0], lengths, 0)
+    return votes
+
+
+def as_columns(votes: np.ndarray) -> np.ndarray:
+    """Votes [...] as numbers [..., 7] int64: the length of the match, three tokens, their three counts."""
+    return np.concatenate([votes["length"][..., None], votes["tokens"], votes["counts"]], axis=-1, dtype=np.int64)
+
+
+# --- one shard of a split ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tokens of one shard of a split, by position (see `document_starts`).
+
+    Attributes:
+        split: the split.
+        shard: number of the shard.
+        tokens: [chunks · m].
+        starts: positions of the first tokens of the documents.
+        sorted_positions: of its prefixes in their order, for `train`; None for held-out documents.
+    """
+
+    split: Split
+    shard: int
+    tokens: np.ndarray
+    starts: np.ndarray
+    sorted_positions: np.ndarray | None
+
+    def text_positions(self) -> np.ndarray:
+        """The positions of all tokens, without padding: [n] int64."""
+        lengths = np.asarray(self.split.lengths.shard(self.shard))
+        return np.flatnonzero(np.arange(self.split.chunk_length) < lengths[:, None])
+
+    def document(self, positions: np.ndarray) -> np.ndarray:
+        """The documents of positions, counted from the first one of the shard."""
+        return np.searchsorted(self.starts, positions, side="right") - 1
+
+    def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document begins."""
+        available = positions - self.starts[self.document(positions)] + 1
+        window = np.zeros((len(positions), count), dtype)
+        whole = positions >= count - 1  # the others are at the begin of the shard
+        if whole.any():
+            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
+            window[whole] = runs[positions[whole] - count + 1, ::-1]
+        for row in np.flatnonzero(~whole):
+            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
+        window += dtype.type(1)
+        window *= np.arange(count) < available[:, None]
+        return window
+
+    def following(self, positions: np.ndarray) -> np.ndarray:
+        """The next token of the same document, [n] int64; -1 = none."""
+        after = np.minimum(positions + 1, len(self.tokens) - 1)
+        chunks, places = np.divmod(after, self.split.chunk_length)
+        is_text = places < np.asarray(self.split.lengths.shard(self.shard))[chunks]
+        same = (after > positions) & is_text & (self.document(after) == self.document(positions))
+        return np.where(same, self.tokens[after].astype(np.int64), -1)
+
+    def voting_documents(self, positions: np.ndarray) -> np.ndarray:
+        """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
+        if self.sorted_positions is None:
+            return np.full(len(positions), -1)
+        first = sum(self.split.document_rows[: self.shard])
+        chunks = self.split.tokens.starts[self.shard] + positions // self.split.chunk_length
+        return np.where(inside(chunks, self.split.deleted), -1, first + self.document(positions))
+
+
+def sources_of(datastore: Datastore) -> list[Source]:
+    """All shards of all splits; those of `train` have sorted prefixes."""
+    sources = []
+    for split in map(datastore.split, SPLITS):
+        for shard in range(len(split.chunk_rows)):
+            tokens, path = split.tokens.shard(shard), datastore.folder / SUFFIXES / shard_name(shard) / "positions.npy"
+            positions = np.asarray(open_array(path)) if split.name == "train" else None
+            flat = np.asarray(tokens).reshape(-1)
+            sources.append(Source(split, shard, flat, document_starts(split, shard), positions))
+    return sources
+
+
+# --- ranges --------------------------------------------------------------------------------------------------------
+
+
+def window_dtype(datastore: Datastore) -> np.dtype:
+    """The type of tokens plus 1."""
+    return np.dtype(np.uint16 if datastore.manifest["vocab_size"] < 2**16 else np.uint32)
+
+
+def _keys(window: np.ndarray) -> np.ndarray:
+    """Windows [n, w] as numbers that compare in the same order, [n, w · bytes of a token / 8] uint64."""
+    return window.astype(window.dtype.newbyteorder(">")).view(">u8").astype(np.uint64)
+
+
+def cuts(sources: Sequence[Source], dtype: np.dtype) -> list[int]:
+    """Keys of the last 8 bytes of tokens at which the sorted prefixes are cut into ranges of similar size."""
+    per_key, keys, total = 8 // dtype.itemsize, [np.zeros(0, np.uint64)], 0
+    for source in sources:
+        if source.sorted_positions is not None:
+            sample = source.sorted_positions[::_PIVOT_STEP].astype(np.int64)
+            keys.append(_keys(source.windows(sample, per_key, dtype))[:, 0])
+            total += len(source.sorted_positions)
+    ordered, count = np.sort(np.concatenate(keys)), -(-total // _RANGE_TOKENS)
+    chosen = ordered[[len(ordered) * number // count for number in range(1, count)]]
+    return [key for key in np.unique(chosen).tolist() if key > 0]
+
+
+def positions_between(source: Source, first: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """The positions [n] int64 of the prefixes whose key is in [first, stop), in order if they are sorted."""
+    per_key = 8 // dtype.itemsize
+
+    def keys(positions: np.ndarray) -> np.ndarray:
+        return _keys(source.windows(positions, per_key, dtype))[:, 0]
+
+    ordered = source.sorted_positions
+    if ordered is None:
+        text = source.text_positions()
+        of_text = keys(text)
+        return text[(of_text >= first) & (of_text <= stop - 1)]
+    rows = range(len(ordered))
+    low, high = (
+        bisect_left(rows, key, key=lambda row: int(keys(ordered[row : row + 1].astype(np.int64))[0]))
+        for key in (first, stop)
+    )
+    return ordered[low:high].astype(np.int64)
+
+
+def order_of(keys: np.ndarray) -> np.ndarray:
+    """The order [n] of rows of keys [n, w] uint64; equal rows stay in their order. Columns after the first are read for ties only."""
+    order = np.argsort(keys[:, 0], kind="stable")
+    tied = keys[order[1:], 0] == keys[order[:-1], 0]  # with the row before
+    for column in range(1, keys.shape[1]):
+        rows = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
+        if not len(rows):
+            break
+        run = np.cumsum(~np.append(False, tied))[rows]
+        order[rows] = order[rows][np.lexsort((keys[order[rows], column], run))]
+        pairs = np.flatnonzero(tied)
+        tied[pairs] = keys[order[pairs + 1], column] == keys[order[pairs], column]
+    return order
+
+
+def _common(window: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Equal last tokens of two prefixes, [n] int64; 0 with -1 in `others`."""
+    lengths = np.zeros(len(rows), np.int64)
+    for block in _blocks(len(rows)):
+        one, other = window[rows[block]], window[others[block]]
+        differs = (one != other) | (one == 0)
+        lengths[block] = np.where(differs.any(1), differs.argmax(1), window.shape[1])
+    return np.where(others < 0, 0, lengths)
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
+
+
+def votes_in_range(
+    window: np.ndarray, following: np.ndarray, own: np.ndarray, voting: np.ndarray, tokens: np.dtype
+) -> np.ndarray:
+    """The votes [n] of `vote_dtype` of the prefixes of a range in their order.
+
+    Args:
+        window: their last tokens, [n, 64], see `Source.windows`.
+        following: the token after each, [n] int64; -1 = none.
+        own: [n] int64, a number of each one's document.
+        voting: [n] bool.
+        tokens: type of token ids.
+    """
+    rows, voters = np.arange(len(window)), np.flatnonzero(voting)
+    before, after = _nearest_of_other_documents(rows, voters, own)
+    sides = np.stack([_common(window, rows, before), _common(window, rows, after)])
+    length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
+    low, high = _sharing(_common(window, rows[:-1], rows[1:]), length)
+    low, high = np.searchsorted(voters, low), np.searchsorted(voters, high)
+    votes = np.zeros(len(window), vote_dtype(tokens))
+    matched = np.flatnonzero(length)
+    for block in _blocks(len(matched)):
+        at = matched[block]
+        step = -(-(high[at] - low[at]) // SAMPLED)
+        drawn = low[at, None] + step[:, None] * np.arange(SAMPLED)
+        inside_group = drawn < high[at, None]
+        drawn = voters[np.where(inside_group, drawn, 0)]
+        found = np.where(inside_group & (own[drawn] != own[at, None]), following[drawn], -1)
+        none = (found < 0).all(1)  # most occurrences are in the own document
+        found[none, 0] = following[nearest[at[none]]]
+        votes[at] = votes_for(length[at], found, tokens)
+    return votes
+
+
+def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 = none."""
+    document = own[voters]
+    begins = np.flatnonzero(np.append(True, document[1:] != document[:-1])) if len(voters) else np.empty(0, np.int64)
+    run = np.searchsorted(begins, np.arange(len(voters)), side="right") - 1
+    ends = np.append(begins[1:], len(voters))
+    found = []
+    for number, edge, step in (
+        (np.searchsorted(voters, rows) - 1, begins, -1),
+        (np.searchsorted(voters, rows, side="right"), ends, 0),
+    ):
+        there = (number >= 0) & (number < len(voters))
+        number = np.where(there, number, 0)
+        if len(voters):
+            same = document[number] == own[rows]
+            number = np.where(same, edge[run[number]] + step, number)
+            there &= (number >= 0) & (number < len(voters))
+        found.append(np.where(there, voters[np.where(there, number, 0)] if len(voters) else 0, -1))
+    return found[0], found[1]
+
+
+def _sharing(common: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows [low, high) around each row that share its last `length` tokens, from the tokens shared by adjacent rows [n - 1]."""
+    low, high = np.zeros((2, len(length)), np.int64)
+    for level in np.unique(length[length > 0]):
+        rows, borders = np.flatnonzero(length == level), np.flatnonzero(common < level)
+        at = np.searchsorted(borders, rows)
+        low[rows], high[rows] = np.append(-1, borders)[at] + 1, np.append(borders, len(common))[at] + 1
+    return low, high
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_range(work: Path, datastore: Datastore, first: int, stop: int, advance: Advance) -> int:
+    """Write the votes of all prefixes with keys in [first, stop): `positions.npy`, `votes.npy`, and by source `offsets.npy`.
+
+    Returns:
+        the number of tokens.
+    """
+    sources, dtype = sources_of(datastore), window_dtype(datastore)
+    places = [positions_between(source, first, stop, dtype) for source in sources]
+    pairs = list(zip(sources, places, strict=True))
+    window = np.concatenate([source.windows(rows, LONGEST, dtype) for source, rows in pairs])
+    order = order_of(_keys(window))
+    following = np.concatenate([source.following(rows) for source, rows in pairs])
+    document = np.concatenate([source.voting_documents(rows) for source, rows in pairs])
+    tokens = sources[0].tokens.dtype
+    votes = np.empty(len(window), vote_dtype(tokens))
+    votes[order] = votes_in_range(window[order], following[order], document[order], document[order] >= 0, tokens)
+    save_array(work / "positions.npy", np.concatenate(places).astype(np.uint32))
+    save_array(work / "votes.npy", votes)
+    save_array(work / "offsets.npy", np.cumsum([0, *map(len, places)]))
+    trained = sum(len(rows) for source, rows in pairs if source.sorted_positions is not None)
+    advance(trained)
+    return trained
+
+
+def write_shard(work: Path, datastore: Datastore, shard: int, ranges: Sequence[Path]) -> dict[str, int]:
+    """Write `SPLIT.npy` [chunks, m] of `vote_dtype` for each split of a shard, from the votes of all ranges.
+
+    Returns:
+        split → tokens that have votes.
+    """
+    counts, number = {}, 0
+    for split in map(datastore.split, SPLITS):
+        tokens = split.tokens.shard(shard)
+        votes = np.zeros(tokens.size, vote_dtype(tokens.dtype))
+        for folder in ranges:
+            offsets = open_array(folder / "offsets.npy")
+            rows = slice(*offsets[number + shard : number + shard + 2].tolist())
+            votes[open_array(folder / "positions.npy")[rows]] = open_array(folder / "votes.npy")[rows]
+        save_array(work / f"{split.name}.npy", votes.reshape(tokens.shape))
+        counts[split.name] = int(np.count_nonzero(votes["length"]))
+        number += len(split.chunk_rows)
+    return counts

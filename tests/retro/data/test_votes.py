@@ -1,0 +1,64 @@
+"""Batches hold the stored votes of their tokens."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.suffixes.votes import as_columns
+from retro.data.batches import TrainingData, readers_first, without_absent_neighbors
+from retro.data.settings import DataSettings
+
+
+def open_data(datastore: Datastore, *, k: int = 2, **changes: object) -> TrainingData:
+    settings = DataSettings(sequence_length=64, k=k, **changes)  # type: ignore[arg-type]
+    return TrainingData([datastore.folder], settings, retrieval=k > 0, votes=True)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_batch_has_the_stored_votes(voting_datastore: Datastore, k: int) -> None:
+    data = open_data(voting_datastore, k=k)
+    batch = data.batch(range(6))
+    for sample in range(6):
+        _, (first, stop) = data.locate(sample)
+        stored = as_columns(voting_datastore.train.votes.gather(np.arange(first, stop)))
+        assert np.array_equal(batch.votes[sample, : 16 * (stop - first)], stored.reshape(-1, 7))
+        assert not batch.votes[sample, 16 * (stop - first) :].any()
+    assert batch.votes[..., 0].any()
+    assert (batch.neighbors is None) == (k == 0)
+
+
+def test_dropout_removes_the_votes_of_the_same_sequences(voting_datastore: Datastore) -> None:
+    data = open_data(voting_datastore)
+    whole, dropped = data.batch(range(16)), data.batch(range(16), 0.5)
+    kept = dropped.neighbor_lengths.any(axis=(1, 2))
+    assert 0 < kept.sum() < 16
+    assert np.array_equal(dropped.votes[kept], whole.votes[kept])
+    assert not dropped.votes[~kept].any()
+    ordered = readers_first(dropped, int((~kept).sum()))
+    assert np.array_equal(ordered.votes[: kept.sum()], whole.votes[kept])
+
+
+def test_batches_without_neighbors_keep_their_votes(voting_datastore: Datastore) -> None:
+    batch = open_data(voting_datastore).batch(range(4))
+    batch.neighbor_lengths[:] = 0
+    kept = without_absent_neighbors(batch)
+    assert kept.neighbors is None
+    assert kept.votes is batch.votes
+    assert batch.off().votes is None
+
+
+def test_a_match_longer_than_the_limit_has_no_votes(voting_datastore: Datastore) -> None:
+    whole = open_data(voting_datastore).batch(range(8)).votes
+    limited = open_data(voting_datastore, max_overlap=0.25).batch(range(8)).votes
+    longer = whole[..., 0] > 4
+    assert 0 < longer.sum() < longer.size
+    assert not limited[longer].any()
+    assert np.array_equal(limited[~longer], whole[~longer])
+
+
+def test_a_datastore_without_votes_is_refused(tiny_datastore: Datastore, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--stage votes"):
+        open_data(tiny_datastore)

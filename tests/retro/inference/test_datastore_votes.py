@@ -1,0 +1,94 @@
+"""A model that copies from the whole datastore scores and generates with live votes what it scores with stored ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import LONGEST, SAMPLED, as_columns
+from retro.inference.decoder import Decoder
+from retro.inference.rows import FindVotes
+from retro.model.inputs import Inputs
+from tests.retro.inference.test_decoder import FLOAT32, retriever
+from tests.retro.small_model import M, Together, V, build
+from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
+
+HEADS = {
+    "datastore": {"copy_head.datastore": True},
+    "all": {"copy_head.datastore": True, "copy_head.context": True, "copy_head.neighbors": True},
+    "without cross-attention": {"copy_head.datastore": True, "retrieval.cca_layers": ()},
+}
+
+
+def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: Datastore) -> None:
+    split, index = voting_datastore.valid, SuffixIndex.open(voting_datastore.folder)
+    compared = 0
+    for first, stop in split.chunk_ranges(np.arange(split.num_documents)):
+        real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
+        text, stored = split.tokens.read(first, stop)[real], as_columns(split.votes.read(first, stop)[real])
+        live = index.votes(text)
+        # Of more occurrences in several shards, others may be counted.
+        counts = [index.longest_match(text[max(0, end - LONGEST) : end]).count for end in range(1, len(text) + 1)]
+        rare = np.array(counts) <= SAMPLED
+        assert np.array_equal(live[:, 0], stored[:, 0])
+        assert np.array_equal(live[rare], stored[rare])
+        assert np.array_equal(index.votes(text, 5), live[5:])
+        compared += int(rare.sum())
+    assert compared > 100
+
+
+def find_votes(text: np.ndarray, first: int) -> np.ndarray:
+    """Random votes that depend on the last three tokens only."""
+    votes = np.zeros((len(text) - first, 7), np.int64)
+    for row, end in zip(votes, range(first + 1, len(text) + 1), strict=True):
+        drawn = np.random.default_rng(text[max(0, end - 3) : end])
+        row[0], row[1:4], row[4:] = drawn.integers(0, 40), drawn.permutation(V)[:3], drawn.integers(1, 9, 3)
+        row *= row[0] > 10
+    return votes
+
+
+def together(name: str, find: FindVotes | None, k: int = 2) -> Together:
+    model = build(**HEADS[name])
+    made = Together(model, FLOAT32, 8 * M, retriever(k))
+    made.decoder = Decoder(model, FLOAT32, 8 * M, find)
+    return made
+
+
+@torch.no_grad()
+def uncached(name: str, tokens: np.ndarray, find: FindVotes | None, k: int = 2) -> torch.Tensor:
+    retrieve, full = retriever(k), len(tokens) // M
+    inputs = Inputs(torch.from_numpy(tokens[None]))
+    if retrieve and full:
+        neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
+        found = torch.from_numpy(neighbors[None]), torch.from_numpy(lengths[None])
+        inputs = inputs._replace(neighbors=found[0], neighbor_lengths=found[1])
+    if find is not None:
+        inputs = inputs._replace(votes=torch.from_numpy(find(tokens, 0)[None]))
+    return build(**HEADS[name])(inputs)[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_cached_decoder_equals_a_full_pass(name: str) -> None:
+    drawn, rows = (
+        np.random.default_rng(0),
+        [np.random.default_rng(1).integers(0, V, length) for length in (1, M, 3 * M - 1)],
+    )
+    decoder = together(name, find_votes)
+    logits = decoder.read(rows)
+    for _ in range(2 * M):
+        expected = torch.stack([uncached(name, row, find_votes) for row in rows])
+        torch.testing.assert_close(logits.log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
+        new = [drawn.integers(0, V, 1) for _ in rows]
+        rows = [np.concatenate(row) for row in zip(rows, new, strict=True)]
+        logits = decoder.read(new)
+
+
+def test_retrieval_off_asks_nothing() -> None:
+    def refuse(text: np.ndarray, first: int) -> np.ndarray:
+        raise AssertionError("asked")
+
+    row = np.random.default_rng(1).integers(0, V, 3 * M)
+    made = Together(build(**HEADS["all"]), FLOAT32, 8 * M, None)
+    made.decoder = Decoder(made.decoder.model, FLOAT32, 8 * M, refuse)
+    torch.testing.assert_close(made.read([row])[0].log_softmax(-1), uncached("all", row, None, 0), rtol=1e-4, atol=1e-4)
