@@ -21,6 +21,7 @@ from starlette.responses import Response
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.sparse.candidates import Retrieval
+from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.suffixes.search import SuffixIndex
