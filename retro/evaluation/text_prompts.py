@@ -8,7 +8,7 @@ A prompt has a line `Passage: …` for each retrieved passage, then solved quest
 whole chunks: only complete chunks retrieve, so the question must end a chunk (the paper pads there too, section 4.2).
 
 For a chat model, `PromptBuilder.opening` writes the passages as messages, and the lines after them begin the assistant's turn.
-Such a prompt is not padded, because chat models answer worse after many line ends (docs/results/question-answering.md).
+Such a prompt is not padded: line ends in front do not improve answers (docs/results/question-answering.md).
 """
 
 from collections.abc import Callable, Sequence
