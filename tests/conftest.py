@@ -73,63 +73,11 @@ os.environ.update(
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-_WORDS = [
-    "the",
-    "a",
-    "of",
-    "to",
-    "and",
-    "in",
-    "is",
-    "it",
-    "that",
-    "for",
-    "on",
-    "with",
-    "as",
-    "was",
-    "at",
-    "by",
-    "from",
-    "or",
-    "an",
-    "be",
-    "this",
-    "which",
-    "are",
-    "not",
-    "have",
-    "has",
-    "had",
-    "but",
-    "were",
-    "they",
-    "index",
-    "chunk",
-    "token",
-    "neighbor",
-    "vector",
-    "search",
-    "model",
-    "train",
-    "loss",
-    "gradient",
-    "layer",
-    "head",
-    "shard",
-    "store",
-    "retrieve",
-    "document",
-    "memory",
-    "检索",
-    "模型",
-    "训练",
-    "数据",
-    "向量",
-    "分片",
-    "文档",
-    "邻居",
-]
+_WORDS = """
+    the a of to and in is it that for on with as was at by from or an be this which are not have has had but
+    were they index chunk token neighbor vector search model train loss gradient layer head shard store
+    retrieve document memory 检索 模型 训练 数据 向量 分片 文档 邻居
+""".split()  # noqa: SIM905
 
 
 def write_corpus(path: Path, num_documents: int, seed: int = 0, num_paragraphs: int = 0) -> Path:

@@ -11,6 +11,7 @@ the tokenizer library.
 import dataclasses
 import io
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -440,3 +441,10 @@ def _without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return re.sub("[\ud800-\udfff]", "\ufffd", text)
     return text
+
+
+def open_huggingface(folder: str) -> Tokenizer:
+    """Open a tokenizer in Hugging Face's format as `install_tokenizer` installs it in a datastore, which raises the errors."""
+    with tempfile.TemporaryDirectory() as installed:
+        install_tokenizer(TokenizerSettings(kind="huggingface", path=folder), Path(installed))
+        return Tokenizer.open(Path(installed))

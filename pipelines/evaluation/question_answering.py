@@ -1,16 +1,18 @@
 """Question answering: exact match and F1 of a model's answers in every mode.
 
-questions ─┬─────────────────────────────► lines ──────────► closed book ─────────────────────────┐ each with
-           │                         ┌───► lines ──────────► passages in the prompt ──────────────┘ retrieval OFF and ON
-           ├► find_passages ─► texts ┤
+questions ─┬─────────────────────────────► lines or chat ────► closed book ─────────────────────────┐ each with
+           │                         ┌───► lines or chat ────► passages in the prompt ──────────────┘ retrieval OFF and ON
+           ├► find_passages ─► texts ┼───► chat ─► passages as neighbors, passages in the prompt and as neighbors
            │                         └───► the paper's prompt (section 4.3) ─► passages as neighbors
            └─────────────────────────────► the paper's prompt ─► closed book
 
 prompts of a mode, neighbors ─► LanguageModel ─► answers ─► Answered: exact match, F1
+
+A model with a chat template is asked in its template, all others in lines and in the paper's prompt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +30,9 @@ from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
-from retro.evaluation.text_prompts import PromptBuilder, room_for_prompts
+from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS, PromptBuilder, room_for_prompts
+from retro.finetuning.chat_template import ChatTemplate, stored_template
+from retro.finetuning.conversations import Message
 from retro.inference.language_model import GivenNeighbors, LanguageModel
 from retro.inference.settings import GenerationSettings
 
@@ -47,6 +51,8 @@ def open_model(
     opened = open_checkpoint(checkpoint)
     if settings.neighbor_passages and passages is None and opened.model.retrieves:
         raise InputError(f"neighbor_passages = {settings.neighbor_passages}: name the datastore to search, --passages.")
+    if settings.gold and passages is None:
+        raise InputError("gold = true: name the datastore of the documents in positive_ids, --passages.")
     retrieval = bool(settings.k) and opened.model.retrieves
     if passages is None:
         return LanguageModel.open(checkpoint, None, device, retrieval=retrieval), None
@@ -98,14 +104,15 @@ class QuestionMode:
     """How questions are asked.
 
     Attributes:
-        prompt: `lines`: a line for each passage, question and answer; `paper`: the paper's prompt with the question only.
+        prompt: `lines`: a line for each passage, question and answer; `chat`: the same in the model's chat template; `paper`: the
+            paper's prompt with the question only.
         passages: number of passages in the prompt.
         k: neighbors of each chunk, searched with the chunk.
         neighbors: passages, searched with the question, that all chunks read instead.
         gold: whether passages with the answer come first among them.
     """
 
-    prompt: Literal["lines", "paper"] = "lines"
+    prompt: Literal["lines", "chat", "paper"] = "lines"
     passages: int = 0
     k: int = 0
     neighbors: int = 0
@@ -118,16 +125,21 @@ class QuestionMode:
         parts += [f"ON k={self.k}"] if self.k else []
         parts += [f"{self.neighbors} passages as neighbors"] if self.neighbors else []
         parts += ["gold first"] if self.gold else []
-        return ", ".join((["paper's prompt"] if self.prompt == "paper" else []) + (parts or ["closed book"]))
+        return ", ".join([*_PROMPT_NAMES[self.prompt], *(parts or ["closed book"])])
+
+
+_PROMPT_NAMES = {"lines": (), "chat": ("chat",), "paper": ("paper's prompt",)}
 
 
 class ModePrompts(NamedTuple):
-    """All questions in one mode: tokens of each prompt, its given neighbors, and the texts of its passages."""
+    """All questions in one mode: tokens of each prompt, its given neighbors, the texts of its passages, and the tokens that end
+    an answer in addition to the end of the document."""
 
     mode: QuestionMode
     prompts: list[np.ndarray]
     given: GivenNeighbors | None = None  # None: no neighbors, or those that each chunk finds
     texts: list[list[str]] | None = None  # passages in the prompt or as neighbors; None: no passages
+    ends: tuple[int, ...] = ()
 
 
 class FoundPassages(NamedTuple):
@@ -154,7 +166,7 @@ def found_passages(retriever: Retriever, questions: Sequence[Question], settings
     if not k:
         return None
     searched = find("search", k, positives_first=False)
-    gold = find("gold", settings.neighbor_passages, positives_first=True) if settings.gold else None
+    gold = find("gold", k, positives_first=True) if settings.gold else None
     return FoundPassages(searched, gold)
 
 
@@ -180,9 +192,28 @@ def all_modes(
     Raises:
         InputError: a question is too long for the model.
     """
-    yield from _in_lines(language_model, questions, settings, language, shots, passages)
-    if settings.neighbor_passages:
+    template = _chat_template(language_model)
+    yield from _in_lines(language_model, questions, settings, language, shots, passages, template)
+    if settings.neighbor_passages and template is None:
         yield from _as_in_paper(language_model, questions, settings.neighbor_passages, language, passages)
+
+
+def _chat_template(language_model: LanguageModel) -> ChatTemplate | None:
+    """The model's template; None for base models, and for models that learned questions in the paper's prompt."""
+    settings = language_model.checkpoint.settings
+    if settings.get("finetune", {}).get("format") == "questions":
+        return None
+    return stored_template(language_model.tokenizer, settings)
+
+
+def _opening(template: ChatTemplate, language: Language) -> Callable[[str], np.ndarray]:
+    """A function that writes passages as the user's message. The assistant's answer begins after it, with solved questions."""
+
+    def opening(passages: str) -> np.ndarray:
+        lines = [*passages.splitlines(), CHAT_INSTRUCTIONS[language]]
+        return template.prompt([Message("user", "\n".join(lines))])
+
+    return opening
 
 
 def _in_lines(
@@ -192,16 +223,45 @@ def _in_lines(
     language: Language,
     shots: Sequence[Question],
     passages: FoundPassages | None,
+    template: ChatTemplate | None,
 ) -> Iterator[ModePrompts]:
     m = language_model.model.settings.chunk_length
     room = room_for_prompts(language_model.context, m, settings.max_tokens)
-    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m)
-    count = settings.prompt_passages if passages else 0
-    texts = [[passage.text for passage in row[:count]] for row in passages.searched] if passages and count else None
-    for read in (None, texts) if texts else (None,):
-        filled = [prompts.prompt(question, read[row] if read else ()) for row, question in enumerate(questions)]
+    opening = _opening(template, language) if template else None
+    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m, opening)
+    form = QuestionFormat(language_model.tokenizer, m, language)
+    ends = (template.end_of_turn,) if template else ()
+    rankings = _rankings(passages)
+    count, neighbors = settings.prompt_passages, settings.neighbor_passages
+    in_neighbors = rankings if neighbors and template and language_model.model.settings.retrieves else {}
+    nothing: list[list[Passage]] = [[] for _ in questions]
+    for gold, ranked in (None, nothing), *(rankings.items() if count else ()):
+        texts = [[passage.text for passage in row[:count]] for row in ranked]
+        filled = [prompts.prompt(*pair) for pair in zip(questions, texts, strict=True)]
+        mode = QuestionMode("chat" if template else "lines", 0 if gold is None else count, gold=bool(gold))
         for k in (0, settings.k) if settings.k and language_model.retriever is not None else (0,):
-            yield ModePrompts(QuestionMode(passages=count if read else 0, k=k), filled, texts=read)
+            yield ModePrompts(replace(mode, k=k), filled, None, None if gold is None else texts, ends)
+        for is_gold, row in in_neighbors.items():
+            if gold in (None, is_gold):  # without passages in the prompt, or with those of the prompt
+                given, read = _as_neighbors(form, row, neighbors)
+                both = [one + other for one, other in zip(texts, read, strict=True)]
+                yield ModePrompts(replace(mode, neighbors=neighbors, gold=is_gold), filled, given, both, ends)
+
+
+def _rankings(passages: FoundPassages | None) -> dict[bool, list[list[Passage]]]:
+    """Whether the gold passages come first → passages of each question."""
+    if passages is None:
+        return {}
+    return {False: passages.searched} | ({True: passages.gold} if passages.gold is not None else {})
+
+
+def _as_neighbors(
+    form: QuestionFormat, ranked: Sequence[Sequence[Passage]], count: int
+) -> tuple[GivenNeighbors, list[list[str]]]:
+    """The first passages of each question as neighbors, and their texts: passages may be cut off, so these are decoded."""
+    given = [form.neighbors(row, count) for row in ranked]
+    kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
+    return given, [form.tokenizer.decode_batch(rows) for rows in kept]
 
 
 def _as_in_paper(
@@ -215,15 +275,9 @@ def _as_in_paper(
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
-    if not passages or not model.retrieves:
-        return
-    for gold, ranked in ((False, passages.searched), (True, passages.gold)):
-        if ranked is not None:
-            given = [form.neighbors(row, count) for row in ranked]
-            # Passages may be cut off, so their texts are decoded from the tokens.
-            kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
-            texts = [form.tokenizer.decode_batch(rows) for rows in kept]
-            yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
+    for gold, ranked in _rankings(passages).items() if model.retrieves else ():
+        given, texts = _as_neighbors(form, ranked, count)
+        yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -279,6 +333,7 @@ def measure_answers(
                 prepared.prompts,
                 k=prepared.mode.k,
                 given=prepared.given,
+                ends=prepared.ends,
                 max_tokens=settings.max_tokens,
                 batch_size=settings.batch_size,
                 advance=advance,
@@ -302,6 +357,7 @@ def answer(
     *,
     k: int = 0,
     given: GivenNeighbors | None = None,
+    ends: tuple[int, ...] = (),
     max_tokens: int,
     batch_size: int,
     advance: Advance = lambda _: None,
@@ -313,11 +369,12 @@ def answer(
         prompts: token ids [t] of each.
         k: neighbors of each chunk; 0 = retrieval OFF.
         given: neighbors of each prompt; all chunks of prompt and answer read these, and no search runs.
+        ends: tokens that end an answer, in addition to the end of the document.
         max_tokens: largest number of tokens in an answer.
         batch_size: number of prompts that are continued together.
         advance: called with numbers of answered questions.
     """
-    settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=("\n",))
+    settings = GenerationSettings(max_tokens=max_tokens, temperature=0, stop=("\n",), stop_token_ids=ends)
     answers = []
     for start in range(0, len(prompts), batch_size):
         block = slice(start, start + batch_size)

@@ -29,10 +29,10 @@ class QaSettings:
     prompt_passages: NonNegativeInt = 2
     """Passages in an open-book prompt: the chunks nearest to the question, with their continuations."""
     neighbor_passages: NonNegativeInt = 0
-    """Passages found for the question that every chunk of the paper's prompt reads as neighbors, as in `retro finetune`
-    (paper: 20); 0 = not measured."""
+    """Passages found for the question that every chunk of the prompt reads as neighbors (paper: 20): of the paper's prompt, as in
+    `retro finetune`, or of the chat prompt, without and with passages in it; 0 = not measured."""
     gold: bool = False
-    """Also measure these neighbors with the documents first that a question names as `positive_ids`."""
+    """Also measure these passages with the documents first that a question names as `positive_ids`."""
     retrieval: Retrieval = "dense"
     """How passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     shots: NonNegativeInt = 0
@@ -49,7 +49,7 @@ class QaSettings:
     """Seed of the bootstrap over questions."""
 
     def __post_init__(self) -> None:
-        if self.gold and not self.neighbor_passages:
+        if self.gold and not (self.prompt_passages or self.neighbor_passages):
             raise InputError(
-                "gold needs passages as neighbors: set neighbor_passages, for example --neighbor-passages 20."
+                "gold needs passages: set prompt_passages or neighbor_passages, for example --prompt-passages 4."
             )

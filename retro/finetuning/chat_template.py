@@ -218,22 +218,28 @@ def _generation_blocks() -> Any:
 def template_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ChatTemplate:
     """The template of a model that was fine-tuned on instructions, or imported with a template.
 
-    Args:
-        tokenizer: the model's.
-        settings: those of its checkpoint. The sections `finetune` and `imported` contain the text of a template.
-
     Raises:
         InputError: the checkpoint has no template.
     """
-    finetuned, imported = settings.get("finetune"), settings.get("imported", {}).get("chat_template")
-    if finetuned is not None and finetuned["format"] == "instructions":
-        return ChatTemplate(tokenizer, finetuned["template"], finetuned["language"], _STORED)
-    if imported:
-        return ChatTemplate(tokenizer, imported, option=_STORED)
+    if template := stored_template(tokenizer, settings):
+        return template
     raise InputError(
         "the checkpoint has no chat template: the model was neither fine-tuned on instructions (`retro finetune`, with "
         "finetune.format = 'instructions') nor imported from a folder with a chat_template."
     )
+
+
+def stored_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """As `template_of`; None if the checkpoint has no template.
+
+    Args:
+        tokenizer: the model's.
+        settings: those of its checkpoint. The sections `finetune` and `imported` contain the text of a template.
+    """
+    finetuned, imported = settings.get("finetune"), settings.get("imported", {}).get("chat_template")
+    if finetuned is not None and finetuned["format"] == "instructions":
+        return ChatTemplate(tokenizer, finetuned["template"], finetuned["language"], _STORED)
+    return ChatTemplate(tokenizer, imported, option=_STORED) if imported else None
 
 
 def read_template(path: str, option: str = "finetune.template") -> str:

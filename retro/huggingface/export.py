@@ -12,7 +12,6 @@ written as a model of that family, whose class transformers has.
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
-from indexing.tokenization.tokenizer import MODEL, Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.tokenizer import MODEL, Tokenizer, open_huggingface
 from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
 from retro.checkpoints.single_file import exported
 from retro.checkpoints.tensor_files import index, read_tensors
@@ -181,14 +180,14 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path, datastore: str, token
         tokenizer = tokenizer or checkpoint.settings.get("imported", {}).get("folder", "")
     if tokenizer:
         copy_tokenizer(Path(tokenizer), folder)
-        with tempfile.TemporaryDirectory() as installed:
-            install_tokenizer(TokenizerSettings(kind="huggingface", path=tokenizer), Path(installed))
-            opened = Tokenizer.open(Path(installed))
+        opened = open_huggingface(tokenizer)
         fits = opened.num_model_tokens <= checkpoint.model.vocab_size
     else:
         store = Path(datastore or checkpoint.folders[0])
         source = store / "tokenizer"
         write_tokenizer(source, folder)
+        if template := _chat_template(checkpoint):
+            write_bytes(folder / "chat_template.jinja", template.encode())
         opened = Tokenizer.open(source)
         fits = checkpoint.reads(opened.vocab_size)
         if fits and checkpoint.known_tokenizer not in ("", tokenizer_fingerprint(store)):
@@ -203,3 +202,10 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path, datastore: str, token
     if ids["pad"] >= checkpoint.model.vocab_size:  # the import added it, because the tokenizer had none
         ids["pad"] = ids["eos"]
     return {f"{role}_token_id": number for role, number in ids.items()}
+
+
+def _chat_template(checkpoint: Checkpoint) -> str:
+    """The Jinja template of conversations that a model learned, or was imported with; empty = none."""
+    finetuned, imported = (checkpoint.settings.get(name, {}) for name in ("finetune", "imported"))
+    learned = finetuned.get("format") == "instructions" and finetuned["template"]
+    return learned or imported.get("chat_template", "")

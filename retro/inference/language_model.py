@@ -13,7 +13,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.search import SuffixIndex
-from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
@@ -72,7 +72,8 @@ class LanguageModel:
 
         Args:
             checkpoint: path for `open_checkpoint`.
-            datastore: folder, URL or an open retriever; None = the first datastore of the training run.
+            datastore: folder, URL or an open retriever; None = the first datastore of the training run. An imported model, which
+                has none, then uses its own tokenizer and does not retrieve.
             device: `auto`, `cpu`, `cuda` …
             retrieval: False opens no index; then the model only works with k = 0.
             neighbor_cache_bytes: largest size of the encoded neighbors that are kept, if the decoder reads them.
@@ -82,16 +83,20 @@ class LanguageModel:
         """
         opened = open_checkpoint(Path(checkpoint))
         placement = choose_inference_placement(device, opened.settings["train"]["precision"])
-        source = opened.folders[0] if datastore is None else datastore
         retriever: Retriever | None = None
-        if isinstance(source, Retriever):
+        own = imported_tokenizer(opened) if datastore is None else ""
+        source = own or (opened.folders[0] if datastore is None else datastore)
+        if own:
+            tokenizer = open_huggingface(own)
+        elif isinstance(source, Retriever):
             retriever, tokenizer = source, source.tokenizer
         elif retrieval and opened.model.uses_datastore:
             retriever = Retriever.open(source)
             tokenizer = retriever.tokenizer
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
-        _check_fits(opened, tokenizer, retriever, source)
+        if not own:
+            _check_fits(opened, tokenizer, retriever, source)
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
         copies = retriever is not None and opened.model.copy_head.datastore
@@ -228,6 +233,13 @@ class LanguageModel:
             outside = row[(row < 0) | (row >= size)][0]
             raise InputError(f"{name} has the token id {outside}; this model accepts 0 to {size - 1}.")
         return row
+
+
+def imported_tokenizer(checkpoint: Checkpoint) -> str:
+    """The folder of the tokenizer that an imported model came with; empty if it has a datastore, or if the folder is gone."""
+    folder: str = checkpoint.settings.get("imported", {}).get("folder", "")
+    has_own = folder and not checkpoint.settings["data"]["datastores"] and not checkpoint.model.uses_datastore
+    return folder if has_own and (Path(folder) / "tokenizer.json").is_file() else ""
 
 
 def _always(tokens: np.ndarray, lengths: np.ndarray) -> RetrieveNeighbors:

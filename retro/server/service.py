@@ -25,7 +25,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.suffixes.search import SuffixIndex
-from retro.finetuning.chat_template import ChatTemplate, read_template, template_of
+from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
@@ -374,10 +374,7 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
         )
         template.prompt([Message("user", "x")])
         return template
-    try:
-        return template_of(language_model.tokenizer, language_model.checkpoint.settings)
-    except InputError:
-        return None
+    return stored_template(language_model.tokenizer, language_model.checkpoint.settings)
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:

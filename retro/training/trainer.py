@@ -133,6 +133,7 @@ class Trainer:
         settings.model.check_length(settings.data.sequence_length)
         self.metadata = self._metadata(initial)
         last = on_first(self.group, self._last_checkpoint)
+        self.metadata["settings"] |= _imported(last or initial)
         model = self._initial_model(initial)
         factors = learning_rate_factors(model)
         flops = settings.train.steps * settings.flops_per_step / self.processes.count
@@ -406,6 +407,11 @@ def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None
     if not settings.init_from or checkpoints.latest(run) is not None:
         return None
     return checkpoints.open_checkpoint(Path(settings.init_from))
+
+
+def _imported(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """The section of an imported model, whose chat template a run that continues it keeps."""
+    return {name: section for name, section in checkpoint.settings.items() if name == "imported"} if checkpoint else {}
 
 
 def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:

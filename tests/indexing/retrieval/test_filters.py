@@ -61,5 +61,5 @@ def test_invalid_filters_are_refused(filters: dict, words: str) -> None:
 
 
 def test_value_of_another_type_is_refused_with_its_column(tiny_datastore: Datastore) -> None:
-    with pytest.raises(InputError, match=r"filters\.chunks = \['many'\]: the column holds values of type int64"):
+    with pytest.raises(InputError, match=r"filters\.chunks = \['many'\].*int64"):
         matching_chunks(tiny_datastore.train, {"chunks": ["many"]})

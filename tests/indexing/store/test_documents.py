@@ -74,5 +74,5 @@ def test_pickled_table_omits_its_cache(table: DocumentTable) -> None:
 
 def test_file_with_fewer_rows_than_in_the_manifest_is_refused(table: DocumentTable) -> None:
     short = DocumentTable(table.paths[:1], [101])
-    with pytest.raises(InputError, match="100 rows, the datastore's manifest says 101"):
+    with pytest.raises(InputError, match=r"100 .* 101"):
         short.take([3])

@@ -338,7 +338,7 @@ def test_file_without_a_tokenizer_is_refused(tmp_path):
             install_tokenizer(TokenizerSettings(kind=kind, path=str(tmp_path / name)), tmp_path / "t")
         assert str(tmp_path / name) in str(error.value)
         assert f"{tmp_path / 't'}/" not in str(error.value)
-    with pytest.raises(InputError, match="holds no finished tokenizer"):
+    with pytest.raises(InputError, match="no finished tokenizer"):
         Tokenizer.open(tmp_path / "t")
 
 

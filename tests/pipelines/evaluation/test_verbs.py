@@ -265,7 +265,7 @@ def test_scores_are_means_over_questions_with_confidence_intervals() -> None:
         (["eval", "qa", "RUN", "QUESTIONS", "--shots", "7"], ["7 questions", "shots = 7"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--max-tokens", "60"], ["max_tokens = 60"]),
         (["eval", "qa", "RUN", "QUESTIONS", "--k", "-1"], ["k = -1"]),
-        (["eval", "qa", "RUN", "QUESTIONS", "--gold"], ["gold", "neighbor_passages"]),
+        (["eval", "qa", "RUN", "QUESTIONS", "--gold"], ["gold", "--passages"]),
         (
             ["eval", "qa", "RUN", "QUESTIONS", "--passages", "DATASTORE", "--neighbor-passages", "2", "--gold"],
             ["'q0'", '"positive_ids"'],

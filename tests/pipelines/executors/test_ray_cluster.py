@@ -48,5 +48,5 @@ def test_address_that_ray_cannot_parse_is_refused(monkeypatch: pytest.MonkeyPatc
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(InputError, match=r"executor\.ray_address: no Ray cluster at nonsense: Invalid address"):
+    with pytest.raises(InputError, match=r"executor\.ray_address.*nonsense"):
         connect("nonsense")

@@ -263,9 +263,7 @@ def test_problems_of_an_evaluation_file_are_reported(corpus, tmp_path, caplog) -
 
 def test_corpus_equal_to_the_evaluation_set_is_refused_with_the_reason(corpus, tmp_path) -> None:
     config = config_of(tmp_path, corpus[0], paths=(str(corpus[0]),))
-    with pytest.raises(
-        InputError, match=r"removed (\d+) of \1 training documents \(\1 near evaluation\).*none is left"
-    ):
+    with pytest.raises(InputError, match=r"removed (\d+) of \1 .*\(\1 near evaluation\)"):
         build_local(config, only="chunk")
 
 

@@ -69,9 +69,9 @@ def test_only_the_damaged_artifact_is_named_and_rebuilt(
 
 def test_damaged_datastore_manifest_is_refused_by_readers_and_rewritten_by_index(config, tiny_datastore) -> None:
     truncate(config.datastore / "manifest.json")
-    with pytest.raises(InputError, match=r"manifest\.json cannot be read.*retro index CONFIG"):
+    with pytest.raises(InputError, match=r"manifest\.json.*retro index CONFIG"):
         Datastore.open(config.datastore)
-    with pytest.raises(InputError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(InputError, match=r"manifest\.json"):
         build_local(config, only="neighbors")
     before = times(config.datastore)
     build_local(config)
@@ -148,7 +148,7 @@ def test_failing_shard_is_named_and_finished_shards_are_kept(config) -> None:
     shutil.rmtree(config.datastore / "embeddings")
     victim = config.datastore / "chunks/00002/train/tokens.npy"
     victim.write_bytes(b"\0" * victim.stat().st_size)  # the size is correct
-    with pytest.raises(InputError, match=r"00002/train/tokens\.npy has changed since it was written"):
+    with pytest.raises(InputError, match=r"00002/train/tokens\.npy has changed"):
         build_local(config)
     assert sorted(path.name for path in (config.datastore / "embeddings").iterdir()) == ["00000", "00001"]
 
@@ -172,7 +172,7 @@ def test_shard_written_to_a_disk_of_another_machine_is_refused(tmp_path) -> None
             pass
 
     task = shard_task(tmp_path / "chunks/00000", Recipe("chunk", 1), size=1)
-    with pytest.raises(InputError, match=r"chunks/00000 was made, but is not visible on this machine"):
+    with pytest.raises(InputError, match=r"chunks/00000.*not visible"):
         run_tasks("chunk", "chunks", elsewhere, [task], LocalExecutor(ExecutorSettings()))
 
 

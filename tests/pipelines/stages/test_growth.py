@@ -266,9 +266,9 @@ def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsy
     (folder / "appended" / "00001" / "plan.json").write_text("{}")
     assert main(["verify", str(folder), "--repair"]) == 1
     assert "appended/00001" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"appended/00001 is missing: .*--append"):
+    with pytest.raises(InputError, match=r"appended/00001.*--append"):
         build_local(config_of(tmp_path, files[:1]))
-    with pytest.raises(InputError, match=r"appended/00001 is missing, and corpus\.paths names other files"):
+    with pytest.raises(InputError, match=r"appended/00001.*corpus\.paths"):
         build_local(config_of(tmp_path, files[2:]), append=True)
     build_local(config_of(tmp_path, files[1:2]), append=True)
     assert contents(folder) == before

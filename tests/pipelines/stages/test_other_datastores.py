@@ -156,7 +156,7 @@ def test_missing_or_changed_datastore_is_refused_and_moved_one_can_be_renamed(
 
     changed = replace(other, datastore=moved, corpus=replace(other.corpus, split=(700, 300, 0)))
     build_local(changed, rebuild=True)
-    with pytest.raises(InputError, match=r"second holds other chunks.*neighbors\.extra_datastores"):
+    with pytest.raises(InputError, match=r"second.*neighbors\.extra_datastores"):
         TrainingData([config.datastore], options, retrieval=True)
     with pytest.raises(InputError, match=r"'neighbors\.extra_datastores\[0\]' has changed"):
         build_local(config)
@@ -178,7 +178,7 @@ def test_incompatible_datastores_are_refused_by_name(
     strange = tiny_config(tmp_path / "strange", corpus)
     build_local(strange)
     refused(strange.datastore, r"neighbors\.extra_datastores: .* different tokenizers")
-    with pytest.raises(InputError, match=r"data\.datastores: .* different tokenizers"):
+    with pytest.raises(InputError, match=r"data\.datastores.*tokenizers"):
         TrainingData([tiny_datastore.folder, strange.datastore], DataSettings(sequence_length=64), retrieval=False)
     vectors = replace(strange, datastore=tmp_path / "vectors", tokenizer=other.tokenizer)
     build_local(vectors)

@@ -131,7 +131,7 @@ def test_a_tokenizer_of_another_size_is_rejected(tmp_path, datastores, num_ids, 
     if fits:
         check_tables(checkpoint, num_ids, num_model_tokens)
     else:
-        with pytest.raises(InputError, match=rf"{V} rows for {V} ids, the tokenizer has {num_ids}"):
+        with pytest.raises(InputError, match=rf"{V} .* {V} .* {num_ids}"):
             check_tables(checkpoint, num_ids, num_model_tokens)
 
 

@@ -405,7 +405,7 @@ def an_error_on_one_process_is_raised_on_all(case: Case) -> None:
     assert on_all(case.group, lambda: case.rank) == case.rank
     assert on_first(case.group, lambda: case.rank) == 0
     other = new_model(seed=1, d_ffw=32)
-    with pytest.raises(InputError, match=r"feed_forward.*shape \[64, 32\], here it has \[32, 32\]"):
+    with pytest.raises(InputError, match=r"feed_forward.*\[64, 32\].*\[32, 32\]"):
         training_state.restore(checkpoints.open_checkpoint(case.run), other, new_optimizer(other), case.group)
 
 

@@ -157,7 +157,7 @@ def test_a_template_is_read_from_a_file_or_a_tokenizer_folder(tmp_path: Path) ->
     assert read_template("") == ""
     (tmp_path / "mine.jinja").write_text("words")
     assert read_template(str(tmp_path / "mine.jinja")) == "words"
-    with pytest.raises(InputError, match=r"finetune\.template = .*name a Jinja file, or the folder"):
+    with pytest.raises(InputError, match=r"finetune\.template = "):
         read_template(str(tmp_path))
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]}))  # fmt: skip

@@ -179,7 +179,7 @@ def test_too_long_examples_are_cut_and_dropped_if_no_answer_is_left(prepared: Pr
     batch = rows.batch(range(len(rows)), K)
     assert batch.tokens.shape == (len(rows), 32)
     assert (batch.labels != IGNORED_LABEL).any(axis=1).all()
-    with pytest.raises(InputError, match=r"none of 13 is left to learn: 13 have their answer beyond"):
+    with pytest.raises(InputError, match=r" 13 .* 13 .*answer beyond"):
         rows_of(prepared, 2, packed=True)
 
 

@@ -74,7 +74,7 @@ def drop_tensor(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torc
     [
         (
             drop_tensor("transformer.h.1.ln_2.bias"),
-            "has no tensor transformer.h.1.ln_2.bias, but its config.json requires it",
+            "transformer.h.1.ln_2.bias",
         ),
         (lambda tensors: tensors | {"score.weight": torch.ones(2)}, "tensor score.weight is unknown"),
         (
@@ -103,15 +103,15 @@ def test_incomplete_or_damaged_folders_are_rejected(folder: Path, tmp_path: Path
     (folder / WEIGHTS).write_bytes(content[:-5])
     expect_error("is damaged or not a safetensors file")
     (folder / WEIGHTS).unlink()
-    expect_error("has neither model.safetensors nor model.safetensors.index.json")
+    expect_error("model.safetensors.*model.safetensors.index.json")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    expect_error(r"pytorch_model.bin is a pickle file.*save_pretrained")
+    expect_error(r"pytorch_model.bin.*save_pretrained")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "one.safetensors"}}))
     expect_error("one.safetensors is missing")
     for wrong in ({}, {"weight_map": {"transformer.wte.weight": "../one.safetensors"}}):
         index.write_text(json.dumps(wrong))
-        expect_error("weight_map must map every tensor to a file in the same folder")
+        expect_error("weight_map")
     (folder / "config.json").write_text("{")
     expect_error("config.json is not JSON")
 
@@ -144,5 +144,5 @@ def test_logits_that_differ_from_transformers_are_rejected(folder: Path) -> None
     base = read_base(folder)
     assert verify(base)[0] < 1e-5
     base.tensors["attention.1.block.o_proj.bias"][3] += 0.5
-    with pytest.raises(InputError, match="logits differ from transformers' by up to"):
+    with pytest.raises(InputError, match="logits differ"):
         verify(base)

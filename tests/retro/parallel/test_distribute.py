@@ -456,7 +456,7 @@ def test_impossible_parallel_settings_are_rejected() -> None:
     for key in ("data", "tensor", "pipeline", "microbatches", "expert"):
         with pytest.raises(InputError, match=f"{key} = -1"):
             ParallelSettings(**{key: -1})
-    with pytest.raises(InputError, match=r"parallel.cpu_offload = true needs parallel.zero"):
+    with pytest.raises(InputError, match=r"parallel\.cpu_offload = true.*parallel\.zero"):
         ParallelSettings(cpu_offload=True)
 
 

@@ -123,6 +123,19 @@ def events_of(response: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
+class Gate:
+    """Wraps a function: counts its calls, and holds each until `let_go` is set."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+        self.let_go = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        assert self.let_go.wait(PATIENCE)
+        return self.function(*args, **kwargs)
+
+
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """Serve the app from a thread and yield its URL."""

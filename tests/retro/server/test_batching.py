@@ -81,20 +81,25 @@ def test_a_small_request_does_not_wait_for_large_ones_that_came_before_it(keys: 
     assert sorted(items) == sorted([0, 7, *list(range(100, 140)) * 6])  # each once
 
 
-def test_a_cancelled_request_is_not_processed_to_its_end() -> None:
+def test_a_cancelled_request_is_not_processed_to_its_end_or_not_at_all() -> None:
     work = Work()
     batcher = Batcher("test", work, 2)
 
     async def cancelled() -> None:
         large = asyncio.ensure_future(batcher("a", list(range(100))))
         await asyncio.to_thread(work.begun.wait, PATIENCE)
-        large.cancel()
+        waiting, stays = (asyncio.ensure_future(batcher("b", [number])) for number in (1, 2))
         await asyncio.sleep(0)
+        for gone in (large, waiting):
+            gone.cancel()
+        await asyncio.sleep(0)
+        assert large.cancelled()
+        assert waiting.cancelled()
         work.let_go.set()
-        assert await batcher("b", [1]) == [2]
+        assert await stays == [4]
 
     asyncio.run(cancelled())
-    assert work.calls == [("a", [0, 1]), ("b", [1])]
+    assert work.calls == [("a", [0, 1]), ("b", [2])]
 
 
 @pytest.mark.parametrize("max_batch", [2, 100])
@@ -117,26 +122,6 @@ def test_an_idle_worker_starts_immediately_and_an_empty_request_needs_none() -> 
     for calls in (3, 6):  # another event loop can use the same worker
         assert asyncio.run(one_by_one()) == [[0], [], [2], [4]]
         assert len(work.calls) == calls
-
-
-def test_cancelled_requests_are_skipped() -> None:
-    work = Work()
-    batcher = Batcher("test", work, 100)
-
-    async def cancelled() -> None:
-        busy = asyncio.ensure_future(batcher("first", [0]))
-        await asyncio.to_thread(work.begun.wait, PATIENCE)
-        gone = asyncio.ensure_future(batcher("a", [1]))
-        stays = asyncio.ensure_future(batcher("a", [2]))
-        await asyncio.sleep(0)
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        work.let_go.set()
-        assert await asyncio.gather(busy, stays) == [[0], [4]]
-
-    asyncio.run(cancelled())
-    assert work.calls == [("first", [0]), ("a", [2])]
 
 
 def test_an_idle_thread_ends_and_restarts_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from retro.server.generation_queue import GenerationQueue
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
 from tests.conftest import PATIENCE, wait_until
-from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Make, listening
+from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Gate, Make, listening
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the memory"}]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -91,24 +90,13 @@ def test_concurrent_answers_equal_sequential_ones(
 # --- the batch -------------------------------------------------------------------------------------------------------
 
 
-class Held:
-    """Holds every step of a batch until `let_go` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.let_go, step = threading.Event(), Batch.step
-
-        def held(batch: Batch) -> Any:
-            assert self.let_go.wait(PATIENCE)
-            return step(batch)
-
-        monkeypatch.setattr(Batch, "step", held)
-
-
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    steps = Held(monkeypatch)
-    yield steps
-    steps.let_go.set()
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds every step of a batch until `let_go` is set."""
+    gate = Gate(Batch.step)
+    monkeypatch.setattr(Batch, "step", lambda batch: gate(batch))
+    yield gate
+    gate.let_go.set()
 
 
 def gauge(url: str, name: str) -> float:
@@ -117,7 +105,7 @@ def gauge(url: str, name: str) -> float:
     return values[name, "generate"]
 
 
-def test_a_full_batch_queues_and_a_full_queue_refuses(app_with: Make, held: Held) -> None:
+def test_a_full_batch_queues_and_a_full_queue_refuses(app_with: Make, held: Gate) -> None:
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
     app = app_with(max_num_seqs=1, max_requests=2)
     with listening(app) as url, ThreadPoolExecutor(2) as clients:
@@ -150,14 +138,7 @@ async def tokens_of(
     return rows
 
 
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        return await work()
-
-    return asyncio.run(main())
-
-
-def test_a_request_with_many_prompts_does_not_delay_a_later_one(language_model: LanguageModel, held: Held) -> None:
+def test_a_request_with_many_prompts_does_not_delay_a_later_one(language_model: LanguageModel, held: Gate) -> None:
     queue, ended = GenerationQueue(language_model, 2, Metrics()), list[str]()
 
     async def work() -> None:
@@ -170,11 +151,11 @@ def test_a_request_with_many_prompts_does_not_delay_a_later_one(language_model: 
         held.let_go.set()
         assert (await large)[:1] == await small
 
-    run(work)
+    asyncio.run(work())
     assert ended == ["small", "large"]
 
 
-def test_a_client_that_leaves_frees_its_places(language_model: LanguageModel, held: Held) -> None:
+def test_a_client_that_leaves_frees_its_places(language_model: LanguageModel, held: Gate) -> None:
     queue = GenerationQueue(language_model, 2, Metrics())
 
     async def work() -> None:
@@ -190,7 +171,7 @@ def test_a_client_that_leaves_frees_its_places(language_model: LanguageModel, he
             await asyncio.sleep(0.01)
         assert len(queue) == 0
 
-    run(work)
+    asyncio.run(work())
 
 
 def fails_at(language_model: LanguageModel, text: str) -> LanguageModel:
@@ -208,7 +189,7 @@ def fails_at(language_model: LanguageModel, text: str) -> LanguageModel:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_fails_is_answered_500_and_its_neighbors_in_the_batch_as_alone(
-    retriever: Retriever, language_model: LanguageModel, held: Held, stream: bool
+    retriever: Retriever, language_model: LanguageModel, held: Gate, stream: bool
 ) -> None:
     """The failing request generates for some steps, then a token that the model fails to read."""
     failing_model = fails_at(language_model, "检索")
@@ -244,7 +225,7 @@ def test_a_request_that_fails_is_answered_500_and_its_neighbors_in_the_batch_as_
 
 
 def test_a_prompt_that_cannot_join_the_batch_fails_alone(
-    language_model: LanguageModel, held: Held, monkeypatch: pytest.MonkeyPatch
+    language_model: LanguageModel, held: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, (marked, *others) = language_model.tokenizer, PROMPTS[:3]
 
@@ -269,10 +250,10 @@ def test_a_prompt_that_cannot_join_the_batch_fails_alone(
         assert first == both[:1]
         assert both == await tokens_of(queue, others)
 
-    run(work)
+    asyncio.run(work())
 
 
-def test_a_stopping_server_ends_running_and_waiting_requests(language_model: LanguageModel, held: Held) -> None:
+def test_a_stopping_server_ends_running_and_waiting_requests(language_model: LanguageModel, held: Gate) -> None:
     queue = GenerationQueue(language_model, 1, Metrics())
 
     async def work() -> None:
@@ -284,4 +265,4 @@ def test_a_stopping_server_ends_running_and_waiting_requests(language_model: Lan
             assert isinstance(error, ApiError)
             assert error.status == 503
 
-    run(work)
+    asyncio.run(work())

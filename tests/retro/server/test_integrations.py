@@ -67,23 +67,20 @@ def documented(package: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return defined["RetroRetriever"]
 
 
-@pytest.fixture
-def hits(url: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize(("package", "search"), [("langchain_core", "invoke"), ("llama_index", "retrieve")])
+def test_a_documented_retriever_returns_the_servers_hits(
+    url: str, package: str, search: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"texts": [TEXT], "k": 3, "retrieval": "hybrid"}
-    return httpx.post(url + "/search", json=body, timeout=PATIENCE).json()["results"][0]
-
-
-def test_langchain(url: str, hits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = documented("langchain_core", monkeypatch)(url=url, k=3).invoke(TEXT)
-    assert [each.page_content for each in found] == [hit["text"] + hit["continuation"] for hit in hits]
-    assert [each.metadata for each in found] == [hit["metadata"] | {"score": hit["score"]} for hit in hits]
-
-
-def test_llama_index(url: str, hits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = documented("llama_index", monkeypatch)(url=url, k=3).retrieve(TEXT)
-    assert [each.node.text for each in found] == [hit["text"] + hit["continuation"] for hit in hits]
-    assert [each.node.metadata for each in found] == [hit["metadata"] for hit in hits]
-    assert [each.score for each in found] == [hit["score"] for hit in hits]
+    hits = httpx.post(url + "/search", json=body, timeout=PATIENCE).json()["results"][0]
+    found = getattr(documented(package, monkeypatch)(url=url, k=3), search)(TEXT)
+    if package == "langchain_core":
+        rows = [(each.page_content, each.metadata) for each in found]
+        expected = [hit["metadata"] | {"score": hit["score"]} for hit in hits]
+    else:
+        rows, expected = [(each.node.text, each.node.metadata) for each in found], [hit["metadata"] for hit in hits]
+        assert [each.score for each in found] == [hit["score"] for hit in hits]
+    assert rows == [(hit["text"] + hit["continuation"], row) for hit, row in zip(hits, expected, strict=True)]
 
 
 def test_the_unit_of_systemd_gives_the_server_time_to_stop_and_names_its_options() -> None:

@@ -120,8 +120,7 @@ def test_the_events_of_a_stream_match_their_description(
 @pytest.mark.parametrize(
     ("path", "body", "integers"),
     [
-        ("/search", {"tokens": [[5, 6]], "text": False}, {"k": 2}),
-        ("/search", {"text": False}, {"tokens": [[5, 6]]}),
+        ("/search", {"text": False}, {"tokens": [[5, 6]], "k": 2}),
         ("/generate", {"prompt": "a"}, {"k": 2, "max_tokens": 2, "top_k": 5, "seed": 13184}),
         ("/v1/embeddings", {"model": "tiny:embedder"}, {"input": [5, 6]}),
         ("/detokenize", {}, {"tokens": [5, 6]}),

@@ -56,21 +56,6 @@ def test_once_asked_the_form_shrinks_and_the_results_are_in_view(open_page, url:
     expect(page.locator("#neighbors textarea")).to_have_value(LONG)
 
 
-def test_a_filter_offers_the_values_of_its_column(open_page, url: str) -> None:
-    page = open_page(url + form_of("neighbors"))
-    page.get_by_role("button", name="Add a filter").click()
-    page.get_by_label("Column").select_option("title")
-    page.get_by_label("Value").fill("title 1")
-    options = page.locator("datalist option")
-    expect(options.first).to_have_attribute("value", re.compile("^Title 1"))
-    assert all("Title 1" in each.get_attribute("value") for each in options.all())
-    page.get_by_label("Value").fill(options.first.get_attribute("value"))
-    ask(page, "neighbors")
-    names = set(page.locator(".neighbor h4 a").all_text_contents())
-    assert len(names) == 1
-    assert names.pop().startswith("Title 1")
-
-
 def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
     page = open_page("about:blank")
     answer_with(page, "**/datastore", lambda body: body["datastores"].append({"name": "b/other", "chunks": 1}))
@@ -161,33 +146,27 @@ def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
 # --- where it helps --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_chunk_is_grey_and_says_why(open_page, url: str) -> None:
-    page = open_page(url + form_of("passage"))
-    with page.expect_response("**/score") as answered:
-        ask(page, "passage")
-    numbers = [token["chunk"] for token in answered.value.json()["tokens"]]
-    grey = ["first" in each.get_attribute("class").split() for each in page.locator(".rows .token").all()]
-    assert grey == [number == 0 for number in numbers]
-    row = page.locator(".chunk-row").first
-    expect(row).to_contain_text("no neighbors yet")
-    expect(row.locator(".neighbor")).to_have_count(0)
-    page.locator("#passage-strip summary").click()
-    expect(page.locator("#passage-strip")).to_contain_text("the first chunk has none")
-    submit(page, "passage", "the index")
-    expect(page.locator("#passage-strip")).to_contain_text("The first chunk has no neighbors")
-
-
-def test_every_chunk_shows_the_neighbors_that_the_model_could_read(open_page, url: str) -> None:
+def test_the_first_chunk_is_grey_and_the_others_show_the_neighbors_that_the_model_could_read(
+    open_page, url: str
+) -> None:
     page = open_page(url + form_of("passage"))
     with page.expect_response("**/score") as answered:
         ask(page, "passage")
     answer = answered.value.json()
+    numbers = [token["chunk"] for token in answer["tokens"]]
+    grey = ["first" in each.get_attribute("class").split() for each in page.locator(".rows .token").all()]
+    assert grey == [number == 0 for number in numbers]
     read = {each["chunk"] + 1: [hit["title"] for hit in each["neighbors"]] for each in answer["sources"]["chunks"]}
     rows = page.locator(".chunk-row").all()
-    assert len(rows) == answer["tokens"][-1]["chunk"] + 1
+    assert len(rows) == numbers[-1] + 1
     for number, row in enumerate(rows):
         assert row.locator(".neighbor > summary b").all_text_contents() == read.get(number, [])
     assert "".join(page.locator(".rows .token").all_text_contents()) == LONG
+    expect(rows[0]).to_contain_text("no neighbors yet")
+    page.locator("#passage-strip summary").click()
+    expect(page.locator("#passage-strip")).to_contain_text("the first chunk has none")
+    submit(page, "passage", "the index")
+    expect(page.locator("#passage-strip")).to_contain_text("The first chunk has no neighbors")
 
 
 def test_marked_tokens_have_their_text_in_the_neighbor(open_page, url: str) -> None:

@@ -40,8 +40,10 @@ def test_the_page_opens_with_colored_tokens_above_the_fold(open_page, url: str, 
     assert page.evaluate("scrollY") == 0
 
 
-def test_the_best_example_is_first_and_is_shown(open_page, url: str) -> None:
+def test_the_best_example_is_first_named_by_its_path_and_shown(open_page, url: str) -> None:
+    name = {"document_id": "lib/email/header.py", "title": "header"}
     page = open_page("about:blank")
+    answer_with(page, "**/examples?*", lambda body: body["examples"][0].update(name))
     with page.expect_response("**/examples?*") as answered, page.expect_request("**/score") as sent:
         page.goto(url)
     best, *others = answered.value.json()["examples"]
@@ -49,19 +51,9 @@ def test_the_best_example_is_first_and_is_shown(open_page, url: str) -> None:
     assert sent.value.post_data_json["text"] == best["text"].replace("\r\n", "\n")
     first = page.locator("#passage .examples button").first
     expect(first).to_have_attribute("title", best["document_id"])
+    expect(first).to_contain_text(best["document_id"])
     expect(first).to_have_attribute("aria-pressed", "true")
     expect(page.locator("#passage .examples [aria-pressed=true]")).to_have_count(1)
-
-
-def test_an_example_is_named_by_its_path(open_page, url: str) -> None:
-    page = open_page("about:blank")
-    answer_with(
-        page,
-        "**/examples?*",
-        lambda body: body["examples"][0].update(document_id="lib/email/header.py", title="header"),
-    )
-    page.goto(url)
-    expect(page.locator("#passage .examples button").first).to_contain_text("lib/email/header.py")
 
 
 def test_first_chunk_legend_and_all_neighbors_but_the_first_are_folded(open_page, url: str) -> None:
@@ -119,11 +111,15 @@ def test_an_address_with_a_text_and_a_form_in_use_are_left_alone(open_page, url:
     expect(page.locator("#passage .empty")).to_be_visible()
 
 
-def test_a_datastore_without_a_model_opens_on_its_search(open_page, app_with: Make) -> None:
+def test_a_datastore_without_a_model_opens_on_its_search_and_model_views_name_the_option(
+    open_page, app_with: Make
+) -> None:
     with listening(app_with(model=False)) as url:
         page = open_page(url)
         expect(page.locator("#tab-neighbors")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#neighbors textarea")).to_be_visible()
+        for view in ("passage", "generation"):
+            expect(open_page(f"{url}/#/{view}").locator(f"#{view} .results")).to_contain_text("--checkpoint")
 
 
 # --- write -----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
     [
         ({}, None, "none"),
         ({"texts": ["a"], "tokens": [[5]]}, None, "texts, tokens"),
-        ({"texts": ["a"], "k": 0}, "k", "1"),
         ({"texts": ["a"], "k": 101}, "k", "max_k"),
         ({"texts": ["a"], "k": "5"}, "k", "integer"),
         ({"texts": ["a"] * 257}, "texts", "max_queries"),
@@ -89,16 +88,12 @@ def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
         ({"texts": ["a"] * 129, "retrieval": "hybrid"}, "texts", "max_candidates"),
         ({"texts": ["a"] * 164, "k": 100}, "texts", "max_candidates"),
         ({"vectors": [[0.5] * 31]}, "vectors", "31"),
-        ({"vectors": [["x"]]}, "vectors.0.0", "number"),
-        ({"texts": ["a"], "filters": {"str": {}}}, "filters", "string"),
         ({"vectors": [[0.5] * 32, [math.nan] * 32]}, "vectors.1.0", "finite"),
-        ({"vectors": [[math.inf] * 32]}, "vectors.0.0", "finite"),
         ({"vectors": [[1e300] * 32]}, "vectors", "not finite"),
         ({"vectors": [[0.0] * 32]}, None, "zero"),
         ({"vectors": ["%%%"]}, "vectors", "base64"),
         ({"vectors": ["AAAA"]}, "vectors", "base64"),
         ({"vectors": [base64.b64encode(np.full(32, np.nan, "<f4").tobytes()).decode()]}, "vectors", "not finite"),
-        ({"texts": ["a"], "retrieval": "magic"}, "retrieval", "hybrid"),
     ],
 )
 def test_invalid_searches_are_rejected_with_their_field(client: TestClient, body, param, said: str) -> None:
@@ -193,35 +188,32 @@ def test_neighbors_equal_those_the_model_reads(client: TestClient, retriever: Re
     assert sum(chunk["tokens"] for chunk in chunks) == len(tokens)
 
 
-def test_neighbor_tokens_equal_the_retrievers(client: TestClient, retriever: Retriever) -> None:
-    chunks = retriever.retrieval.chunks(np.array([3, 50, 90]))[0]
-    for k in (1, 2, 100):
-        answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": k}).json()
-        tokens, lengths = retriever.neighbors(chunks, k)
-        assert (answer["tokens"], answer["lengths"]) == (tokens.tolist(), lengths.tolist())
-        assert not answer["partial"]
-    assert client.post("/neighbors/tokens", json={"chunks": []}).json()["tokens"] == []
-    whole = chunks[0].tolist()
-    for wrong, param in (({"chunks": [whole, whole[1:]]}, "chunks"), ({"chunks": [whole], "k": 101}, "k")):
-        assert problem(client, "/neighbors/tokens", **wrong)[:2] == (422, param)
-    assert problem(client, "/neighbors/tokens", chunks=[[10**6] * 16])[0] == 422
-    assert problem(client, "/neighbors/tokens", chunks=[whole] * 257)[:2] == (422, "chunks")
-
-
-def test_neighbor_tokens_are_found_as_the_stored_neighbors(
+def test_neighbor_tokens_are_the_retrievers_by_the_rules_of_the_stored_neighbors(
     tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks, k = tiny_datastore.train.tokens.read(40, 60).astype(np.int64), 2
-    dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, k)[0]
+    chunks = tiny_datastore.train.tokens.read(40, 60).astype(np.int64)
+    dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, 2)[0]
     stored = NeighborSettings(stored=6, candidates=24, rerank="tokens")
     monkeypatch.setattr(Retriever, "_stored", (stored, "exact"))
     retriever = Retriever.open(tiny_datastore.folder)
-    expected = retriever.neighbors(chunks, k)[0]
-    assert (expected != dense).any()
+    assert (retriever.neighbors(chunks, 2)[0] != dense).any()
     app = make_app(retriever, None, ServeSettings(name="tiny", allowed_hosts=("testserver",)), token="")
+    whole = chunks[0].tolist()
     with TestClient(app) as client:
-        answer = client.post("/neighbors/tokens", json={"chunks": chunks.tolist(), "k": k}).json()
-    assert answer["tokens"] == expected.tolist()
+        for k in (1, 2, 100):
+            answer = client.post("/neighbors/tokens", json={"chunks": chunks[:3].tolist(), "k": k}).json()
+            tokens, lengths = retriever.neighbors(chunks[:3], k)
+            assert (answer["tokens"], answer["lengths"]) == (tokens.tolist(), lengths.tolist())
+            assert not answer["partial"]
+        assert client.post("/neighbors/tokens", json={"chunks": []}).json()["tokens"] == []
+        for wrong, param in (
+            ({"chunks": [whole, whole[1:]]}, "chunks"),
+            ({"chunks": [whole], "k": 101}, "k"),
+            ({"chunks": [[10**6] * 16]}, None),
+            ({"chunks": [whole] * 257}, "chunks"),
+        ):
+            status, named, _ = problem(client, "/neighbors/tokens", **wrong)
+            assert (status, named if param else None) == (422, param)
 
 
 @pytest.mark.parametrize("path", ["/embed", "/neighbors", "/score", "/tokenize", "/generate"])
@@ -245,6 +237,60 @@ def test_the_number_of_chunks_of_a_text_is_limited(app_with: Make) -> None:
             ("/embed", {"texts": [""]}, "texts.0"),
         ):
             assert problem(client, path, **body)[:2] == (422, param)
+
+
+# --- values to filter by ---------------------------------------------------------------------------------------------
+
+
+def test_every_offered_value_filters(client: TestClient) -> None:
+    for column in client.get("/datastore").json()["filters"]:
+        values = client.get("/filter-values", params={"column": column, "count": 3}).json()["values"]
+        for value in values:
+            body = {"texts": [TEXT], "filters": {column: value}}
+            hits = client.post("/search", json=body).json()["results"][0]
+            assert hits or column in ("chunks", "tokens", "bytes")
+            assert all(hit["metadata"][column] == value for hit in hits)
+
+
+def test_values_contain_the_text_in_any_case(client: TestClient) -> None:
+    answer = client.get("/filter-values", params={"column": "title", "contains": "TITLE 1"}).json()
+    assert "Title 1" in answer["values"]
+    assert all("title 1" in value.lower() for value in answer["values"])
+    few = client.get("/filter-values", params={"column": "title", "count": 1}).json()
+    assert (len(few["values"]), few["complete"]) == (1, False)
+    unknown = client.get("/filter-values", params={"column": "author"})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (422, "column")
+
+
+# --- one of several datastores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_search_can_be_limited_to_one_datastore(two: Retriever, text: bool) -> None:
+    with TestClient(make_app(two, None, ServeSettings(allowed_hosts=("testserver",)))) as client:
+        names = [each["name"] for each in client.get("/datastore").json()["datastores"]]
+        for name, word in zip(names, ("ship", "train"), strict=True):
+            body = {"texts": ["the train number 3"], "datastore": name, "k": 9, "text": text}
+            hits = client.post("/search", json=body).json()["results"][0]
+            assert len(hits) == 9
+            for hit in hits:
+                chunk = client.get(f"/chunks/{hit['chunk_id']}").json()
+                assert chunk["document_id"].startswith(word)
+        neighbors = client.post("/neighbors", json={"text": "the ship leaves", "datastore": names[1]}).json()
+        (chunk,) = neighbors["chunks"]
+        assert all(hit["document_id"].startswith("train") and word in hit["text"] for hit in chunk["neighbors"])
+        refused = client.post("/search", json={"texts": ["a"], "datastore": "planes"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (422, "datastore")
+        assert names[0] in refused.json()["error"]["message"]
+
+
+def test_every_scored_token_names_its_chunk(client: TestClient, retriever: Retriever) -> None:
+    answer = client.post("/score", json={"text": TEXT * 3, "return_sources": True}).json()
+    numbers = [token["chunk"] for token in answer["tokens"]]
+    assert numbers == sorted(numbers)
+    for chunk in answer["sources"]["chunks"][1:]:  # the first one begins with the beginning-of-document token
+        text = "".join(token["text"] for token in answer["tokens"] if token["chunk"] == chunk["chunk"])
+        assert text.strip("\ufffd") in chunk["text"] or chunk["text"].strip("\ufffd") in text
 
 
 # --- runs of a text that occur in the datastore ----------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_weights_of_another_tokenizer_are_rejected(retro: Checkpoint, tiny_datas
     assert retro.tokenizer == tokenizer
     load_initial_weights(retro, Retro(retro.model), ["another"], tokenizer=tokenizer)
     assert "check that its tokenizer is the same" not in caplog.text
-    with pytest.raises(InputError, match=r"init_from: .* has another tokenizer than data\.datastores"):
+    with pytest.raises(InputError, match=r"init_from.*tokenizer.*data\.datastores"):
         load_initial_weights(retro, Retro(retro.model), ["another"], tokenizer="x")
 
 

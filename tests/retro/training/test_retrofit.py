@@ -55,7 +55,7 @@ def run(
 
 def test_a_retrofit_without_neighbors_is_refused(config: Config, tmp_path: Path) -> None:
     off = replace(config, data=replace(config.data, k=0))
-    with pytest.raises(InputError, match=r"data.k = 0 with tuning.weights = 'retrieval' trains nothing"):
+    with pytest.raises(InputError, match=r"data\.k = 0.*tuning\.weights = 'retrieval'"):
         run(off, tmp_path / "off", "any")
 
 

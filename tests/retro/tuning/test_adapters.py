@@ -148,11 +148,9 @@ def test_settings_without_effect_are_rejected_with_their_key() -> None:
             TuningSettings(**settings)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers"):
         train_only(build(**{"retrieval.cca_layers": ()}), TuningSettings(weights="retrieval"))
-    with pytest.raises(InputError, match=r"parallel\.pipeline = 2: must be 1 with tuning\.adapter = 'prefix'"):
+    with pytest.raises(InputError, match=r"parallel\.pipeline = 2.*tuning\.adapter = 'prefix'"):
         check_parallel(TuningSettings(adapter="prefix"), ParallelSettings(pipeline=2), 2)
-    with pytest.raises(
-        InputError, match=r"tuning\.adapter = 'prompt' can be trained by one process only, not 4\. Use 'prefix'"
-    ):
+    with pytest.raises(InputError, match=r"tuning\.adapter = 'prompt'.* 4.*'prefix'"):
         check_parallel(TuningSettings(adapter="prompt"), ParallelSettings(), 4)
 
 
