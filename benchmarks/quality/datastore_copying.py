@@ -6,7 +6,7 @@
     python -m benchmarks.quality.datastore_copying summary --output FOLDER
 
 Every combination of sources is fitted to training text (`retro add-retrieval`), all its gates together, and scored on the same windows,
-drawn uniformly from all windows of all held-out documents. The decoder reads each window once. Beside them stands infini-gram's
+drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it reads the neighbors too, so all rows but OFF include that. Beside them stands infini-gram's
 interpolation (Liu et al. 2024, arXiv 2401.17377) of the same votes: one weight if all votes agree, and one if they do not.
 """
 
@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +44,27 @@ from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
 WINDOW = 1024
-K = 4
-FITTED_TOKENS = 20_000
 SOURCES: dict[str, tuple[str, ...]] = {
     "own context": ("context",),
-    f"{K} neighbors": ("neighbors",),
+    "neighbors": ("neighbors",),
     "datastore": ("datastore",),
-    f"{K} neighbors, datastore": ("neighbors", "datastore"),
-    f"own context, {K} neighbors": ("context", "neighbors"),
+    "neighbors, datastore": ("neighbors", "datastore"),
+    "own context, neighbors": ("context", "neighbors"),
     "own context, datastore": ("context", "datastore"),
     "all three": ("context", "neighbors", "datastore"),
 }
-OFF, INFINIGRAM = "OFF", "infini-gram's interpolation"
+OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
 BANDS = (0, 2, 4, 8, 16, 32, 10**9)
 """Lengths of the longest match in the datastore at which a band begins."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A batch of one window, its hidden states [1, T, D] and which labels are scored."""
+    """A batch of one window, its hidden states [1, T, D], those with retrieval OFF, and which labels are scored."""
 
     inputs: Inputs
     hidden: torch.Tensor
+    off: torch.Tensor
     document: int
     bytes: np.ndarray  # [T] bytes of the labels
     matches: np.ndarray  # [T] tokens of the longest match before the label
@@ -76,22 +75,23 @@ class Window:
 
 
 def held_out_windows(
-    model: Retro, held_out: EvaluationSet, tokens: int, place: Placement, limit: Budget
+    model: Retro, held_out: EvaluationSet, options: argparse.Namespace, place: Placement, limit: Budget
 ) -> Iterator[Window]:
     """Read windows of held-out documents in a fixed random order until they have this many tokens."""
     split, m, retrieval = held_out.split, held_out.split.chunk_length, RetrievalSet.of(held_out.datastore)
     windows = list(document_windows(split, WINDOW // m, WINDOW // m // 2))
     order, sizes, total = np.random.default_rng(0).permutation(len(windows)), held_out.token_bytes, 0
     for number in limit.each(order.tolist(), "window"):
-        if total >= tokens:
+        if total >= options.tokens:
             return
-        ((_, batch),) = window_batches(split, retrieval, [windows[number]], 1, NeighborUse(K, votes=True))
+        ((_, batch),) = window_batches(split, retrieval, [windows[number]], 1, NeighborUse(options.k, votes=True))
         inputs = place.put(as_tensors(batch))
         with place.autocast():
             hidden, _ = model.hidden(inputs)
+            off = model.hidden(inputs.off())[0] if model.settings.decoder_reads else hidden
         labels = batch.labels[0]
         of_labels = np.where(labels != IGNORED_LABEL, sizes[labels.clip(0)], 0)
-        yield Window(inputs, hidden, windows[number].text, of_labels, batch.votes[0, :, 0])
+        yield Window(inputs, hidden, off, windows[number].text, of_labels, batch.votes[0, :, 0])
         total += int((labels != IGNORED_LABEL).sum())
 
 
@@ -152,15 +152,15 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
     datastore, place = Datastore.open(folder), placement(options.precision)
     held_out = EvaluationSet(folder.name, datastore)
     checkpoint = open_checkpoint(base)
-    model = load_model(checkpoint, place.device).eval()
+    changes = {"chunk_length": datastore.chunk_length, "retrieval.reader": options.reader}
+    model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
     place.cast(model)
-    model.settings = updated(model.settings, {"chunk_length": datastore.chunk_length})
-    data = DataSettings(datastores=(folder,), sequence_length=WINDOW, k=K)
+    data = DataSettings(datastores=(folder,), sequence_length=WINDOW, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     with_head(model, ())
     with torch.inference_mode():
-        windows = list(held_out_windows(model, held_out, options.tokens, place, limit))
-    batches = list(read_batches(source, FITTED_TOKENS // WINDOW, 1, place))
+        windows = list(held_out_windows(model, held_out, options, place, limit))
+    batches = list(read_batches(source, options.fitted_tokens // WINDOW, 1, place))
     known_hidden(model, batches, place)
 
     scored = np.concatenate([window.scored for window in windows])
@@ -173,10 +173,11 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
         with torch.inference_mode(), place.autocast():
             return model.token_losses(inputs, hidden)
 
-    def nats() -> np.ndarray:
-        return np.concatenate([losses_of(w.inputs, w.hidden)[0].double().numpy() for w in windows])[scored]
+    def nats(name: str = "hidden") -> np.ndarray:
+        losses = [losses_of(window.inputs, getattr(window, name))[0] for window in windows]
+        return torch.cat(losses).double().numpy()[scored]
 
-    by_row = {OFF: nats()}
+    by_row = {OFF: nats("off")} | ({READS: nats()} if options.reader else {})
     fitted = [interpolated(model, batch, losses_of(batch, model.hidden(batch)[0])) for batch in batches]
     parts = [interpolated(model, w.inputs, losses_of(w.inputs, w.hidden)) for w in windows]
     by_row[INFINIGRAM] = infini_gram(fitted, tuple(np.concatenate(each) for each in zip(*parts, strict=True)))
@@ -209,7 +210,7 @@ def bands_of(
     for number in np.unique(band).tolist():
         own = band == number
         results = {name: result_of(values[own], document[own], sizes[own]) for name, values in by_row.items()}
-        changes = {name: compare(results[name], results[OFF]) for name in (f"{K} neighbors", "datastore", "all three")}
+        changes = {name: compare(results[name], results[OFF]) for name in ("neighbors", "datastore", "all three")}
         yield {
             "first": BANDS[number],
             "share": float(own.mean()),
@@ -273,6 +274,13 @@ def main() -> None:
     parser.add_argument("datastores", nargs="*", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens of each datastore")
+    parser.add_argument(
+        "--fitted-tokens", type=int, default=20_000, help="tokens of training text that gates are fitted to"
+    )
+    parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
+    parser.add_argument(
+        "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
+    )
     parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
     add_minutes(parser)
     options = parser.parse_args()
