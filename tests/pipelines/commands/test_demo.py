@@ -195,7 +195,7 @@ def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys
 def test_only_the_bar_with_retrieval_is_blue_and_each_has_its_interval(documents: int) -> None:
     svg = bar_chart(compared(documents).bars, "T")
     assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 4 + ["with"]
-    assert svg.count('class="interval"') == (4 if documents > 1 else 0)
+    assert svg.count('class="interval"') == (5 if documents > 1 else 0)
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:

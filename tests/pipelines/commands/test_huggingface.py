@@ -107,8 +107,8 @@ def test_imported_model_needs_a_datastore_whose_tokenizer_fits(
         assert main(list(arguments)) == 2
         return capsys.readouterr().err
 
+    assert "was trained on no datastore: name one" in error_of("eval", "perplexity", str(imported))
     for verb in (["eval", "perplexity"], ["generate"]):
-        assert "was trained on no datastore: name one" in error_of(*verb, str(imported))
         assert "vocab_size" in error_of(*verb, str(imported), "--datastore", str(tiny_datastore.folder))
 
 

@@ -167,7 +167,7 @@ def generate_answers(
         settings = GenerationSettings(max_tokens=12, temperature=0)
         batch = Batch(decoder, tokenizer.decode, tokenizer.eos_id)
         pieces = generate(batch, [prompt], settings, [retrieve if given else None])
-        texts.append("".join(piece.text for (piece,) in pieces).strip())
+        texts.append("".join(piece.text for step in pieces for piece in step).strip())
     return texts
 
 
