@@ -72,7 +72,7 @@ def test_the_demo_measures_a_gguf_and_a_rerun_says_the_same(tmp_path: Path, tiny
     shown, written = capsys.readouterr().out, read_json(out / "results.json")
     assert f"\n3. {written['verdict']}\n" in shown
     assert "tiny (4-bit: Q4_1)" in written["verdict"]
-    assert [row["k"] for row in written["results"]] == [0, 4]
+    assert [(row["k"], row["votes"]) for row in written["results"]] == [(0, False), (4, False), (4, True)]
     off, on = written["continuations"]["off"], written["continuations"]["on"]
     assert off
     assert off != on
