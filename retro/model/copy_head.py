@@ -187,7 +187,8 @@ class CopyHead(nn.Module):
 
     def sources(self, inputs: Inputs, table: nn.Embedding) -> list[Source]:
         """Matches in all sources, and votes; empty if there is nothing to copy from. Scores by content read the decoder's `table`."""
-        m, sources = self.chunk_length, list[Source]()
+        m = self.chunk_length
+        sources: list[Source] = []  # torch.compile cannot trace `list[Source]()`
         if self.context is not None:
             sources.append(SourceMatches(self.context, context_matches(inputs.tokens, inputs.documents, m)))
         if self.neighbors is not None and inputs.retrieves:

@@ -129,10 +129,21 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, neighbors, torch.randint(1, R + 1, (B, U, K), generator=generator)
 
 
+def votes(num_tokens: int = V, seed: int = 0) -> Tensor:
+    """Votes of any length for one to three of the first tokens, at some positions: int64 [B, T, 7]."""
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(-10, 40, (B, T, 1), generator=generator).clamp(min=0)
+    tokens = torch.argsort(torch.rand(B, T, num_tokens, generator=generator))[..., :3]
+    counts = torch.randint(1, 12, (B, T, 3), generator=generator)
+    kept = torch.arange(3) < torch.randint(1, 4, (B, T, 1), generator=generator)
+    return torch.cat((length, tokens, counts * kept * (length > 0)), dim=-1)
+
+
 def inputs(*, on: bool = True, documents: bool = False) -> Inputs:
     """The tokens of `batch` with the next ones as labels."""
     tokens, neighbors, lengths = batch()
-    whole = Inputs(tokens, DOCUMENTS if documents else None, neighbors, lengths, labels=tokens.roll(-1, 1))
+    labels, of_documents = tokens.roll(-1, 1), DOCUMENTS if documents else None
+    whole = Inputs(tokens, of_documents, neighbors, lengths, votes=votes(), labels=labels)
     return whole if on else whole.off()
 
 

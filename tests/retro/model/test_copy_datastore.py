@@ -7,8 +7,7 @@ from torch import Tensor
 from retro.model.copy_datastore import COUNTS, LENGTHS, DatastoreSource, DatastoreVotes
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from tests.retro.model.test_copy_head import votes
-from tests.retro.small_model import B, T, V, batch, build
+from tests.retro.small_model import B, T, V, batch, build, votes
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 

@@ -21,7 +21,7 @@ from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, Mixture, loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, V, batch, build, loss_of
+from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, V, batch, build, loss_of, votes
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FEW = 3  # ids of tokens: matches are frequent and long
@@ -107,16 +107,6 @@ def test_queries_without_positions_have_no_match_and_finite_gradients_when_compi
     assert torch.isfinite(source.scores.grad).all()
 
 
-def votes(seed: int = 0) -> Tensor:
-    """Votes of any length for one to three of few tokens, for some positions: int64 [B, T, 7]."""
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.randint(-10, 40, (B, T, 1), generator=generator).clamp(min=0)
-    tokens = torch.argsort(torch.rand(B, T, 2 * FEW, generator=generator))[..., :3]
-    counts = torch.randint(1, 12, (B, T, 3), generator=generator)
-    kept = torch.arange(3) < torch.randint(1, 4, (B, T, 1), generator=generator)
-    return torch.cat((length, tokens, counts * kept * (length > 0)), dim=-1)
-
-
 def heads() -> list[dict[str, Any]]:
     return [
         {"copy_head.context": own, "copy_head.neighbors": theirs}
@@ -133,7 +123,7 @@ def heads() -> list[dict[str, Any]]:
 def test_the_mixture_is_a_distribution_and_gives_the_labels_the_probabilities_of_the_loss(settings, retrieval) -> None:
     model = build(**settings)
     tokens, neighbors, lengths = batch()
-    inputs = (tokens % FEW, None, neighbors % FEW, lengths, None, votes()) if retrieval else (tokens % FEW,)
+    inputs = (tokens % FEW, None, neighbors % FEW, lengths, None, votes(2 * FEW)) if retrieval else (tokens % FEW,)
     labels = tokens.roll(-1, 1) % (2 * FEW)  # some of them were never read
     with torch.no_grad():
         log_p = model(Inputs(*inputs)).log_softmax(-1)
@@ -147,7 +137,7 @@ def test_the_mixture_trains_the_copy_head_and_cross_entropy_the_vocabulary(setti
     model = build(**settings)
     tokens, neighbors, lengths = batch()
     lengths[0] = 0
-    inputs = tokens % FEW, torch.tensor([[0, 0, 1, 1]] * B), neighbors % FEW, lengths, None, votes()
+    inputs = tokens % FEW, torch.tensor([[0, 0, 1, 1]] * B), neighbors % FEW, lengths, None, votes(2 * FEW)
     labels = tokens.roll(-1, 1) % (2 * FEW)
     labels[1, 3:6] = IGNORED_LABEL
     hidden = model.hidden(Inputs(*inputs))[0]

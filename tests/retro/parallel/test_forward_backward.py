@@ -68,12 +68,13 @@ def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts", "datastore"])
 def test_every_model_is_one_graph(scheme: str) -> None:
     """A value that the host reads (`item`, `if`) and a shape that depends on values would each break the graph."""
     torch._dynamo.reset()
     small = {"num_layers": 2, "retrieval.cca_layers": () if scheme in READERS else (2,)}
-    model = build(**small, **EXPERTS) if scheme == "experts" else build(scheme, **small)
+    options = {"experts": EXPERTS, "datastore": {"copy_head.datastore": True}}
+    model = build(**small, **options[scheme]) if scheme in options else build(scheme, **small)
     placement = choose_placement("cpu", "float32")
     passes = WholeModel(model.train(), Processes(ALONE, placement.device), placement)
     given = inputs(documents=True)
