@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from indexing.progress import Advance
+from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.deletions import inside
+from indexing.store.errors import InputError
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER as SUFFIXES
@@ -42,6 +44,22 @@ def vote_dtype(tokens: np.dtype) -> np.dtype:
     0 behind the last one.
     """
     return np.dtype([("length", np.uint8), ("tokens", tokens, (KEPT,)), ("counts", np.uint8, (KEPT,))])
+
+
+def deletions_of(datastore: Datastore) -> str:
+    """A fingerprint of the deleted documents, which do not vote."""
+    return fingerprint(datastore.train.deleted.tolist())
+
+
+def require_votes(datastore: Datastore) -> None:
+    """Raise InputError unless the stage `votes` is finished, and made after the last deletion."""
+    datastore.require(FOLDER)
+    made = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
+    if made != deletions_of(datastore):
+        raise InputError(
+            f"{datastore.folder}: documents were deleted since the stage 'votes' was made, and still vote. Run "
+            "`retro index CONFIG --stage votes`."
+        )
 
 
 def votes_for(lengths: np.ndarray, following: np.ndarray, tokens: np.dtype) -> np.ndarray:

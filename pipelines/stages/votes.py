@@ -7,7 +7,7 @@ from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, remove
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.files import MANIFEST
-from indexing.suffixes.votes import FOLDER, cuts, sources_of, window_dtype, write_range, write_shard
+from indexing.suffixes.votes import FOLDER, cuts, deletions_of, sources_of, window_dtype, write_range, write_shard
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.shards import fingerprint_of, run_tasks, shard_task, shards
@@ -21,7 +21,7 @@ def run_votes(config: Config, executor: Executor) -> str:
     folder = config.datastore
     datastore = Datastore.open(folder)
     inputs = {"suffixes": datastore.manifest["fingerprints"]["suffixes"]}
-    deleted = fingerprint(datastore.train.deleted.tolist())
+    deleted = deletions_of(datastore)
     todo = []
     for shard, out in enumerate(shards(folder, FOLDER)):
         recipe = Recipe("votes", 1, {"shard": shard, "deleted": deleted}, inputs)

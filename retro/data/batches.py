@@ -20,7 +20,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from indexing.suffixes.votes import KEPT, as_columns
+from indexing.suffixes.votes import KEPT, as_columns, require_votes
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -282,7 +282,7 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
     stored = use.k and use.source == "nearest"
     datastore.require("neighbors" if stored else "chunk")
     if use.votes:
-        datastore.require("votes")
+        require_votes(datastore)
     if use.k and use.materialized and not datastore.has("materialize"):
         raise InputError(
             f"data.materialized: {datastore.folder} has no materialized neighbors. Make them: set neighbors.materialized "

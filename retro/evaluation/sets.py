@@ -21,6 +21,7 @@ from indexing.store.errors import InputError
 from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
+from indexing.suffixes.votes import require_votes
 from indexing.tokenization.tokenizer import read_meta, read_token_bytes
 from retro.model.datastore_fit import check_fits
 from retro.model.settings import ModelSettings
@@ -85,7 +86,7 @@ class EvaluationSet:
                 "or remove the set from evaluation.sets."
             )
         if model.copy_head.datastore:
-            self.datastore.require("votes")
+            require_votes(self.datastore)
         if k:
             self.datastore.require("neighbors")
             stored = self.split.neighbor_ids.row_shape[0]

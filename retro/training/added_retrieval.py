@@ -17,6 +17,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.suffixes.votes import require_votes
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.batches import TrainingData
@@ -72,7 +73,7 @@ def add_retrieval(
     )
     datastore.require("neighbors")
     if settings.copy_head.datastore:
-        datastore.require("votes")
+        require_votes(datastore)
     if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
         raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
     m = settings.chunk_length

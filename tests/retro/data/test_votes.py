@@ -1,11 +1,12 @@
 """Batches hold the stored votes of their tokens."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.suffixes.votes import as_columns
 from retro.data.batches import TrainingData, readers_first, without_absent_neighbors
@@ -57,6 +58,14 @@ def test_a_match_longer_than_the_limit_has_no_votes(voting_datastore: Datastore)
     assert 0 < longer.sum() < longer.size
     assert not limited[longer].any()
     assert np.array_equal(limited[~longer], whole[~longer])
+
+
+def test_votes_made_before_a_deletion_are_refused(voting_datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(voting_datastore.folder, folder)
+    delete_documents(folder, [str(voting_datastore.train.metadata([0])[0]["id"])])
+    with pytest.raises(InputError, match="--stage votes"):
+        open_data(Datastore.open(folder))
 
 
 def test_a_datastore_without_votes_is_refused(tiny_datastore: Datastore, tmp_path: Path) -> None:
