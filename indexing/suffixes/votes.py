@@ -267,23 +267,24 @@ def votes_in_range(
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The last voter before each row, and the first one after it, that is of another document: [n] and [n]; -1 = none."""
+    none = np.full(len(rows), -1)
+    if not len(voters):
+        return none, none
     document = own[voters]
-    begins = np.flatnonzero(np.append(True, document[1:] != document[:-1])) if len(voters) else np.empty(0, np.int64)
-    run = np.searchsorted(begins, np.arange(len(voters)), side="right") - 1
+    begins = np.flatnonzero(np.append(True, document[1:] != document[:-1]))  # of runs of voters of one document
     ends = np.append(begins[1:], len(voters))
-    found = []
-    for number, edge, step in (
-        (np.searchsorted(voters, rows) - 1, begins, -1),
-        (np.searchsorted(voters, rows, side="right"), ends, 0),
-    ):
+    run = np.repeat(np.arange(len(begins)), ends - begins)
+
+    def other(number: np.ndarray, beyond: np.ndarray) -> np.ndarray:
+        """The voters with these numbers; those of the own document are replaced by `beyond` their run."""
         there = (number >= 0) & (number < len(voters))
-        number = np.where(there, number, 0)
-        if len(voters):
-            same = document[number] == own[rows]
-            number = np.where(same, edge[run[number]] + step, number)
-            there &= (number >= 0) & (number < len(voters))
-        found.append(np.where(there, voters[np.where(there, number, 0)] if len(voters) else 0, -1))
-    return found[0], found[1]
+        same = there & (document[number.clip(0, len(voters) - 1)] == own[rows])
+        number = np.where(same, beyond[run[number.clip(0, len(voters) - 1)]], number)
+        there = (number >= 0) & (number < len(voters))
+        return np.where(there, voters[number.clip(0, len(voters) - 1)], none)
+
+    before = other(np.searchsorted(voters, rows) - 1, begins - 1)
+    return before, other(np.searchsorted(voters, rows, side="right"), ends)
 
 
 def _sharing(common: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,7 @@ def run_votes(config: Config, executor: Executor) -> str:
         ranges = _ranges(datastore, work, Recipe("votes", 1, {"deleted": deleted}, inputs), executor)
         size = datastore.train.chunk_rows
         tasks = [shard_task(out, recipe, datastore, shard, ranges, size=size[shard]) for out, recipe, shard in todo]
-        run_tasks("sparse", "chunks", shard_votes_task, tasks, executor, name="votes")
+        run_tasks("sparse", "chunks", shard_votes_task, tasks, executor, name="votes, collect")
         remove(work)
     return fingerprint([fingerprint_of(path) for path in shards(folder, FOLDER)])
 

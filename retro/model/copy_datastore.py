@@ -100,13 +100,9 @@ class DatastoreVotes(NamedTuple):
         """Log-odds of the gate against the vocabulary, from activations [B, T, D]."""
         return SourceAttention(self.source.log_odds(self) + hidden @ self.source.gate, None)
 
-    def right(self, labels: Tensor) -> Tensor:
-        """p_datastore of labels [B, T]: float32 [B, T]."""
+    def probability(self, _: SourceAttention | None, labels: Tensor) -> Tensor:
+        """p_datastore of labels [B, T]: float32 [B, T]. It needs no attention."""
         return (self.shares * (self.tokens == labels[..., None])).sum(-1)
-
-    def probability(self, _: SourceAttention, labels: Tensor) -> Tensor:
-        """As `right`."""
-        return self.right(labels)
 
     def candidates(self, _: SourceAttention, num_tokens: int) -> tuple[Tensor, Tensor]:
         """What can follow each token [B, T, S], and its probability, float32 [B, T, S]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from retro.device import Placement
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_head import CopyHead, CopySource, Source
-from retro.model.copy_matches import LONGEST, count_votes, longest_match
+from retro.model.copy_matches import count_votes, longest_match
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
@@ -104,7 +104,7 @@ def fit_copy_head(
 
     Args:
         model: a trained model with these sources, on the device of the placement.
-        batches: as for training; some thousand tokens. Those with nothing to read in the sources are skipped.
+        batches: as for training; some thousand tokens. Those that lack one of the sources are skipped.
         placement: device and precision.
         names: the sources: `context`, `neighbors`, `datastore`.
     """
@@ -134,10 +134,10 @@ def fit_copy_head(
 def _read(
     model: Retro, head: CopyHead, batch: Inputs, placement: Placement, names: Sequence[str]
 ) -> tuple[Fitted, Tensor] | None:
-    """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = no source has."""
+    """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
     by_module = {id(source.source): source for source in model.copy_sources(batch)}
     own = [by_module.pop(id(getattr(head, name)), None) for name in names]
-    if not any(source is not None for source in own):
+    if None in own:
         return None
     labels, others = batch.labels, list(by_module.values())
     with placement.autocast():
@@ -146,7 +146,7 @@ def _read(
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.activations_read or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
-    found = [_found(name, source, labels) for name, source in zip(names, own, strict=True)]
+    found = [_found(source, labels) for source in own if source is not None]
     present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in found]
     counted = (labels != IGNORED_LABEL) & torch.stack(present).any(0)
 
@@ -157,16 +157,10 @@ def _read(
     return tokens, off[counted].cpu()
 
 
-def _found(name: str, source: Source | None, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
+def _found(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
     """What a source has for all tokens of labels [B, T]."""
     if isinstance(source, DatastoreVotes):
-        return VotesOfTokens(source.length, source.counts, source.right(labels))
-    zeros = torch.zeros(labels.shape, device=labels.device)
-    if source is None and name == "datastore":
-        return VotesOfTokens(zeros.long(), zeros.long()[..., None], zeros)
-    if source is None:
-        none = torch.zeros(*labels.shape, LONGEST + 1, device=labels.device)
-        return MatchesOfTokens(none, none, zeros.long() - 1, zeros.bool())
+        return VotesOfTokens(source.length, source.counts, source.probability(None, labels))
     longest, agree = longest_match(source.matches)
     counts = count_votes(source.matches, source.split(labels))
     num_tokens = labels.shape[1]
