@@ -9,6 +9,7 @@ the inverted-index join of Elsayed et al. (2008), "Pairwise document similarity 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -125,10 +126,8 @@ class NgramIndex:
         idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
         rarity = np.rint(idf * _UNIT).astype(np.int64)
         offsets, chunks = self._read(hashes, found)
-        product = _product_of_few if len(chunks) <= _FEW_ENTRIES and len(queries) <= _FEW_QUERIES else _product
-        counts, chunks, products = product(
-            queries.offsets, columns, rarity, offsets, chunks, self.retrieval.num_chunks, depth
-        )
+        operands = _Operands(queries.offsets, columns, rarity, offsets, chunks, self.retrieval.num_chunks)
+        counts, chunks, products = _largest(operands, depth)
         ids = np.full((len(queries), depth), -1, dtype=np.int64)
         sums = np.zeros((len(queries), depth), dtype=np.float32)
         rows, ranks = np.repeat(np.arange(len(queries)), counts), within(counts)
@@ -150,68 +149,68 @@ class NgramIndex:
         return offsets, chunks
 
 
-def _product(
-    queries: np.ndarray,
-    columns: np.ndarray,
-    rarity: np.ndarray,
-    lists: np.ndarray,
-    chunks: np.ndarray,
-    total: int,
-    depth: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The largest entries of each row of the sparse product of queries and lists.
+class _Operands(NamedTuple):
+    """A sparse product of queries and lists.
 
-    Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
-
-    Args:
+    Attributes:
         queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
-        columns: the n-grams of one query after another.
+        columns: int64, the n-grams of one query after another.
         rarity: int64, their idf.
         lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
         chunks: int64, the chunks of one n-gram after another.
         total: chunks of the retrieval set.
-        depth: largest entries.
+    """
+
+    queries: np.ndarray
+    columns: np.ndarray
+    rarity: np.ndarray
+    lists: np.ndarray
+    chunks: np.ndarray
+    total: int
+
+
+def _largest(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The `depth` largest entries of each row of the product.
+
+    Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
 
     Returns:
         how many each query has [n], their chunks, and the sums of idf times 2^44 - chunk, of one query after another.
     """
+    few = len(x.chunks) <= _FEW_ENTRIES and len(x.queries) - 1 <= _FEW_QUERIES
+    return _by_sorting(x, depth) if few else _by_product(x, depth)
+
+
+def _by_product(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     import torch
     from scipy.sparse import csr_matrix
     from sparse_dot_topn import sp_matmul_topn
 
-    if total // 16 < len(chunks) and total < NARROW:
-        places, held = chunks, np.arange(total)
+    if x.total // 16 < len(x.chunks) and x.total < NARROW:
+        places, held = x.chunks, np.arange(x.total)
     else:
         # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
-        held, places = np.unique(chunks, return_inverse=True)
-    asked = csr_matrix((rarity, columns, queries), shape=(len(queries) - 1, len(lists) - 1))
-    listed = csr_matrix((_WHOLE - chunks, places, lists), shape=(len(lists) - 1, len(held)))
-    threads = 1 if len(queries) <= _FEW_QUERIES else torch.get_num_threads()
+        held, places = np.unique(x.chunks, return_inverse=True)
+    asked = csr_matrix((x.rarity, x.columns, x.queries), shape=(len(x.queries) - 1, len(x.lists) - 1))
+    listed = csr_matrix((_WHOLE - x.chunks, places, x.lists), shape=(len(x.lists) - 1, len(held)))
+    threads = 1 if len(x.queries) <= _FEW_QUERIES else torch.get_num_threads()
     best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
     counts = np.diff(best.indptr)
     return counts, held[best.indices[: counts.sum()]], best.data[: counts.sum()]
 
 
-def _product_of_few(
-    queries: np.ndarray,
-    columns: np.ndarray,
-    rarity: np.ndarray,
-    lists: np.ndarray,
-    chunks: np.ndarray,
-    total: int,
-    depth: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`_product` for lists so short that making sparse matrices takes longer than sorting."""
-    sizes = np.diff(lists)[columns]
-    entries = chunks[np.repeat(lists[columns], sizes) + within(sizes)]
-    rows = np.repeat(np.repeat(np.arange(len(queries) - 1), np.diff(queries)), sizes)
+def _by_sorting(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For lists so short that making sparse matrices takes longer than sorting."""
+    sizes = np.diff(x.lists)[x.columns]
+    entries = x.chunks[np.repeat(x.lists[x.columns], sizes) + within(sizes)]
+    rows = np.repeat(np.repeat(np.arange(len(x.queries) - 1), np.diff(x.queries)), sizes)
     order = np.lexsort((entries, rows))
     entries, rows = entries[order], rows[order]
     first = np.flatnonzero(changes(entries) | changes(rows))
     entries, rows = entries[first], rows[first]
-    products = np.add.reduceat(np.repeat(rarity, sizes)[order], first) * (_WHOLE - entries)
+    products = np.add.reduceat(np.repeat(x.rarity, sizes)[order], first) * (_WHOLE - entries)
     order = np.lexsort((-products, rows))
-    counts = np.bincount(rows, minlength=len(queries) - 1)
+    counts = np.bincount(rows, minlength=len(x.queries) - 1)
     order = order[within(counts) < depth]
     return np.minimum(counts, depth), entries[order], products[order]
 
