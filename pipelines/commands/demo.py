@@ -227,14 +227,14 @@ def tokens_until(
     stored: Path,
 ) -> int:
     """The number of held-out tokens that all models can score until the deadline, from a trial. It is stored for a rerun."""
+    from pipelines.evaluation.bits_per_byte import uses_of
     from retro.evaluation.bits_per_byte import evaluate
 
     demo = read_json(stored)
     if "held_out_tokens" not in demo:
         started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
         for model in models:
-            retro, store = model.settings.retrieves, model.settings.copy_head.datastore
-            for use in [NeighborUse(k, votes=v) for v in (False, True)[: 1 + store] for k in (0, K)[: 1 + retro]]:
+            for use in uses_of(model.settings, NeighborUse(0), (K,)):
                 scored = evaluate(
                     model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
                 ).tokens

@@ -124,14 +124,19 @@ def measure_all(
     by_chunk: bool = False,
     note: str = "",
 ) -> list[SetResult]:
-    """Measure with retrieval OFF, then ON for each k if the model can retrieve; the same again with votes if it reads them."""
-    ks = (0, *settings.k) if model.settings.retrieves else (0,)
-    uses = [
-        replace(use, k=k, votes=votes) for votes in (False, True)[: 1 + model.settings.copy_head.datastore] for k in ks
-    ]
+    """Measure a model with all that it can read; see `uses_of`."""
     return [
         measure(model, evaluation_set, settings, placement, one, sequence_length, by_chunk=by_chunk, note=note)
-        for one in uses
+        for one in uses_of(model.settings, use, settings.k)
+    ]
+
+
+def uses_of(model: ModelSettings, use: NeighborUse, ks: Sequence[int]) -> list[NeighborUse]:
+    """Retrieval OFF, then each k if the model reads neighbors; the same again with votes if it reads these."""
+    return [
+        replace(use, k=k, votes=votes)
+        for votes in ((False, True) if model.copy_head.datastore else (False,))
+        for k in ((0, *ks) if model.retrieves else (0,))
     ]
 
 
