@@ -91,6 +91,15 @@ def add_minutes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"{about} (default: {MINUTES:g})")
 
 
+def model_parser(about: str) -> argparse.ArgumentParser:
+    """A parser for measurements of a trained model: the model or the word `summary`, a folder for the figures, `--minutes`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="the imported model, or the word summary")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
+    add_minutes(parser)
+    return parser
+
+
 def budget(options: argparse.Namespace) -> Budget:
     """Start the budget of `--minutes`."""
     return Budget(60 * options.minutes or math.inf)
@@ -132,6 +141,11 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 def placement(precision: Any = "auto", device: str = "auto") -> Placement:
     """Choose device and precision as training does: `auto` is bfloat16 if the hardware supports it, else float32."""
     return choose_placement(device, precision)
+
+
+def percent(change: Sequence[float]) -> str:
+    """A change in percent with its interval, as `compare` returns them."""
+    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*change)
 
 
 def markdown(table: Table) -> str:

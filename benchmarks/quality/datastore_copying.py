@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, add_minutes, budget, markdown, placement, say, write
+from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.results import Table
@@ -107,17 +107,6 @@ def with_head(model: Retro, names: Sequence[str]) -> Retro:
     return model
 
 
-def known_hidden(model: Retro, batches: Sequence[Inputs], place: Placement) -> None:
-    """Let the model compute the hidden states of these batches once."""
-    with torch.inference_mode(), place.autocast():
-        computed = {id(batch.tokens): model.hidden(batch) for batch in batches}
-
-    def hidden(inputs: Inputs, _: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return computed[id(inputs.tokens)]
-
-    model.hidden = hidden  # type: ignore[method-assign, assignment]
-
-
 def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarray, ...]) -> np.ndarray:
     """Nats [n] of the interpolation: two weights, fitted by expectation maximization.
 
@@ -161,7 +150,8 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
     with torch.inference_mode():
         windows = list(held_out_windows(model, held_out, options, place, limit))
     batches = list(read_batches(source, options.fitted_tokens // WINDOW, 1, place))
-    known_hidden(model, batches, place)
+    with torch.inference_mode(), place.autocast():
+        hidden = [model.hidden(batch)[0] for batch in batches]
 
     scored = np.concatenate([window.scored for window in windows])
     document = np.concatenate([np.full(len(window.bytes), window.document) for window in windows])[scored]
@@ -178,12 +168,13 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
         return torch.cat(losses).double().numpy()[scored]
 
     by_row = {OFF: nats("off")} | ({READS: nats()} if options.reader else {})
-    fitted = [interpolated(model, batch, losses_of(batch, model.hidden(batch)[0])) for batch in batches]
+    pairs = list(zip(batches, hidden, strict=True))
+    fitted = [interpolated(model, batch, losses_of(batch, states)) for batch, states in pairs]
     parts = [interpolated(model, w.inputs, losses_of(w.inputs, w.hidden)) for w in windows]
     by_row[INFINIGRAM] = infini_gram(fitted, tuple(np.concatenate(each) for each in zip(*parts, strict=True)))
     for name, sources in SOURCES.items():
         began = time.monotonic()
-        fit_copy_head(with_head(model, sources), batches, place, sources)
+        fit_copy_head(with_head(model, sources), batches, place, sources, hidden)
         by_row[name] = nats()
         say(f"{folder.name}: {name}: {time.monotonic() - began:.0f} s")
     results = {name: result_of(values, document, sizes) for name, values in by_row.items()}
@@ -223,10 +214,6 @@ def result_of(nats: np.ndarray, document: np.ndarray, sizes: np.ndarray) -> SetR
     """Nats of tokens [n] as the measurement of documents, for intervals."""
     numbers = np.unique(document, return_inverse=True)[1]
     return SetResult("valid", 0, len(nats), 0.0, np.bincount(numbers, nats), np.bincount(numbers, sizes).astype(float))
-
-
-def percent(change: Sequence[float]) -> str:
-    return f"{change[0]:+.1f}% ({change[1]:+.1f} to {change[2]:+.1f})"
 
 
 def summary(folder: Path) -> None:
@@ -269,10 +256,8 @@ def summary(folder: Path) -> None:
 
 def main() -> None:
     """Measure some datastores, or print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="checkpoint, or `summary`")
+    parser = model_parser(__doc__)
     parser.add_argument("datastores", nargs="*", type=Path)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens of each datastore")
     parser.add_argument(
         "--fitted-tokens", type=int, default=20_000, help="tokens of training text that gates are fitted to"
@@ -282,7 +267,6 @@ def main() -> None:
         "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
     )
     parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
-    add_minutes(parser)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     limit = budget(options)

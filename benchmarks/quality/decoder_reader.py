@@ -12,7 +12,6 @@ those with neighbors that were encoded before are measured on four windows, in a
 Finished parts are kept in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say, write
+from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from benchmarks.quality.smollm2 import build
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
@@ -111,7 +110,7 @@ class Losses:
         return self._known[key]
 
     def forget(self) -> None:
-        """Compute activations anew: the model has changed."""
+        """Drop the known activations, because the model has changed."""
         self._known.clear()
 
     def in_context(self, batch: Inputs) -> Tensor:
@@ -275,23 +274,15 @@ def summary(folder: Path) -> None:
             say(f"k = {k}: CPU time against OFF {together:.2f}, with neighbors encoded before {before:.2f}")
 
 
-def percent(change: Sequence[float]) -> str:
-    """A change with its interval."""
-    return "{:+.1f}% ({:+.1f} to {:+.1f})".format(*change)
-
-
 PARTS: dict[str, Callable[[Corpus], Any]] = {"rows": gains, "costs": costs}
 """What is measured for each corpus, by key of the file."""
 
 
 def main() -> None:
     """Measure corpora, or print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="the imported model, or the word summary")
+    parser = model_parser(__doc__)
     parser.add_argument("corpus", nargs="*", help="NAME=PATH")
-    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=1000, help="held-out tokens of each corpus")
-    add_minutes(parser)
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)

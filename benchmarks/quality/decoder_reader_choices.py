@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import add_minutes, budget, markdown, measured_on, say
-from benchmarks.quality.decoder_reader import OFF, Corpus, percent
+from benchmarks.common import add_minutes, budget, markdown, measured_on, percent, say
+from benchmarks.quality.decoder_reader import OFF, Corpus
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.results import Table
 from retro.data.neighbor_choice import NeighborUse

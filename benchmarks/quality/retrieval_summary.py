@@ -11,7 +11,7 @@ from statistics import mean
 
 import numpy as np
 
-from benchmarks.common import markdown, say
+from benchmarks.common import markdown, percent, say
 from benchmarks.quality.retrieval_scores import Scores, load_all
 from pipelines.reports.html import PlotLine, Section, line_plot, write_report
 from pipelines.reports.training_runs import open_run
@@ -94,7 +94,7 @@ def changes_table(scores: AllScores, reference: str) -> Table:
                 theirs = scores[reference][seed].results[same_k(scores, reference, k)]
                 change = compare(scores[name][seed].results[k], theirs)
                 found.append(change[0])
-                cells.append(percent(*change))
+                cells.append(percent(change))
             else:
                 cells.append("")
         rows.append([name, mode(k), *cells, f"{mean(found):+.1f}%{_range(found, '+.1f')}" if found else ""])
@@ -133,11 +133,6 @@ def curve_table(curves: Curves) -> Table:
 def mode(k: int) -> str:
     """`OFF` or `ON, k = 4`."""
     return f"ON, k = {k}" if k else "OFF"
-
-
-def percent(change: float, low: float, high: float) -> str:
-    """A change with its interval."""
-    return f"{change:+.1f}% ({low:+.1f} to {high:+.1f})"
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -196,7 +191,7 @@ def _measurements(scores: AllScores, reference: str) -> list[tuple[str, int]]:
 def _level_change(scores: AllScores, name: str, k: int, reference: str, tokens: int, seeds: set[int]) -> str:
     ours = pooled(scores[name], k, tokens, seeds)
     theirs = pooled(scores[reference], same_k(scores, reference, k), tokens, seeds)
-    return percent(*compare(ours, theirs)) if ours and theirs else ""
+    return percent(compare(ours, theirs)) if ours and theirs else ""
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------

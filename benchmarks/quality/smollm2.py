@@ -12,14 +12,14 @@ a window. Rows of finished windows are kept in FOLDER, so the script resumes. `s
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say, write
+from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from indexing.corpus.readers import CorpusSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
@@ -29,25 +29,18 @@ from pipelines.config import Config
 from pipelines.results import Table
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
-from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
-from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import updated
-from retro.training.fitted_copy_head import fit_copy_head
-from retro.training.fitted_retrieval import read_batches
 
 WINDOW = 1024
 CONTEXTS = (256, 512, 2048)
 LEAKAGE = (4, 8, 16, 32)
-_FITTED_TOKENS = 20_000
 
 
 def build(name: str, corpus: str, base: Path, folder: Path, search: Any) -> Path:
@@ -68,33 +61,19 @@ def build(name: str, corpus: str, base: Path, folder: Path, search: Any) -> Path
     return file
 
 
-def open_model(file: Path, place: Placement) -> Retro:
-    """A model whose activations are computed once for each batch of tokens."""
-    model = load_model(open_checkpoint(file), place.device)
-    assert not model.settings.activations_read, "activations depend on neighbors"
-    computed: dict[bytes, tuple[Tensor, Tensor | None]] = {}
-    compute = model.hidden
+def cached_losses(model: Retro, place: Placement) -> Callable[[Inputs], Tensor]:
+    """`Retro.token_losses` of a model without cross-attention: its activations are computed once for each batch of tokens."""
+    assert not model.settings.activations_read, "these activations depend on neighbors"
+    known: dict[bytes, Tensor] = {}
 
-    def hidden(inputs: Inputs, known: Any = None) -> tuple[Tensor, Tensor | None]:
+    def losses_of(inputs: Inputs) -> Tensor:
         key = inputs.tokens.numpy().tobytes()
-        if key not in computed:
-            computed[key] = compute(inputs.off())
-        return computed[key]
+        with torch.inference_mode(), place.autocast():
+            if key not in known:
+                known[key], _ = model.hidden(inputs.off())
+            return model.token_losses(inputs, known[key])
 
-    model.hidden = hidden  # type: ignore[method-assign]
-    return model
-
-
-def add_context(model: Retro, batches: list[Inputs], place: Placement) -> None:
-    """Let the model copy from its own context too: both sources are fitted together."""
-    settings = updated(model.settings, {"copy_head.context": True})
-    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
-    assert head.context is not None
-    assert head.neighbors is not None
-    head.context.initialize()
-    head.neighbors.initialize()
-    model.settings, model.copy_head = settings, head
-    fit_copy_head(model, batches, place, ("context", "neighbors"))
+    return losses_of
 
 
 def measure(
@@ -102,7 +81,13 @@ def measure(
 ) -> list[SetResult]:
     """Score the first held-out documents with each choice of neighbors."""
     settings = EvaluationSettings(window=window, stride=window * 3 // 4, max_tokens=tokens, batch_size=4)
-    return [evaluate(model, held_out, settings, place, use=use, sequence_length=window, by_chunk=True) for use in uses]
+    losses = cached_losses(model, place)
+    return [
+        evaluate(
+            model, held_out, settings, place, use=use, sequence_length=window, by_chunk=True, token_losses_of=losses
+        )
+        for use in uses
+    ]
 
 
 def rows_of(results: dict[str, SetResult], reference: SetResult) -> list[dict[str, Any]]:
@@ -126,7 +111,7 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
     totals = datastore.manifest["splits"]["train"]
     finished["datastore"] = {key: int(sum(totals[key])) for key in ("tokens", "documents", "chunks")}
-    model = open_model(file, place)
+    model = load_model(open_checkpoint(file), place.device)
 
     def keep(part: str, rows: Any, began: float) -> None:
         finished[part] = rows
@@ -158,24 +143,10 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
                 began = time.monotonic()
                 off, on = measure(model, held_out, (NeighborUse(0), near), window, options.context_tokens, place)
                 keep(f"context {window}", rows_of({"OFF": off, "k = 4": on}, off), began)
-    if "own context" in parts:
-        began = time.monotonic()
-        data = DataSettings(datastores=(datastore.folder,), sequence_length=WINDOW, k=4)
-        source = TrainingData(data.datastores, data, retrieval=True)
-        with torch.inference_mode():
-            (off,) = measure(model, held_out, (NeighborUse(0),), WINDOW, options.tokens, place)
-        add_context(model, list(read_batches(source, _FITTED_TOKENS // WINDOW, 1, place)), place)
-        with torch.inference_mode():
-            own, both = measure(model, held_out, (NeighborUse(0), near), WINDOW, options.tokens, place)
-        rows = rows_of({"OFF": off, "own context": own, "own context and k = 4": both}, off)
-        keep("own context", {"rows": rows, "against own context": compare(both, own)}, began)
 
 
 def summary(folder: Path) -> None:
     """Print the tables of all measured corpora as Markdown."""
-
-    def percent(change: list[float] | None) -> str:
-        return f"{change[0]:+.1f}% ({change[1]:+.1f} to {change[2]:+.1f})" if change else ""
 
     found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
     tables: dict[str, Table] = {}
@@ -194,7 +165,7 @@ def summary(folder: Path) -> None:
         cells = [label]
         for one in found.values():
             row = one["k"]["rows"][number]
-            cells.append(percent(row["change"]) or f"{row['bits_per_byte']:.4f}")
+            cells.append(percent(row["change"]) if row["change"] else f"{row['bits_per_byte']:.4f}")
         body.append(cells)
     counts = [
         f"{one['k']['rows'][0]['tokens']:,} tokens, {one['k']['rows'][0]['documents']} documents"
@@ -234,45 +205,28 @@ def summary(folder: Path) -> None:
             if off
         ],
     )
-    tables["Own context"] = Table(
-        ["corpus", "OFF", "copies from its own context", "and from 4 neighbors", "neighbors against own context"],
-        [
-            [
-                name,
-                f"{off['bits_per_byte']:.4f}",
-                f"{own['bits_per_byte']:.4f}",
-                f"{both['bits_per_byte']:.4f}",
-                percent(one["own context"]["against own context"]),
-            ]
-            for name, one in found.items()
-            if "own context" in one
-            for off, own, both in [one["own context"]["rows"]]
-        ],
-    )
     for title, table in tables.items():
         say(f"\n## {title}\n\n{markdown(table)}")
 
 
 def main() -> None:
     """Measure corpora, or print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="the imported model, or the word summary")
+    parser = model_parser(__doc__)
     parser.add_argument("corpus", nargs="*", help="NAME=PATH")
-    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=40_000, help="held-out tokens of each corpus")
     parser.add_argument(
         "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
     )
     parser.add_argument("--search", default="auto", help="neighbors.search of new datastores (default: auto)")
     parser.add_argument("--precision", default="auto")
-    add_minutes(parser)
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    main_table, contexts = ["k", "own context"], [f"context {window}" for window in CONTEXTS]
-    work = [(entry, parts) for parts in (main_table, contexts) for entry in options.corpus]
+    work = [
+        (entry, parts) for parts in (["k"], [f"context {window}" for window in CONTEXTS]) for entry in options.corpus
+    ]
     for entry, parts in budget(options).each(work, "part"):
         name, _, path = entry.partition("=")
         run(Path(options.base), name, path, parts, options)

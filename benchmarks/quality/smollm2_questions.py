@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import add_minutes, budget, markdown, measured_on, say, write
+from benchmarks.common import budget, markdown, measured_on, model_parser, say, write
 from benchmarks.quality.passage_retrieval import SETS
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -139,15 +139,12 @@ def summary(folder: Path) -> None:
 
 def main() -> None:
     """Measure sets, or print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="the imported model, or the word summary")
+    parser = model_parser(__doc__)
     parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", default=["squad_v11_dev"], choices=list(SETS))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--questions", type=int, default=200, help="questions of each set")
     parser.add_argument("--shots", type=int, default=8, help="solved questions before each")
-    add_minutes(parser)
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)

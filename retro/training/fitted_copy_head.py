@@ -98,7 +98,11 @@ class Fitted(NamedTuple):
 
 
 def fit_copy_head(
-    model: Retro, batches: Iterable[Inputs], placement: Placement, names: Sequence[str] = ("neighbors",)
+    model: Retro,
+    batches: Iterable[Inputs],
+    placement: Placement,
+    names: Sequence[str] = ("neighbors",),
+    hidden: Iterable[Tensor] | None = None,
 ) -> CopyFit:
     """Set the tables of some sources. All other weights stay the same.
 
@@ -107,11 +111,14 @@ def fit_copy_head(
         batches: as for training; some thousand tokens. Those that lack one of the sources are skipped.
         placement: device and precision.
         names: the sources: `context`, `neighbors`, `datastore`.
+        hidden: hidden states of the batches, if they are known; they do not depend on the copy head.
     """
     head, training = model.copy_head, model.training
     assert head is not None
     model.eval()
-    reads = [read for batch in batches if (read := _read(model, head, batch, placement, names)) is not None]
+    pairs = ((batch, None) for batch in batches) if hidden is None else zip(batches, hidden, strict=True)
+    reads = [_read(model, head, batch, states, placement, names) for batch, states in pairs]
+    reads = [read for read in reads if read is not None]
     model.train(training)
     if not reads:
         log.warning("copying from %s is not fitted: the batches have none", " and ".join(names))
@@ -132,7 +139,7 @@ def fit_copy_head(
 
 @torch.no_grad()
 def _read(
-    model: Retro, head: CopyHead, batch: Inputs, placement: Placement, names: Sequence[str]
+    model: Retro, head: CopyHead, batch: Inputs, hidden: Tensor | None, placement: Placement, names: Sequence[str]
 ) -> tuple[Fitted, Tensor] | None:
     """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
     by_module = {id(source.source): source for source in model.copy_sources(batch)}
@@ -141,7 +148,8 @@ def _read(
         return None
     labels, others = batch.labels, list(by_module.values())
     with placement.autocast():
-        hidden, _ = model.hidden(batch)
+        if hidden is None:
+            hidden, _ = model.hidden(batch)
         mixture = head.mixture(hidden, labels, others)
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.activations_read or any(source.source is not head.context for source in others):
