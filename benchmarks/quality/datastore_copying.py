@@ -6,8 +6,9 @@
     python -m benchmarks.quality.datastore_copying summary --output FOLDER
 
 Every combination of sources is fitted to training text (`retro add-retrieval`), all its gates together, and scored on the same windows,
-drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it reads the neighbors too, so all rows but OFF include that. Beside them stands infini-gram's
-interpolation (Liu et al. 2024, arXiv 2401.17377) of the same votes: one weight if all votes agree, and one if they do not.
+drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it
+also reads the neighbors, in all rows but OFF. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv 2401.17377) of the
+same votes: one weight if all votes agree, and one if they do not.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20]
 
 Builds both stages of each datastore again (its chunks must exist) and prints CPU seconds, bytes and rates by number of tokens, and
-the time of `SuffixIndex.votes` for one token, as generation asks, in held-out texts. Times are CPU times of one process.
+the time of `SuffixIndex.votes` for one token of held-out texts, as in generation. Times are CPU times of one process.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pipelines.results import Table
 from pipelines.settings.load import load
 
 _TOKENS = 200
-"""Tokens of a text that are asked one by one."""
+"""Tokens of a text that are measured one by one."""
 
 
 def stage_seconds(config: str, stage: str) -> float:
@@ -54,7 +54,7 @@ def main() -> None:
     """Measure datastores in the order of their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+")
-    parser.add_argument("--texts", type=int, default=20, help="held-out texts whose tokens are asked one by one")
+    parser.add_argument("--texts", type=int, default=20, help="held-out texts whose tokens are measured one by one")
     add_minutes(parser)
     options = parser.parse_args()
     limit, rows, known = budget(options), [], dict[str, tuple[int, float]]()

@@ -136,7 +136,7 @@ class Split:
 
     @cached_property
     def votes(self) -> ShardedArray:
-        """[chunks, m] of `suffixes.votes.vote_dtype`: what followed the longest match of the text up to each token."""
+        """[chunks, m] of `suffixes.votes.vote_dtype`: the tokens after the longest match of the text up to each token."""
         return self._array("votes", self.name)
 
     @cached_property

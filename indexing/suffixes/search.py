@@ -161,7 +161,7 @@ class SuffixIndex:
         return tokens[order], counts[order]
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
-        """What followed the longest match of the text up to each token, from the token `first` on.
+        """The tokens that follow the longest match of the text up to each token, from the token `first` on.
 
         The same as the stored votes of a held-out document. Of more than 32 occurrences in several shards, others may be counted.
 

@@ -1,4 +1,4 @@
-"""What followed the longest match of every token's text in other documents, for all tokens of a datastore, once.
+"""The tokens that follow the longest match of every token's text in other documents, for all tokens of a datastore.
 
     sorted prefixes of all shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
     a range ─ order ─► the nearest prefix of another document ─► length of the match ─► all prefixes that share it ─► votes

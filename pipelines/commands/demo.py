@@ -209,7 +209,7 @@ def _words(on: "SetResult") -> dict[str, str]:
         "copying baseline": "the same, but it can copy words from the text before",
         _OFF: "the RETRO without retrieval; it can copy from the text before",
         _NEAR: f"the same weights; each chunk also reads {on.k} neighbors: similar chunks of other documents",
-        _ON: "the same; each word also asks the whole datastore what followed the last words elsewhere",
+        _ON: "the same; at each word it also searches the whole datastore for the last words, and copies the next",
     }
     if on.documents > 1:
         words["95% interval"] = (

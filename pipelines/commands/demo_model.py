@@ -180,7 +180,7 @@ def _words(name: str, on: "SetResult") -> dict[str, str]:
         "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
         "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
         "neighbors": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
-        "retrieval ON": "the same; each word can also copy what followed the last words anywhere in the datastore",
+        "retrieval ON": "the same; at each word it can also copy the words after the last ones in the whole datastore",
         "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
     }
 

@@ -1,4 +1,4 @@
-"""The `votes` stage: sorted prefixes → for every token, what followed the longest match of its text in other documents."""
+"""The `votes` stage: sorted prefixes → for every token, the tokens that follow the longest match of its text in other documents."""
 
 from itertools import pairwise
 from pathlib import Path

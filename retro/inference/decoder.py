@@ -102,7 +102,7 @@ class Decoder:
             model: in evaluation mode.
             placement: device and precision.
             context: largest number of tokens that the model reads, a multiple of the chunk length.
-            datastore: asked what follows the text anywhere; None = the copy head and drafts do without.
+            datastore: finds the tokens that follow the text; None = the copy head and drafts do not use it.
             neighbor_cache: of a model whose decoder reads neighbors; None = a cache that keeps nothing.
 
         Raises:

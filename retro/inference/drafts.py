@@ -46,7 +46,7 @@ def draft(
         tokens: the text so far, int64 [t].
         neighbors: tokens of each neighbor that the text reads, without padding.
         most: 0 to `LONGEST_DRAFT`.
-        datastore: asked for the longest match anywhere; None = it is not.
+        datastore: searched for the longest match too; None = it is not.
     """
     if most <= 0:
         return tokens[:0]

@@ -14,7 +14,7 @@ RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 
 class WholeDatastore(Protocol):
-    """What follows a text anywhere in the datastore: `indexing.suffixes.search.SuffixIndex`."""
+    """Finds the tokens that follow a text in the whole datastore: `indexing.suffixes.search.SuffixIndex`."""
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The votes for the tokens of a text [t] from `first` on, [t - first, 1 + 2 S] int64 as in `Inputs.votes`."""

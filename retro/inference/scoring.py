@@ -133,7 +133,7 @@ def score_windows(
         windows: some windows of sequences `to_score`.
         placement: device and precision.
         retrieve: finds and reads the neighbors of complete chunks; None = retrieval OFF.
-        datastore: asked what follows the text anywhere, with retrieval ON; None = the copy head does without.
+        datastore: with retrieval ON, finds the tokens that follow the text; None = the copy head does not use it.
         top: see `to_score`.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
         neighbor_cache: of a model whose decoder reads neighbors; None = it encodes all of them.
@@ -142,7 +142,7 @@ def score_windows(
     if retrieve is not None:
         _find_neighbors(windows, m, retrieve, sources)
         if datastore is not None:
-            _ask_datastore(windows, datastore)
+            _find_votes(windows, datastore)
     for group in _batches(windows, m):
         batch = _batch(group, m)
         inputs = placement.put(batch)
@@ -188,8 +188,8 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
             sequence.scores.read.extend(_read(sequence.chunks(m), sequence.neighbors))
 
 
-def _ask_datastore(windows: Sequence[Window], datastore: WholeDatastore) -> None:
-    """Ask for the votes of the windows' sequences, unless it was done."""
+def _find_votes(windows: Sequence[Window], datastore: WholeDatastore) -> None:
+    """Find the votes of the windows' sequences, unless they are known."""
     for sequence in dict.fromkeys(window.sequence for window in windows):
         if sequence.votes is None:
             sequence.votes = datastore.votes(sequence.tokens[:-1])

@@ -1,7 +1,7 @@
-"""Copying from the whole datastore: the tokens that followed the longest match of the text anywhere in it vote for the next one.
+"""Copying from the whole datastore: the tokens after the longest match of the text vote for the next token.
 
-Every token asks, not every chunk, and nothing is approximate (infini-gram: Liu et al. 2024, arXiv 2401.17377). The votes are stored
-(`indexing/suffixes/votes.py`), or found while a text is generated. There is no attention to learn, only the gate:
+The search runs for every token instead of every chunk, and is exact (infini-gram: Liu et al. 2024, arXiv 2401.17377). The votes are
+stored (`indexing/suffixes/votes.py`), or found while a text is generated. There is no attention to learn, only the gate:
 
     p_datastore(w) = votes for w / all votes        gate: a table by length of the match, number of votes, and whether they agree
 
@@ -110,5 +110,5 @@ class DatastoreVotes(NamedTuple):
         return self.tokens, self.shares
 
     def join(self, x: Tensor, num_tokens: int, fill: float = 0.0) -> Tensor:
-        """As `SourceMatches.join`: each token asks itself."""
+        """As `SourceMatches.join`: each token is its own query."""
         return x

@@ -41,7 +41,7 @@ class ReadNeighbors(NamedTuple):
         values: their values, [W, K·R, G, C].
         readable: bool [W, K·R].
         rotation: of the queries, [2, T, 1, C/2] or [2, B, T, 1, C/2]: positions in their documents plus R.
-        windows: which queries read the neighbors of which window; None = those of row n read the neighbors n.
+        windows: of the queries; the queries of window n read neighbors n. None = the queries of row n do.
     """
 
     keys: Tensor

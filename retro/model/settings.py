@@ -181,7 +181,7 @@ class CopyHeadSettings(_Section):
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
     datastore: bool = _setting(False, with_base="switch")
-    """Copy what followed the longest match of the text anywhere in the datastore, at every token. Training needs the stage `votes`
+    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
     of the datastore, generation its stage `suffixes`."""
     content_width: NonNegativeInt = _setting(0, with_base="switch")
     """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no

@@ -167,7 +167,7 @@ def test_after_right_and_wrong_drafts_logits_and_cache_are_those_without(scheme:
     starts = [int(start) for start in rng.integers(1, 3 * M, 3)]
 
     def propose(row: Row, room: int) -> np.ndarray:
-        """Tokens of the text, of which the last ones are often wrong."""
+        """Tokens of the text; the last ones are often wrong."""
         text = futures[decoder.rows.index(row)]
         proposed = text[len(row.tokens) : -1][: rng.integers(0, 1 + room)].copy()
         proposed[rng.integers(0, 1 + len(proposed)) :] = V - 1
