@@ -109,10 +109,6 @@ class Losses:
             self._known[key] = hidden, time.process_time() - began
         return self._known[key]
 
-    def forget(self) -> None:
-        """Drop the known activations, because the model has changed."""
-        self._known.clear()
-
     def in_context(self, batch: Inputs) -> Tensor:
         """Losses [B, T] with the first neighbor of the preceding chunk in front of the window, computed again for each chunk."""
         losses = self.of("OFF of chunks without neighbors", None, False, batch).clone()
