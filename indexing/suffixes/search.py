@@ -1,22 +1,28 @@
 """Find the longest end of a text that occurs in a datastore, everywhere that it occurs, and what follows there."""
 
 import bisect
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from indexing.store.artifact import require_finished
 from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.deletions import inside
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, document_starts
-from indexing.suffixes.votes import LONGEST, SAMPLED, as_columns, votes_for
+from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
 _LONGEST = 4096
 """Tokens of the longest run that `trace` looks for."""
+_NEAR = 16
+"""Tokens that are compared before all others."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +45,43 @@ class Match:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Sorted prefixes of a shard (`positions`), its tokens by position, and the starts of its documents."""
+    """Sorted prefixes of a shard (`positions`), its tokens by position, lengths of its chunks, and the starts of its documents.
 
-    positions: np.ndarray
-    tokens: np.ndarray
-    starts: np.ndarray
+    Memory views and lists: Python reads a single number from them several times as fast as from an array. Texts are lists of token ids,
+    backwards and not empty.
+    """
+
+    positions: memoryview
+    tokens: memoryview
+    lengths: memoryview
+    starts: list[int]
     first_chunk: int
 
-    def backwards(self, row: int, length: int) -> bytes:
-        """The last `length` tokens of a sorted prefix in reverse, as bytes that compare as the tokens do."""
-        end = int(self.positions[row]) + 1
-        start = int(self.starts[self.starts.searchsorted(end, "left") - 1])
-        return _key(self.tokens[max(start, end - length) : end])
+    def backwards(self, row: int, text: list[int]) -> list[int]:
+        """The last tokens of a sorted prefix backwards: as many as `text` has, or fewer if they differ from it."""
+        end = self.positions[row]
+        if self.tokens[end] != text[0]:
+            return [self.tokens[end]]
+        start = self.starts[bisect.bisect_right(self.starts, end) - 1]
+        near = self.tokens[max(start, end + 1 - min(_NEAR, len(text))) : end + 1].tolist()[::-1]
+        if near != text[: len(near)]:
+            return near
+        return self.tokens[max(start, end + 1 - len(text)) : end + 1].tolist()[::-1]
 
-    def longest(self, text: bytes, width: int) -> tuple[int, int]:
-        """Length of the longest match of a text (`_key`), and a row at whose side the matches are."""
-        length = len(text) // width
+    def longest(self, text: list[int]) -> tuple[int, int]:
+        """Length of the longest match of a text, and a row at whose side the matches are."""
         rows = range(len(self.positions))
-        row = bisect.bisect_left(rows, text, key=lambda at: self.backwards(at, length))
-        sides = [self.backwards(at, length) for at in (row - 1, row) if 0 <= at < len(rows)]
-        return max((_common(side, text) // width for side in sides), default=0), row
+        row = bisect.bisect_left(rows, text, key=lambda at: self.backwards(at, text))
+        sides = [self.backwards(at, text) for at in (row - 1, row) if 0 <= at < len(rows)]
+        return max((_common(side, text) for side in sides), default=0), row
 
-    def range_of(self, ending: bytes, width: int, row: int) -> tuple[int, int]:
+    def range_of(self, ending: list[int], row: int) -> tuple[int, int]:
         """Rows [first, stop) of the prefixes that end in `ending`, if it occurs: around or next to `row`. Most ranges are small, so the
         steps away from `row` double."""
-        length, rows, first, stop, step = len(ending) // width, range(len(self.positions)), row, row, 1
+        rows, first, stop, step = range(len(self.positions)), row, row, 1
 
-        def key(at: int) -> bytes:
-            return self.backwards(at, length)
+        def key(at: int) -> list[int]:
+            return self.backwards(at, ending)
 
         while first >= step and key(first - step) == ending:
             first, step = first - step, 2 * step
@@ -75,16 +90,23 @@ class _Shard:
             stop, step = stop + step, 2 * step
         return first, bisect.bisect_right(rows, ending, stop, min(len(rows), stop + step), key=key)
 
+    def next_token(self, position: int, chunk_length: int) -> int:
+        """The token after a position in the same document; -1 = none."""
+        after = position + 1
+        chunk, place = divmod(after, chunk_length)
+        document = bisect.bisect_right(self.starts, position)  # the next one
+        return self.tokens[after] if after < self.starts[document] and place < self.lengths[chunk] else -1
 
-def _key(tokens: np.ndarray) -> bytes:
-    return tokens[::-1].astype(tokens.dtype.newbyteorder(">")).tobytes()
+
+def _view(array: np.ndarray) -> memoryview:
+    view: Any = np.asarray(array)
+    return memoryview(view)
 
 
-def _common(one: bytes, other: bytes) -> int:
+def _common(one: list[int], other: list[int]) -> int:
     """Length of the common start."""
     size = min(len(one), len(other))
-    same = np.frombuffer(one[:size], np.uint8) == np.frombuffer(other[:size], np.uint8)
-    return size if same.all() else int(same.argmin())
+    return next((at for at in range(size) if one[at] != other[at]), size)
 
 
 class SuffixIndex:
@@ -96,7 +118,6 @@ class SuffixIndex:
     def __init__(self, split: Split) -> None:
         self.split, self.deleted = split, split.deleted
         self._shards = [self._open(shard) for shard in range(len(split.chunk_rows))]
-        self._dtype = split.tokens.shard(0).dtype
 
     @classmethod
     def open(cls, folder: Path) -> "SuffixIndex":
@@ -114,18 +135,22 @@ class SuffixIndex:
         require_finished(folder)
         tokens = self.split.tokens.shard(shard)
         first = int(self.split.tokens.starts[shard])
-        # Plain views: reading an element of a `memmap` takes three times as long.
-        positions, tokens = np.asarray(open_array(folder / "positions.npy")), np.asarray(tokens).reshape(-1)
-        return _Shard(positions, tokens, document_starts(self.split, shard), first)
+        positions = open_array(folder / "positions.npy")
+        return _Shard(
+            positions=_view(positions),
+            tokens=_view(tokens.reshape(-1)),
+            lengths=_view(self.split.lengths.shard(shard)),
+            starts=document_starts(self.split, shard).tolist(),
+            first_chunk=first,
+        )
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
-        key, width = _key(np.asarray(text, dtype=self._dtype)), self._dtype.itemsize
-        longest = [shard.longest(key, width) for shard in self._shards]
+        backwards = np.asarray(text).tolist()[::-1]
+        longest = [shard.longest(backwards) for shard in self._shards] if backwards else []
         for length in range(max((length for length, _ in longest), default=0), 0, -1):
-            ending = key[: length * width]
             ranges = tuple(
-                shard.range_of(ending, width, row) if reached >= length else (0, 0)
+                shard.range_of(backwards[:length], row) if reached >= length else (0, 0)
                 for shard, (reached, row) in zip(self._shards, longest, strict=True)
             )
             match = Match(length, ranges)
@@ -142,7 +167,7 @@ class SuffixIndex:
         """
         step = max(1, -(-match.count // most))
         ends = [
-            shard.positions[first:stop:step].astype(np.int64) + shard.first_chunk * self.split.chunk_length
+            np.asarray(shard.positions[first:stop:step]).astype(np.int64) + shard.first_chunk * self.split.chunk_length
             for shard, (first, stop) in zip(self._shards, match.ranges, strict=False)
         ]
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
@@ -156,9 +181,9 @@ class SuffixIndex:
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        tokens, counts = np.unique(self._following(match, _SCANNED), return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return tokens[order], counts[order]
+        best = _most_frequent(self._following(match, _SCANNED))
+        tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
+        return tokens, counts
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the longest match of the text up to each token, from the token `first` on.
@@ -172,45 +197,48 @@ class SuffixIndex:
         Returns:
             [t - first, 7] int64, as `votes.as_columns`.
         """
-        matches = [self.longest_match(text[max(0, end - LONGEST) : end]) for end in range(first + 1, len(text) + 1)]
-        following = np.full((len(matches), SAMPLED), -1)
-        for row, match in zip(following, matches, strict=True):
-            tokens = self._following(match, SAMPLED)[:SAMPLED]
-            row[: len(tokens)] = tokens
-        lengths = np.array([match.length for match in matches], np.int64)
-        return as_columns(votes_for(lengths, following, self._dtype))
+        words, votes = text.tolist(), np.zeros((len(text) - first, 1 + 2 * KEPT), np.int64)
+        for row, end in zip(votes, range(first + 1, len(text) + 1), strict=True):
+            match = self.longest_match(words[max(0, end - LONGEST) : end])
+            if best := _most_frequent(self._following(match, SAMPLED)[:SAMPLED])[:KEPT]:
+                row[0] = match.length
+                row[1 : 1 + len(best)], row[1 + KEPT : 1 + KEPT + len(best)] = zip(*best, strict=True)
+        return votes
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
 
-        Of several occurrences, one that is followed by the most frequent next token is taken.
+        Of several occurrences, at most 32 spread evenly, one that is followed by their most frequent next token is taken.
 
         Returns:
             the number of tokens of the match, and int64 [n].
         """
         match = self.longest_match(text[-LONGEST:])
-        chunks, places = self.occurrences(match, SAMPLED).T
-        following, _ = self.next_tokens(match)
-        m = self.split.chunk_length
-        for chunk, place in zip(chunks.tolist(), places.tolist(), strict=True):
-            last = min(int(self.split.documents_of(np.array([chunk]))[2][0]), chunk + 2 + most // m)
-            real = np.arange(m) < self.split.lengths.read(chunk, last)[:, None]
-            after = self.split.tokens.read(chunk, last)[real][place + 1 :][:most].astype(np.int64)
-            if len(after) and after[0] == following[0]:
-                return match.length, after
-        return match.length, np.empty(0, np.int64)
+        if not (best := _most_frequent(self._following(match, SAMPLED))):
+            return match.length, np.empty(0, np.int64)
+        m, (wanted, _) = self.split.chunk_length, best[0]
+        shard, end = next(pair for pair in self._ends(match, SAMPLED) if pair[0].next_token(pair[1], m) == wanted)
+        tokens = itertools.takewhile(lambda token: token >= 0, (shard.next_token(end + n, m) for n in range(most)))
+        return match.length, np.array(list(tokens), np.int64)
 
-    def _following(self, match: Match, most: int) -> np.ndarray:
-        """The tokens that follow occurrences of a match, see `occurrences`: [n] int64."""
-        chunks, places = self.occurrences(match, most).T
-        if not len(chunks):
-            return np.empty(0, np.int64)
-        m, last = self.split.chunk_length, self.split.documents_of(chunks)[2] - 1
-        after = np.where(places + 1 < m, chunks, chunks + 1)
-        rows, places = np.minimum(after, last), (places + 1) % m
-        follows = (after <= last) & (places < self.split.lengths.gather(rows))
-        following: np.ndarray = self.split.tokens.gather(rows)[follows, places[follows]].astype(np.int64)
-        return following
+    def _ends(self, match: Match, most: int) -> Iterator[tuple[_Shard, int]]:
+        """Where a match ends, as `occurrences`: shard and position."""
+        step, ranges = max(1, -(-match.count // most)), self.split.deleted
+        for shard, (first, stop) in zip(self._shards, match.ranges, strict=False):
+            for position in shard.positions[first:stop:step]:
+                chunk = shard.first_chunk + position // self.split.chunk_length
+                if not len(ranges) or not inside(np.array(chunk), ranges):
+                    yield shard, position
+
+    def _following(self, match: Match, most: int) -> list[int]:
+        """The tokens that follow occurrences of a match."""
+        m = self.split.chunk_length
+        return [token for shard, end in self._ends(match, most) if (token := shard.next_token(end, m)) >= 0]
+
+
+def _most_frequent(tokens: list[int]) -> list[tuple[int, int]]:
+    """Tokens and how often each occurs, most frequent first, then by id."""
+    return sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))
 
 
 @dataclass(frozen=True)

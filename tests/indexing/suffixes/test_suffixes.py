@@ -11,7 +11,7 @@ from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from indexing.suffixes.build import _suffix_array
 from indexing.suffixes.search import SuffixIndex, trace
-from indexing.suffixes.votes import LONGEST
+from indexing.suffixes.votes import LONGEST, SAMPLED
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
@@ -93,13 +93,13 @@ def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) ->
 def test_a_continuation_follows_the_longest_match_with_its_most_frequent_token(datastore: Datastore) -> None:
     index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
     for text in texts(datastore.train, documents):
-        length, _, following = expected(documents, text[-LONGEST:])
+        length, count, following = expected(documents, text[-LONGEST:])
         found, after = index.continuation(np.array(text, np.int64), 20)
         assert found == length
         assert bool(len(after)) == bool(following)
         if following:
             whole = [*text[-length:], *after.tolist()]
-            assert following[after[0]] == max(following.values())
+            assert count > SAMPLED or following[after[0]] == max(following.values())
             assert any(
                 document[first : first + len(whole)] == whole
                 for document in documents
