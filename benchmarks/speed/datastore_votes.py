@@ -1,6 +1,6 @@
 """Cost of copying from the whole datastore: the stages `suffixes` and `votes`, and votes for one token while a text is generated.
 
-    python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20]
+    python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20] [--built]
 
 Builds both stages of each datastore again (its chunks must exist) and prints CPU seconds, bytes and rates by number of tokens, and
 the time of `SuffixIndex.votes` for one token of held-out texts, as in generation. Times are CPU times of one process.
@@ -55,14 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+")
     parser.add_argument("--texts", type=int, default=20, help="held-out texts whose tokens are measured one by one")
+    parser.add_argument(
+        "--built", action="store_true", help="keep the stages as they are, and measure only the time of votes"
+    )
     add_minutes(parser)
     options = parser.parse_args()
+    stages, columns = () if options.built else ("suffixes", "votes"), ("CPU s", "tokens/s", "exponent", "bytes/token")
     limit, rows, known = budget(options), [], dict[str, tuple[int, float]]()
     for config in limit.each(options.configs, "datastore"):
         datastore = Datastore.open(load(Config, config, [], verb="index").datastore)
         tokens = int(sum(datastore.manifest["splits"]["train"]["tokens"]))
         cells = [f"{tokens:,}"]
-        for stage in ("suffixes", "votes"):
+        for stage in stages:
             seconds = stage_seconds(config, stage)
             before = known.get(stage)
             exponent = f"{math.log(seconds / before[1]) / math.log(tokens / before[0]):.2f}" if before else ""
@@ -71,10 +75,9 @@ def main() -> None:
             cells += [f"{seconds:.1f}", f"{tokens / seconds:,.0f}", exponent, f"{size:.1f}"]
         quantiles = microseconds(Datastore.open(datastore.folder), options.texts)
         rows.append([*cells, *(f"{value:.0f}" for value in quantiles)])
-    columns = ["CPU s", "tokens/s", "exponent", "bytes/token"]
     header = [
         "tokens",
-        *(f"{stage}: {name}" for stage in ("suffixes", "votes") for name in columns),
+        *(f"{stage}: {name}" for stage in stages for name in columns),
         "votes of one token: p50, µs",
         "p90, µs",
     ]
