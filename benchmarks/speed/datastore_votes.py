@@ -1,25 +1,45 @@
 """Cost of copying from the whole datastore: the stages `suffixes` and `votes`, and votes for one token while a text is generated.
 
-    python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20] [--built]
+    python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20] [--built] [--model CHECKPOINT]
 
 Builds both stages of each datastore again (its chunks must exist) and prints CPU seconds, bytes and rates by number of tokens, and
-the time of `SuffixIndex.votes` for one token of held-out texts, as in generation. Times are CPU times of one process.
+the time of `SuffixIndex.votes` for one token of held-out texts, as in generation. Then, on the first datastore, it compares a training
+step of the preset `small` and with `--model` generation, each without and with copying from the datastore, in alternating rounds. Times are
+CPU times of one process.
 """
 
 import argparse
 import math
+import statistics
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import add_minutes, budget, markdown, measured_on, say
+from benchmarks.common import add_minutes, budget, markdown, measured_on, placement, say
 from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
 from pipelines.cli import main as retro
 from pipelines.config import Config
 from pipelines.results import Table
 from pipelines.settings.load import load
+from retro.data.batches import TrainingData
+from retro.data.loader import as_tensors
+from retro.data.settings import DataSettings
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from retro.model.datastore_fit import fit_to
+from retro.model.retro import Retro
+from retro.model.settings import ModelSettings, updated
+from retro.parallel.forward_backward import WholeModel
+from retro.parallel.process_mesh import Processes
+from retro.parallel.settings import ALONE
+from retro.training.optimizer import make_optimizer
+from retro.training.settings import TrainSettings
+from retro.training.step import OptimizerStep
 
 _TOKENS = 200
 """Tokens of a text that are measured one by one."""
@@ -50,6 +70,47 @@ def microseconds(datastore: Datastore, texts: int) -> np.ndarray:
     return np.quantile(times, [0.5, 0.9]) / 1000
 
 
+def step_seconds(datastore: Datastore, rounds: int) -> dict[str, float]:
+    """Median CPU seconds of a training step without and with votes: 4 sequences of 512 tokens, 2 neighbors."""
+    place = placement()
+    data = TrainingData([datastore.folder], DataSettings(k=2), retrieval=True, votes=True)
+    inputs, steps = place.put(as_tensors(data.batch(range(4)))), {}
+    for name, copies in (("without", False), ("with", True)):
+        settings = updated(ModelSettings(preset="small"), {"copy_head.datastore": copies})
+        model = Retro(fit_to(settings, datastore.manifest, datastore.folder))
+        passes = WholeModel(model, Processes(ALONE, place.device), place)
+        optimizer = make_optimizer([model], TrainSettings(lr=1e-4))
+        step = OptimizerStep(passes, optimizer, passes.processes, place, TrainSettings(lr=1e-4, lr_schedule="constant"))
+        steps[name] = partial(step, 100, [inputs if copies else inputs._replace(votes=None)])
+    return medians(steps, rounds)
+
+
+def generation_seconds(checkpoint: Path, datastore: Datastore, rounds: int) -> dict[str, float]:
+    """Median CPU seconds for 96 greedy tokens without drafts after 200 held-out tokens, without and with the datastore; k = 4."""
+    model = LanguageModel.open(checkpoint, datastore.folder)
+    first, _ = datastore.valid.chunk_range(0)
+    prompt = datastore.valid.tokens.read(first, first + 8).reshape(-1)[:_TOKENS].astype(np.int64)
+    settings = GenerationSettings(max_tokens=96, temperature=0.0, drafts=False)
+    models = {"without": replace(model, suffixes=None), "with": model}
+    return medians({name: partial(_generate, one, prompt, settings) for name, one in models.items()}, rounds)
+
+
+def _generate(model: LanguageModel, prompt: np.ndarray, settings: GenerationSettings) -> None:
+    for _ in model.generate([prompt], settings, k=4):
+        pass
+
+
+def medians(work: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of each function over alternating rounds, after one for warming up."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds + 1):
+        for name, call in work.items():
+            began = time.process_time()
+            call()
+            times[name].append(time.process_time() - began)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
 def main() -> None:
     """Measure datastores in the order of their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,6 +119,8 @@ def main() -> None:
     parser.add_argument(
         "--built", action="store_true", help="keep the stages as they are, and measure only the time of votes"
     )
+    parser.add_argument("--model", type=Path, help="a checkpoint that copies from the first datastore")
+    parser.add_argument("--rounds", type=int, default=7, help="of the comparisons without and with the datastore")
     add_minutes(parser)
     options = parser.parse_args()
     stages, columns = () if options.built else ("suffixes", "votes"), ("CPU s", "tokens/s", "exponent", "bytes/token")
@@ -82,6 +145,14 @@ def main() -> None:
         "p90, µs",
     ]
     say("\n" + markdown(Table(header, rows)))
+    first = Datastore.open(load(Config, options.configs[0], [], verb="index").datastore)
+    compared = {"training step": step_seconds(first, options.rounds)}
+    if options.model:
+        compared["generation"] = generation_seconds(options.model, first, options.rounds)
+    for name, each in compared.items():
+        say(
+            f"{name}: {each['without']:.3f} s without, {each['with']:.3f} s with: {each['with'] / each['without']:.3f} times"
+        )
     say(measured_on())
 
 
