@@ -24,7 +24,8 @@ from pipelines.cli import main
 from tests.conftest import PATIENCE, build_local, tiny_config, wait_until
 
 TEXT = "the index of a chunk and the neighbor in memory 检索模型 with a vector from the store\n"
-LONG = {"prompt": TEXT, "temperature": 0}  # a model this small repeats itself and never ends
+LONG = {"prompt": TEXT, "temperature": 0}
+ENDLESS = {**LONG, "model": "tiny", "max_tokens": 10**6, "ignore_eos": True}  # to /v1/completions
 
 
 class Serving:
@@ -125,8 +126,8 @@ def test_requests_above_the_limit_get_429_until_there_is_room(with_token: Servin
         with asking(with_token) as like:
             client = httpx.AsyncClient(base_url=like.base_url, headers=like.headers, timeout=PATIENCE)
         async with client:
-            body = {**LONG, "max_tokens": 100_000}
-            waiting = {asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(12)}
+            body = {**ENDLESS, "max_tokens": 100_000}
+            waiting = {asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(12)}
             answered: set[asyncio.Future[httpx.Response]] = set()
             while len(answered) < 8:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -193,17 +194,16 @@ def test_second_signal_cuts_off_requests_with_an_error(tiny_datastore: Datastore
 
 def cut_off_all(server: Serving, stop: Callable[[], None]) -> None:
     """Shutdown ends a stream, a generation and a request with an incomplete body by an error, without a traceback."""
-    endless = {**LONG, "max_tokens": 10**6}
-    address = urlsplit(server.url)
+    address, socket_address = server.url + "/v1/completions", urlsplit(server.url)
     with (
         ThreadPoolExecutor(1) as pool,
-        httpx.stream("POST", server.url + "/generate", json=endless | {"stream": True}, timeout=PATIENCE) as stream,
-        socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as slow,
+        httpx.stream("POST", address, json=ENDLESS | {"stream": True}, timeout=PATIENCE) as stream,
+        socket.create_connection((socket_address.hostname, socket_address.port), timeout=PATIENCE) as slow,
     ):
         slow.sendall(b"POST /search HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
         lines = stream.iter_lines()
         next(lines)
-        whole = pool.submit(httpx.post, server.url + "/generate", json=endless, timeout=PATIENCE)
+        whole = pool.submit(httpx.post, address, json=ENDLESS, timeout=PATIENCE)
         wait_until(lambda: "retro_requests_under_way 2.0" in httpx.get(server.url + "/metrics", timeout=PATIENCE).text)
         stop()
         *_, error, done = (line.removeprefix("data: ") for line in lines if line)
