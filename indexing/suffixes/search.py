@@ -15,7 +15,7 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import inside
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, document_starts
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED
+from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
@@ -203,7 +203,7 @@ class SuffixIndex:
             if best := _most_frequent(self._following(match, SAMPLED)[:SAMPLED])[:KEPT]:
                 row[0] = match.length
                 row[1 : 1 + len(best)], row[1 + KEPT : 1 + KEPT + len(best)] = zip(*best, strict=True)
-        return votes
+        return within_limit(votes, self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.

@@ -84,6 +84,24 @@ def as_columns(votes: np.ndarray) -> np.ndarray:
     return np.concatenate([votes["length"][..., None], votes["tokens"], votes["counts"]], axis=-1, dtype=np.int64)
 
 
+def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> np.ndarray:
+    """Remove, in place, the votes after matches that are longer than a part of a chunk.
+
+    Only the text before a token counts. If the token itself counted too, all votes after the longest allowed match would be wrong ones:
+    a right one makes the match longer.
+
+    Args:
+        votes: [..., 7], as `as_columns`.
+        split: the split of the tokens; live votes: the searched one.
+        max_overlap: longest match that votes, as a fraction of the chunk length. The limit of the stored neighbors
+            (`neighbors.max_overlap`) also holds. 1 = no limit.
+    """
+    limit = min(max_overlap, split.neighbor_limit)
+    if limit < 1:
+        votes[votes[..., 0] > min(limit * split.chunk_length, LONGEST - 1)] = 0  # LONGEST stands for all longer matches
+    return votes
+
+
 # --- one shard of a split ------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from indexing.progress import Advance
 from indexing.similarity.overlap import overlap
-from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from retro.evaluation.bits_per_byte import SetResult
@@ -102,8 +101,7 @@ def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
 
 def _warn_if_filtered(source: Datastore) -> None:
     """Warn if the stored neighbors exclude near copies, because leakage is then underestimated."""
-    settings = read_manifest(source.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    if (limit := settings.get("neighbors.max_overlap", 1)) < 1:
+    if (limit := source.train.neighbor_limit) < 1:
         log.warning(
             "%s was built with neighbors.max_overlap = %s, so its neighbors exclude chunks with more leakage. Measure leakage "
             "from a datastore built with neighbors.max_overlap = 1",
