@@ -51,11 +51,18 @@ def deletions_of(datastore: Datastore) -> str:
     return fingerprint(datastore.train.deleted.tolist())
 
 
-def require_votes(datastore: Datastore) -> None:
-    """Raise InputError unless the stage `votes` is finished, and made after the last deletion."""
-    datastore.require(FOLDER)
+def has_votes(datastore: Datastore) -> bool:
+    """Whether the stage `votes` is finished, and made after the last deletion."""
+    if not datastore.has(FOLDER):
+        return False
     made = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
-    if made != deletions_of(datastore):
+    return bool(made == deletions_of(datastore))
+
+
+def require_votes(datastore: Datastore) -> None:
+    """Raise InputError unless the datastore has votes, see `has_votes`."""
+    datastore.require(FOLDER)
+    if not has_votes(datastore):
         raise InputError(
             f"{datastore.folder}: documents were deleted since the stage 'votes' was made, and still vote. Run "
             "`retro index CONFIG --stage votes`."
