@@ -36,7 +36,7 @@ class EvalOptions(ResultOptions):
     datastore: str = ""
     """Datastore whose held-out documents are scored; empty: the datastores of the training run."""
     leakage_from: str = ""
-    """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
+    """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
