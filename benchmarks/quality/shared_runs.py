@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -61,7 +62,7 @@ def similarities(texts: list[str], pairs: np.ndarray) -> np.ndarray:
     return values
 
 
-def rows_of(path: Path) -> list[dict]:
+def rows_of(path: Path) -> list[dict[str, Any]]:
     """The lines of a compressed JSON Lines file."""
     with zstandard.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
@@ -97,9 +98,9 @@ def main() -> None:
     }
     truth = {pair for pair, similarity in listed.items() if similarity >= SIMILAR}
     (source,) = (one for one in sources_of(datastore) if one.split.name == "train")
-    results, dtype = [], window_dtype(datastore)
+    results: list[dict[str, Any]] = []
     for length in limit.each(LENGTHS, "length"):
-        pairs = pairs_with_run(source, length, dtype)
+        pairs = pairs_with_run(source, length, window_dtype(datastore))
         if not results:  # the shortest runs give all other pairs too
             values = similarities([texts[name] for name in names], pairs)
             truth |= set(map(tuple, pairs[values >= SIMILAR].tolist()))
