@@ -138,16 +138,18 @@ class SuffixIndex:
     def _open(self, shard: int) -> _Shard:
         folder = self.split.folder / FOLDER / shard_name(shard)
         require_finished(folder)
-        if not (folder / "heads.npy").exists():
+        try:
+            heads = open_array(folder / "heads.npy")
+        except FileNotFoundError as error:  # its manifest does not name it: an older version wrote it
             raise InputError(
-                f"{folder} was written by an older version, without heads.npy. Run `retro index CONFIG --stage suffixes --rebuild`."
-            )
+                f"{folder} has no heads.npy, an older version wrote it. Run `retro index CONFIG --stage suffixes --rebuild`."
+            ) from error
         tokens = self.split.tokens.shard(shard)
         first = int(self.split.tokens.starts[shard])
         positions = open_array(folder / "positions.npy")
         return _Shard(
             positions=_view(positions),
-            heads=_view(open_array(folder / "heads.npy")),
+            heads=_view(heads),
             tokens=_view(tokens.reshape(-1)),
             lengths=_view(self.split.lengths.shard(shard)),
             starts=document_starts(self.split, shard).tolist(),

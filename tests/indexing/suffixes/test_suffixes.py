@@ -9,6 +9,7 @@ import pytest
 
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
+from indexing.store.files import save_array
 from indexing.suffixes import build, search
 from indexing.suffixes.build import FOLDER, _heads, _suffix_array, head
 from indexing.suffixes.search import SuffixIndex, trace
@@ -113,11 +114,14 @@ def test_heads_of_sorted_prefixes_never_fall(dtype: type, width: int) -> None:
     assert _heads(text, ends, width).tolist() == [head(own, width) for own in backwards]
 
 
-def test_an_index_without_heads_names_the_stage_to_run(datastore: Datastore, tmp_path: Path) -> None:
-    shutil.copytree(datastore.folder, tmp_path / "datastore")
-    (tmp_path / "datastore/suffixes/00001/heads.npy").unlink()
-    with pytest.raises(InputError, match=r"suffixes/00001 .*heads\.npy.* --stage suffixes --rebuild"):
-        SuffixIndex.open(tmp_path / "datastore")
+def test_an_index_of_an_older_version_names_the_stage_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no heads."""
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20))
+    build_local(config, only="chunk")
+    monkeypatch.setattr(build, "save_array", lambda path, array: path.stem == "heads" or save_array(path, array))
+    folder = build_local(config, only="suffixes").folder
+    with pytest.raises(InputError, match=r"suffixes/00000 .*heads\.npy.* --stage suffixes --rebuild"):
+        SuffixIndex.open(folder)
 
 
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
