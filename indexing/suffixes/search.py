@@ -13,8 +13,9 @@ import numpy as np
 from indexing.store.artifact import require_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import inside
+from indexing.store.errors import InputError
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.build import FOLDER, document_starts
+from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, head
 from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
@@ -45,13 +46,15 @@ class Match:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Sorted prefixes of a shard (`positions`), its tokens by position, lengths of its chunks, and the starts of its documents.
+    """Sorted prefixes of a shard (`positions`) with their heads, its tokens by position, lengths of its chunks, and the starts of its
+    documents.
 
     Memory views and lists: Python reads a single number from them several times as fast as from an array. Texts are lists of token ids,
     backwards and not empty.
     """
 
     positions: memoryview
+    heads: memoryview
     tokens: memoryview
     lengths: memoryview
     starts: list[int]
@@ -70,8 +73,10 @@ class _Shard:
 
     def longest(self, text: list[int]) -> tuple[int, int]:
         """Length of the longest match of a text, and a row at whose side the matches are."""
-        rows = range(len(self.positions))
-        row = bisect.bisect_left(rows, text, key=lambda at: self.backwards(at, text))
+        rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens.itemsize)
+        first = max(0, bisect.bisect_left(self.heads, wanted) - 1) * ROWS_OF_HEAD
+        stop = min(len(rows), bisect.bisect_right(self.heads, wanted) * ROWS_OF_HEAD)
+        row = bisect.bisect_left(rows, text, first, stop, key=lambda at: self.backwards(at, text))
         sides = [self.backwards(at, text) for at in (row - 1, row) if 0 <= at < len(rows)]
         return max((_common(side, text) for side in sides), default=0), row
 
@@ -133,11 +138,18 @@ class SuffixIndex:
     def _open(self, shard: int) -> _Shard:
         folder = self.split.folder / FOLDER / shard_name(shard)
         require_finished(folder)
+        try:
+            heads = open_array(folder / "heads.npy")
+        except FileNotFoundError as error:  # its manifest does not name it: an older version wrote it
+            raise InputError(
+                f"{folder} has no heads.npy, an older version wrote it. Run `retro index CONFIG --stage suffixes --rebuild`."
+            ) from error
         tokens = self.split.tokens.shard(shard)
         first = int(self.split.tokens.starts[shard])
         positions = open_array(folder / "positions.npy")
         return _Shard(
             positions=_view(positions),
+            heads=_view(heads),
             tokens=_view(tokens.reshape(-1)),
             lengths=_view(self.split.lengths.shard(shard)),
             starts=document_starts(self.split, shard).tolist(),

@@ -9,7 +9,9 @@ import pytest
 
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
-from indexing.suffixes.build import _suffix_array
+from indexing.store.files import save_array
+from indexing.suffixes import build, search
+from indexing.suffixes.build import FOLDER, _heads, _suffix_array, head
 from indexing.suffixes.search import SuffixIndex, trace
 from indexing.suffixes.votes import LONGEST, SAMPLED
 from tests.conftest import build_local, contents, tiny_config, write_corpus
@@ -80,6 +82,46 @@ def assert_equal_to_a_search_through_the_text(split: Split) -> None:
 def test_the_longest_match_is_that_of_a_search_through_all_documents(datastore: Datastore) -> None:
     assert len(datastore.train.chunk_rows) > 1
     assert_equal_to_a_search_through_the_text(datastore.train)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_of_few_rows_and_equal_heads_change_nothing(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (build, search):
+        monkeypatch.setattr(module, "ROWS_OF_HEAD", rows)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    build_local(config, only="chunk")
+    split = build_local(config, only="suffixes").train
+    assert_equal_to_a_search_through_the_text(split)
+    heads = [np.load(file) for file in sorted((split.folder / FOLDER).glob("*/heads.npy"))]
+    assert any((np.diff(own.astype(np.int64)) == 0).any() for own in heads)
+    assert all((own[1:] >= own[:-1]).all() for own in heads)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 4), (np.uint32, 2)])
+def test_heads_of_sorted_prefixes_never_fall(dtype: type, width: int) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 3, size).tolist() for size in (1, 2, 3, 50, 200)]
+    documents[-1][::7] = [np.iinfo(dtype).max - 1] * len(documents[-1][::7])
+    prefixes = sorted(document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1))
+    heads = [head(prefix, width) for prefix in prefixes]
+    assert heads == sorted(heads)
+    assert max(heads) < 2**64
+    text = np.concatenate([[0, *(token + 1 for token in document)] for document in documents]).astype(np.uint32)
+    ends = np.flatnonzero(text)
+    backwards = [document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1)]
+    assert _heads(text, ends, width).tolist() == [head(own, width) for own in backwards]
+
+
+def test_an_index_of_an_older_version_names_the_stage_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no heads."""
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20))
+    build_local(config, only="chunk")
+    monkeypatch.setattr(build, "save_array", lambda path, array: path.stem == "heads" or save_array(path, array))
+    folder = build_local(config, only="suffixes").folder
+    with pytest.raises(InputError, match=r"suffixes/00000 .*heads\.npy.* --stage suffixes --rebuild"):
+        SuffixIndex.open(folder)
 
 
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
