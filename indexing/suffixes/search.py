@@ -16,7 +16,7 @@ from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, head
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED
+from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
@@ -215,7 +215,7 @@ class SuffixIndex:
             if best := _most_frequent(self._following(match, SAMPLED)[:SAMPLED])[:KEPT]:
                 row[0] = match.length
                 row[1 : 1 + len(best)], row[1 + KEPT : 1 + KEPT + len(best)] = zip(*best, strict=True)
-        return votes
+        return within_limit(votes, self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
