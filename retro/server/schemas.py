@@ -166,6 +166,7 @@ class TracedRun(BaseModel):
 class TraceResponse(BaseModel):
     """Runs in the order of the text. They may overlap; none contains another."""
 
+    text: str = Field(description="Text of all tokens: that of the request, as the tokenizer normalizes it.")
     runs: list[TracedRun]
     tokens: int = Field(description="Tokens of the text.")
     tokens_in_runs: int

@@ -33,7 +33,7 @@ async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) 
 def _traced(
     index: SuffixIndex, retriever: Retriever, tokens: np.ndarray, request: schemas.TraceRequest
 ) -> schemas.TraceResponse:
-    _, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
+    text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
     runs, is_in_run = trace(index, tokens, request.least), np.zeros(len(tokens), dtype=bool)
     for run in runs:
         is_in_run[run.first : run.stop] = True
@@ -47,7 +47,7 @@ def _traced(
         )
         for run in runs
     ]
-    return schemas.TraceResponse(runs=found, tokens=len(tokens), tokens_in_runs=int(is_in_run.sum()))
+    return schemas.TraceResponse(text=text, runs=found, tokens=len(tokens), tokens_in_runs=int(is_in_run.sum()))
 
 
 class PlaceFinder:

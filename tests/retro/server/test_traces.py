@@ -48,6 +48,7 @@ def test_a_trace_names_the_runs_of_a_text_and_their_places(client: TestClient, r
     known = tokenizer.decode(split.tokens.read(first, first + 2).ravel()[1:].astype(np.int64))
     text = f"{known} qqq"
     answer = client.post("/trace", json={"text": text, "least": 6}).json()
+    assert answer["text"] == text
     run = max(answer["runs"], key=lambda run: run["tokens"])
     assert text[slice(*run["text"])].strip() in known
     assert run["tokens"] >= 20
