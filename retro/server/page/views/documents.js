@@ -23,7 +23,7 @@ export function show(parameters, id) {
   back.href = addressOf(run ? "trace" : "neighbors");
   back.textContent = run ? "← Trace" : "← What it finds";
   return fill(results, "Loading the document…", async (signal) => {
-    const first = parameters.has("first") ? Number(parameters.get("first")) : await pageOf(id, marked, signal);
+    const first = parameters.has("first") ? Number(parameters.get("first")) : await pageOf(id, marked, run, signal);
     const stored = await read(id, first, PAGE, signal);
     const name = stored.title || id;
     document.title = `${name} · retro`;
@@ -41,12 +41,16 @@ export function show(parameters, id) {
 
 const read = (id, first, number, signal) => get(`documents?${new URLSearchParams({ id, first, count: number })}`, signal);
 
-/** First chunk of the page with a chunk. The chunks of a document have consecutive ids, so the first chunk's id is enough. */
-async function pageOf(id, chunk, signal) {
+/**
+ * First chunk of the page with a chunk: pages have equal lengths, but one with a run begins two chunks before it. The chunks of a
+ * document have consecutive ids, so the first chunk's id is enough.
+ */
+async function pageOf(id, chunk, run, signal) {
   if (chunk === null) return 0;
   const { chunks, num_chunks: total } = await read(id, 0, 1, signal);
   const position = chunk - chunks[0].chunk_id;
-  return position >= 0 && position < total ? position - (position % PAGE) : 0;
+  if (position < 0 || position >= total) return 0;
+  return run ? Math.max(0, position - 2) : position - (position % PAGE);
 }
 
 function chunkCard({ text, chunk_id: chunk }, position, marked, run) {

@@ -43,7 +43,7 @@ function legend() {
     { class: "legend-list" },
     element("li", {}, sample, " text occurs in the documents. The run with this number is listed with them. The longer, the stronger the color."),
     element("li", {}, "A run is as long as possible to both sides. Runs can overlap."),
-    element("li", {}, "A word that is cut at the beginning or end of your text can have other tokens than in the documents."),
+    element("li", {}, "A word at the edge of a run can be left out: with a space before it, or cut, it has other tokens."),
     element("li", {}, "Documents that were held out for evaluation, and deleted ones, are not searched."),
   );
 }
@@ -65,7 +65,11 @@ function traced({ text, runs }) {
   linkRuns(card);
   const open = (event) => {
     const mark = event.target.closest("mark");
-    if (mark && (event.type === "click" || event.key === "Enter")) card.querySelector(`.traced[data-keys="${mark.dataset.keys.split(" ").at(-1)}"] a`)?.focus();
+    if (!mark || (event.type !== "click" && event.key !== "Enter")) return;
+    const run = card.querySelector(`.traced[data-keys="${mark.dataset.keys.split(" ").at(-1)}"]`);
+    run.closest("details")?.setAttribute("open", "");
+    run.scrollIntoView({ block: "nearest" });
+    run.querySelector("a").focus({ preventScroll: true });
   };
   for (const event of ["click", "keydown"]) card.addEventListener(event, open);
   return card;
