@@ -17,7 +17,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MARKS = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 VIEWS = ("passage", "generation", "neighbors", "trace", "datastore")
-BUTTONS = {"neighbors": "Find neighbors", "passage": "Show where neighbors help", "generation": "Write on", "trace": "Find where it occurs"}
+BUTTONS = {
+    "neighbors": "Find neighbors",
+    "passage": "Show where neighbors help",
+    "generation": "Write on",
+    "trace": "Find where it occurs",
+}
 LONG = TEXT * 6
 ASKED = {"neighbors": LONG, "passage": LONG, "generation": TEXT, "trace": LONG}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
