@@ -27,27 +27,25 @@ async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) 
     """Find the parts of a text that occur verbatim in the training documents, how often, and where."""
     service.check("max_k", request.documents, "documents")
     tokens = (await service.encoded([request.text], "text"))[0]
-    return await run_in_threadpool(_traced, service.suffixes(), service.retriever, tokens, request)
-
-
-def _traced(
-    index: SuffixIndex, retriever: Retriever, tokens: np.ndarray, request: schemas.TraceRequest
-) -> schemas.TraceResponse:
-    text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
-    runs, is_in_run = trace(index, tokens, request.least), np.zeros(len(tokens), dtype=bool)
+    index, retriever = await run_in_threadpool(service.suffixes), service.retriever
+    text, ends = await run_in_threadpool(token_ends, retriever.tokenizer.decode_batch, tokens)
+    runs, is_in_run = await run_in_threadpool(trace, index, tokens, request.least), np.zeros(len(tokens), dtype=bool)
     for run in runs:
         is_in_run[run.first : run.stop] = True
+    # Run by run, so that the work stops when the client disconnects or the time is over.
     places = PlaceFinder(index, retriever, ChunkTexts(retriever))
-    found = [
-        schemas.TracedRun(
-            text=characters(ends, run.first, run.stop),
-            tokens=run.stop - run.first,
-            occurrences=index.count(run.match),
-            places=places.of(run, request.documents),
-        )
-        for run in runs
-    ]
+    found = [await run_in_threadpool(_traced, places, run, ends, request.documents) for run in runs]
     return schemas.TraceResponse(text=text, runs=found, tokens=len(tokens), tokens_in_runs=int(is_in_run.sum()))
+
+
+def _traced(places: "PlaceFinder", run: Run, ends: list[int], documents: int) -> schemas.TracedRun:
+    """Return a run of a text whose tokens end at these characters."""
+    return schemas.TracedRun(
+        text=characters(ends, run.first, run.stop),
+        tokens=run.stop - run.first,
+        occurrences=places.index.count(run.match),
+        places=places.of(run, documents),
+    )
 
 
 class PlaceFinder:
