@@ -177,6 +177,25 @@ def test_the_runs_of_a_stream_join_to_those_of_the_answer(copying: TestClient, r
     assert streamed.model_dump(mode="json")["runs"] == whole["runs"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_characters_of_runs_are_in_a_text_that_a_stop_string_cuts(
+    copying: TestClient, retriever: Retriever, stream: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": planted(retriever), "max_tokens": 40, "return_sources": True}
+    whole = post(copying, GENERATE, **body).json()["text"]
+    body |= {"stop": [whole[20:28]], "stream": stream}
+    answer = post(copying, GENERATE, **body)
+    parts = events_of(answer) if stream else [answer.json()]
+    text = "".join(part["text"] for part in parts)
+    assert text == whole[: whole.index(whole[20:28])]
+    runs = [run for part in parts for run in part["sources"]["runs"]]
+    assert runs
+    for run in runs:
+        start, stop = run["text"]
+        assert 0 <= start < stop <= len(text)
+        assert text[start:stop] in text_between(retriever, run["places"][0])
+
+
 def test_a_text_that_continues_nothing_stored_has_no_runs_of_the_prompt(
     copying: TestClient, retriever: Retriever
 ) -> None:
