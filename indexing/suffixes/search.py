@@ -20,8 +20,10 @@ from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
+SHORTEST_RUN = 8
+"""Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LONGEST = 4096
-"""Tokens of the longest run that `trace` looks for."""
+"""Tokens of the longest run."""
 _NEAR = 16
 """Tokens that are compared before all others."""
 
@@ -40,8 +42,23 @@ class Match:
 
     @property
     def count(self) -> int:
-        """How often it occurs."""
+        """How often it occurs, deleted documents included."""
         return sum(stop - first for first, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An occurrence of a match.
+
+    Attributes:
+        document: metadata of its document.
+        first: chunk id of its first token, and the place of the token in the chunk.
+        last: the same of its last token.
+    """
+
+    document: dict[str, Any]
+    first: tuple[int, int]
+    last: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -185,11 +202,21 @@ class SuffixIndex:
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
         return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
 
-    def documents_of(self, match: Match, most: int) -> list[str]:
-        """The ids of the first `most` documents that a match occurs in, among some of its occurrences."""
-        chunks = self.occurrences(match, _SCANNED)[:, 0]
-        numbers = list(dict.fromkeys(self.split.documents_of(chunks)[0].tolist()))[:most]
-        return [str(row["id"]) for row in self.split.metadata(numbers)]
+    def count(self, match: Match) -> int:
+        """How often a match occurs outside of deleted documents."""
+        return len(self.occurrences(match)) if len(self.deleted) else match.count
+
+    def places(self, match: Match, most: int) -> list[Place]:
+        """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
+        ends = self.occurrences(match, _SCANNED)
+        documents = self.split.documents_of(ends[:, 0])[0].tolist()
+        chosen = dict(zip(reversed(documents), reversed(ends.tolist()), strict=True))  # the first one of each document
+        numbers = list(dict.fromkeys(documents))[:most]
+        m, places = self.split.chunk_length, list[Place]()
+        for number, document in zip(numbers, self.split.metadata(numbers), strict=True):
+            chunk, place = chosen[number]
+            places.append(Place(document, divmod(chunk * m + place + 1 - match.length, m), (chunk, place)))
+        return places
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
@@ -262,15 +289,39 @@ class Run:
     match: Match
 
 
-def trace(index: SuffixIndex, tokens: np.ndarray, least: int) -> list[Run]:
-    """The longest runs of a text [n] that occur verbatim in the datastore and have at least `least` tokens, in order.
+class Tracer:
+    """Finds the runs of a growing text: the longest ones that occur verbatim in the datastore and have at least `least` tokens.
 
-    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096).
+    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096). A match is at most one token longer than
+    that of the token before, so a token costs a search for its match and one token more.
     """
-    matches = [index.longest_match(tokens[max(0, end - _LONGEST) : end]) for end in range(1, len(tokens) + 1)]
-    lengths = [match.length for match in matches] + [0]
-    return [
-        Run(end - match.length, end, match)
-        for end, match in enumerate(matches, start=1)
-        if match.length >= least and lengths[end] <= match.length
-    ]
+
+    def __init__(self, index: SuffixIndex, least: int, text: Sequence[int] | np.ndarray = ()) -> None:
+        """Begin after a text, of whose runs only the one at its end is returned."""
+        self._index, self._least, self._length = index, least, len(text)
+        self._match = index.longest_match(text[-_LONGEST:])
+        self._end = [int(token) for token in text[len(text) - self._match.length :]]  # the tokens of the match
+
+    def __len__(self) -> int:
+        """Number of tokens of the text."""
+        return self._length
+
+    def add(self, token: int) -> list[Run]:
+        """Append a token; return the run that ends before it, or none."""
+        before, run = self._match, self.rest()
+        end = [*self._end, token][-_LONGEST:]
+        self._match, self._length = self._index.longest_match(end), self._length + 1
+        self._end = end[len(end) - self._match.length :]
+        return run if self._match.length <= before.length else []
+
+    def rest(self) -> list[Run]:
+        """Return the run at the end of the text, or none."""
+        run = Run(self._length - self._match.length, self._length, self._match)
+        return [run] if self._match.length >= self._least else []
+
+
+def trace(index: SuffixIndex, tokens: np.ndarray, least: int) -> list[Run]:
+    """The runs of a whole text [n] in order, see `Tracer`."""
+    tracer = Tracer(index, least)
+    runs = [run for token in tokens.tolist() for run in tracer.add(token)]
+    return runs + tracer.rest()
