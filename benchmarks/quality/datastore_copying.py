@@ -76,11 +76,16 @@ class Window:
 
 
 def held_out_windows(
-    model: Retro, held_out: EvaluationSet, options: argparse.Namespace, place: Placement, limit: Budget
+    model: Retro,
+    held_out: EvaluationSet,
+    options: argparse.Namespace,
+    place: Placement,
+    limit: Budget,
+    length: int = WINDOW,
 ) -> Iterator[Window]:
-    """Read windows of held-out documents in a fixed random order until they have this many tokens."""
+    """Read windows of held-out documents in a fixed random order until they have `options.tokens` tokens."""
     split, m, retrieval = held_out.split, held_out.split.chunk_length, RetrievalSet.of(held_out.datastore)
-    windows = list(document_windows(split, WINDOW // m, WINDOW // m // 2))
+    windows = list(document_windows(split, length // m, length // m // 2))
     order, sizes, total = np.random.default_rng(0).permutation(len(windows)), held_out.token_bytes, 0
     for number in limit.each(order.tolist(), "window"):
         if total >= options.tokens:
@@ -89,7 +94,7 @@ def held_out_windows(
         inputs = place.put(as_tensors(batch))
         with place.autocast():
             hidden, _ = model.hidden(inputs)
-            off = model.hidden(inputs.off())[0] if model.settings.decoder_reads else hidden
+            off = model.hidden(inputs.off())[0] if model.settings.activations_read else hidden
         labels = batch.labels[0]
         of_labels = np.where(labels != IGNORED_LABEL, sizes[labels.clip(0)], 0)
         yield Window(inputs, hidden, off, windows[number].text, of_labels, batch.votes[0, :, 0])
