@@ -45,6 +45,7 @@ from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
 WINDOW = 1024
+ALL = ("context", "neighbors", "datastore")
 SOURCES: dict[str, tuple[str, ...]] = {
     "own context": ("context",),
     "neighbors": ("neighbors",),
@@ -52,7 +53,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "neighbors, datastore": ("neighbors", "datastore"),
     "own context, neighbors": ("context", "neighbors"),
     "own context, datastore": ("context", "datastore"),
-    "all three": ("context", "neighbors", "datastore"),
+    "all three": ALL,
 }
 OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
 BANDS = (0, 2, 4, 8, 16, 32, 10**9)
@@ -101,14 +102,13 @@ def held_out_windows(
         total += int((labels != IGNORED_LABEL).sum())
 
 
-def with_head(model: Retro, names: Sequence[str]) -> Retro:
-    """The model with new sources."""
-    settings = updated(
-        model.settings, {f"copy_head.{name}": name in names for name in ("context", "neighbors", "datastore")}
-    )
+def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
+    """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the initial ones."""
+    settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
     head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
     for name in names:
-        getattr(head, name).initialize()
+        source, own = getattr(head, name), getattr(trained, name, None)
+        source.initialize() if own is None else source.load_state_dict(own.state_dict())
     model.settings, model.copy_head = settings, head if names else None
     return model
 
