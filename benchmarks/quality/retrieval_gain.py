@@ -59,14 +59,14 @@ from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
-PLAIN = ("baseline", "decoder", "plain", "context", "context-plain", "decoder-context")
+_OWN_CONTEXT = ("context", "context-smeared", "context-init", "context-plain")
+PLAIN = ("baseline", "decoder", "plain", *_OWN_CONTEXT, "decoder-context")
 """Models without retrieval."""
 RETROFITS = {"retrofit": "baseline", "retrofit-both": "context"}
 """Model → the trained model that it starts from and freezes."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 COPY_HEADS: dict[str, dict[str, Any]] = {
-    "context": {"copy_head.context": True},
-    "context-plain": {"copy_head.context": True},
+    **{name: {"copy_head.context": True} for name in _OWN_CONTEXT},
     "decoder-context": {"copy_head.context": True},
     "copy": {"copy_head.context": True},
     "both": {"copy_head.context": True, "copy_head.neighbors": True},
@@ -82,10 +82,12 @@ COPYING = {
     "attention.smeared_tokens": 3,
     "copying_init": True,
 }
-ABLATIONS: dict[str, dict[str, bool]] = {
+ABLATIONS: dict[str, dict[str, Any]] = {
     "plain": {},  # the baseline of the paper
     "paper": {},
     "context-plain": {},
+    "context-smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
+    "context-init": {"shared_embeddings": True, "copying_init": True},
     "all-plain": {"shared_embeddings": True},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
@@ -179,7 +181,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
     copying = updated(plain, {"copy_head.neighbors": True})
     cross_attention = {"retrieval.cca_layers": sizes.retrieval.cca_layers}
     models: dict[str, ModelSettings] = {
-        **dict.fromkeys(("baseline", "plain", "context", "context-plain"), plain),
+        **dict.fromkeys(("baseline", "plain", *_OWN_CONTEXT), plain),
         **dict.fromkeys(("decoder", "decoder-context"), decoder),
         "copy": copying,
         "retrofit": updated(plain, cross_attention),

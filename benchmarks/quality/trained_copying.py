@@ -10,6 +10,8 @@
     context    a decoder as large as `all`, which copies from its own context
     all        a RETRO with cross-attention, which copies from its own context, neighbors and datastore
     -plain     without `attention.smeared_keys`, `attention.smeared_tokens` and `copying_init`
+    -smeared   without `copying_init`; context only
+    -init      with `copying_init` alone; context only
 
 `score` reads random windows of held-out documents with the finished models of all seeds. It scores every combination of sources,
 without cross-attention (OFF) and with it (CCA). Sources that a model was trained with keep their weights; the others are fitted to
@@ -53,7 +55,7 @@ from retro.training.fitted_cross_attention import fit_copying
 from retro.training.fitted_retrieval import read_batches
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {"none": ()} | SOURCES
-MODELS = ("context", "context-plain", "all", "all-plain")
+MODELS = ("context", "context-smeared", "context-init", "context-plain", "all", "all-plain")
 READERS = ("OFF", "CCA")
 """Without and with chunked cross-attention."""
 _OF_CROSS_ATTENTION = {
@@ -246,8 +248,9 @@ def summarize(folders: Sequence[Path]) -> None:
     table("CCA against OFF", {f"{m}, {s}": change((m, "CCA", s), (m, "OFF", s)) for m, s in crossed})
     all_keys = [key for key in keys if key[0] == "all"]
     table("`all` against `context`, OFF", {", ".join(k): change(k, ("context", "OFF", k[2])) for k in all_keys})
-    with_options = [key for key in keys if f"{key[0]}-plain" in MODELS]
-    table("against -plain", {", ".join(k): change(k, (f"{k[0]}-plain", *k[1:])) for k in with_options})
+    with_options = [key for key in keys if not key[0].endswith("-plain")]
+    plain = {key: (f"{key[0].partition('-')[0]}-plain", *key[1:]) for key in with_options}
+    table("against -plain", {", ".join(key): change(key, plain[key]) for key in with_options})
     for name, (scores, seeds) in found.items():
         first = next(iter(scores.values()))
         say(f"{name}: {first.tokens // seeds:,} held-out tokens, {first.documents} documents, {seeds} seeds")
