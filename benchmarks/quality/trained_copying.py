@@ -135,19 +135,23 @@ def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
 
 def read_tokens(model: Retro, texts: Iterable[tuple[Inputs, Tensor, Tensor]]) -> Tokens:
     """Read the tokens with a label in batches of text, each with its activations [B, T, D] without and with cross-attention."""
-    parts, found, head = {reader: ([], []) for reader in READERS}, {name: [] for name in ALL}, model.copy_head
-    assert head is not None
-    for inputs, *hidden in texts:
+    hidden: dict[str, list[Tensor]] = {reader: [] for reader in READERS}
+    nats: dict[str, list[Tensor]] = {reader: [] for reader in READERS}
+    found: dict[str, list[list[Tensor]]] = {name: [] for name in ALL}
+    assert model.copy_head is not None
+    for inputs, *states in texts:
         counted = inputs.labels != IGNORED_LABEL
-        for (states, nats), own in zip(parts.values(), hidden, strict=True):
-            states.append(own[counted].float())
-            nats.append(token_losses(own, model.output_weight, inputs.labels)[counted])
-        for name, source in zip(ALL, head.sources(inputs, model.embedding), strict=True):
+        for reader, own in zip(READERS, states, strict=True):
+            hidden[reader].append(own[counted].float())
+            nats[reader].append(token_losses(own, model.output_weight, inputs.labels)[counted])
+        for name, source in zip(ALL, model.copy_head.sources(inputs, model.embedding), strict=True):
             found[name].append([values[counted] for values in found_by(source, inputs.labels)])
-    kinds = {name: VotesOfTokens if name == "datastore" else MatchesOfTokens for name in ALL}
-    joined = {name: kinds[name](*map(torch.cat, zip(*found[name], strict=True))) for name in ALL}
-    (hidden, vocabulary) = ({reader: torch.cat(parts[reader][n]) for reader in READERS} for n in (0, 1))
-    return Tokens(hidden, vocabulary, joined)
+    joined: dict[str, MatchesOfTokens | VotesOfTokens] = {}
+    for name, parts in found.items():
+        kind = VotesOfTokens if name == "datastore" else MatchesOfTokens
+        joined[name] = kind(*map(torch.cat, zip(*parts, strict=True)))
+    of_readers = [{reader: torch.cat(parts) for reader, parts in each.items()} for each in (hidden, nats)]
+    return Tokens(of_readers[0], of_readers[1], joined)
 
 
 def fitted_sources(
