@@ -46,6 +46,7 @@ from retro.model.settings import (
     RetrievalSettings,
 )
 from retro.training.settings import TrainSettings
+from tests.planted import write_planted
 
 PATIENCE = 600
 """Seconds that a test waits for a process or a thread. Only a hang takes this long, even on a busy machine."""
@@ -255,6 +256,16 @@ def voting_datastore(
     config = tiny_config(folder, tiny_corpus)
     shutil.copytree(tiny_datastore.folder, config.datastore)
     build_local(config, only="suffixes")
+    return build_local(config, only="votes")
+
+
+@pytest.fixture(scope="session")
+def planted_datastore(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    """A datastore with the stages `suffixes` and `votes`, in which held-out documents copy passages (`tests/planted.py`). Read-only."""
+    folder = tmp_path_factory.mktemp("planted")
+    config = tiny_config(folder, write_planted(folder / "corpus.jsonl"))
+    for stage in ("chunk", "suffixes"):
+        build_local(config, only=stage)
     return build_local(config, only="votes")
 
 

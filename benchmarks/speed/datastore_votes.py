@@ -3,16 +3,18 @@
     python -m benchmarks.speed.datastore_votes CONFIG ... [--texts 20] [--built] [--model CHECKPOINT]
 
 Builds both stages of each datastore again (its chunks must exist) and prints CPU seconds, bytes and rates by number of tokens, and
-the time of `SuffixIndex.votes` for one token of held-out texts, as in generation. Then, on the first datastore, it compares a training
-step of the preset `small` and with `--model` generation, each without and with copying from the datastore, in alternating rounds. Times are
+the time of `SuffixIndex.votes` for one token of held-out texts, as in generation: CPU time with the files in the page cache, and
+elapsed time after all their pages were dropped from it. Then, on the first datastore, it compares a training
+step of the preset `small` and with `--model` generation, each without and with copying from the datastore, in alternating rounds. All other times are
 CPU times of one process.
 """
 
 import argparse
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,18 +58,39 @@ def bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.npy"))
 
 
-def microseconds(datastore: Datastore, texts: int) -> np.ndarray:
-    """CPU microseconds of the votes for single tokens of held-out texts, quantiles 50% and 90%."""
-    split, index, times = datastore.valid, SuffixIndex.open(datastore.folder), []
+def held_out_texts(datastore: Datastore, texts: int) -> Iterator[np.ndarray]:
+    """The first tokens of held-out documents in a fixed random order, [t] each."""
+    split = datastore.valid
     for document in np.random.default_rng(0).permutation(split.num_documents)[:texts].tolist():
         first, stop = split.chunk_range(document)
         real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
-        text = split.tokens.read(first, stop)[real][:_TOKENS]
+        yield split.tokens.read(first, stop)[real][:_TOKENS]
+
+
+def microseconds(datastore: Datastore, texts: int) -> np.ndarray:
+    """CPU microseconds of the votes for single tokens of held-out texts, quantiles 50% and 90%."""
+    index, times = SuffixIndex.open(datastore.folder), []
+    for text in held_out_texts(datastore, texts):
         for end in range(1, len(text) + 1):
             began = time.process_time_ns()
             index.votes(text[:end], end - 1)
             times.append(time.process_time_ns() - began)
     return np.quantile(times, [0.5, 0.9]) / 1000
+
+
+def cold_milliseconds(datastore: Datastore, texts: int) -> np.ndarray:
+    """Milliseconds of the votes for the last token of held-out texts, read from the disk, quantiles 50% and 90%."""
+    times = []
+    for text in held_out_texts(datastore, texts):
+        for file in datastore.folder.rglob("*.npy"):
+            with open(file, "rb") as opened:  # pages that nothing maps any more leave the page cache
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        index = SuffixIndex.open(datastore.folder)
+        began = time.perf_counter_ns()
+        index.votes(text, len(text) - 1)
+        times.append(time.perf_counter_ns() - began)
+        del index
+    return np.quantile(times, [0.5, 0.9]) / 1e6
 
 
 def step_seconds(datastore: Datastore, rounds: int) -> dict[str, float]:
@@ -136,13 +159,18 @@ def main() -> None:
             known[stage] = tokens, seconds
             size = bytes_of(datastore.folder / stage) / tokens
             cells += [f"{seconds:.1f}", f"{tokens / seconds:,.0f}", exponent, f"{size:.1f}"]
-        quantiles = microseconds(Datastore.open(datastore.folder), options.texts)
-        rows.append([*cells, *(f"{value:.0f}" for value in quantiles)])
+        datastore = Datastore.open(datastore.folder)
+        cold, warm = cold_milliseconds(datastore, options.texts), microseconds(datastore, options.texts)
+        cells += [str(len(datastore.train.chunk_rows)), *(f"{value:.0f}" for value in warm)]
+        rows.append([*cells, *(f"{value:.1f}" for value in cold)])
     header = [
         "tokens",
         *(f"{stage}: {name}" for stage in stages for name in columns),
+        "shards",
         "votes of one token: p50, µs",
         "p90, µs",
+        "from the disk: p50, ms",
+        "p90, ms",
     ]
     say("\n" + markdown(Table(header, rows)))
     first = Datastore.open(load(Config, options.configs[0], [], verb="index").datastore)

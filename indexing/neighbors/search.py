@@ -67,7 +67,8 @@ class NeighborSettings:
     (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
     max_overlap: Fraction = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
-    Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts."""
+    Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts. The datastore has no
+    votes after a match that is longer than this fraction of a chunk."""
     extra_datastores: tuple[Path, ...] = ()
     """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
     materialized: NonNegativeInt = 0

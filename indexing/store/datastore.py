@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.artifact import fingerprint, reading, require_finished
+from indexing.store.artifact import fingerprint, parse_manifest, reading, require_finished
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import InputError
@@ -138,6 +138,14 @@ class Split:
     def votes(self) -> ShardedArray:
         """[chunks, m] of `suffixes.votes.vote_dtype`: the tokens after the longest match of the text up to each token."""
         return self._array("votes", self.name)
+
+    @cached_property
+    def neighbor_limit(self) -> float:
+        """`neighbors.max_overlap` of the stored neighbors: near copies above it were left out. 1 = none were, or there are no neighbors."""
+        if "neighbors" not in read_datastore_manifest(self.folder)["fingerprints"]:
+            return 1.0
+        settings = parse_manifest(self.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
+        return float(settings.get("neighbors.max_overlap", 1))
 
     @cached_property
     def document_offsets(self) -> ShardedArray:

@@ -18,6 +18,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import save_array
 
 FOLDER = "suffixes"
+ROWS_OF_HEAD = 256
+"""A search reads a head instead of the first steps through the sorted prefixes, most of which would miss the cache, or the disk."""
 
 
 def document_starts(split: Split, shard: int) -> np.ndarray:
@@ -30,7 +32,10 @@ def document_starts(split: Split, shard: int) -> np.ndarray:
 
 
 def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance) -> int:
-    """Write `positions.npy` [tokens] uint32: the last position of every prefix, in the order of the prefixes read backwards.
+    """Write the sorted prefixes of a shard.
+
+    - `positions.npy` [tokens] uint32: the last position of every prefix, in the order of the prefixes read backwards.
+    - `heads.npy` [tokens / 256, rounded up] uint64: of every 256th prefix the last tokens (`head`).
 
     Sorting takes about 24 bytes of memory a token.
 
@@ -53,9 +58,32 @@ def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance
     text = np.insert(np.asarray(tokens)[is_text].astype(np.uint32) + 1, starts, 0)
     places = np.insert(positions, starts, 0)
     order = len(text) - 1 - _suffix_array(text[::-1])
-    save_array(work / "positions.npy", places[order[text[order] > 0]])
+    order = order[text[order] > 0]
+    save_array(work / "positions.npy", places[order])
+    save_array(work / "heads.npy", _heads(text, order[::ROWS_OF_HEAD], 8 // tokens.dtype.itemsize))
     advance(len(tokens))
     return len(positions)
+
+
+def head(backwards: list[int], width: int) -> int:
+    """The first `width` tokens of a text that is read backwards as one number, four of 16 bits or two of 32; 0 where it is shorter.
+
+    Prefixes in their order have heads that never fall.
+    """
+    number = 0
+    for token in [*backwards[:width], *[0] * (width - len(backwards))]:
+        number = number << 64 // width | token
+    return number
+
+
+def _heads(text: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
+    """Heads [n] of the prefixes that end at `ends` [n], in a text whose tokens are greater by 1, with 0 before each document."""
+    heads, inside = np.zeros(len(ends), np.uint64), np.ones(len(ends), bool)
+    for back in range(width):
+        token = text[ends - back * inside]
+        inside &= token > 0
+        heads = heads << np.uint64(64 // width) | np.where(inside, token - 1, 0).astype(np.uint64)
+    return heads
 
 
 def _suffix_array(text: np.ndarray) -> np.ndarray:

@@ -13,14 +13,17 @@ import numpy as np
 from indexing.store.artifact import require_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import inside
+from indexing.store.errors import InputError
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.build import FOLDER, document_starts
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED
+from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, head
+from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
 """What follows a match is counted at no more than this many of its occurrences, spread evenly."""
+SHORTEST_RUN = 8
+"""Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LONGEST = 4096
-"""Tokens of the longest run that `trace` looks for."""
+"""Tokens of the longest run."""
 _NEAR = 16
 """Tokens that are compared before all others."""
 
@@ -39,19 +42,36 @@ class Match:
 
     @property
     def count(self) -> int:
-        """How often it occurs."""
+        """How often it occurs, deleted documents included."""
         return sum(stop - first for first, stop in self.ranges)
 
 
 @dataclass(frozen=True)
+class Place:
+    """An occurrence of a match.
+
+    Attributes:
+        document: metadata of its document.
+        first: chunk id of its first token, and the place of the token in the chunk.
+        last: the same of its last token.
+    """
+
+    document: dict[str, Any]
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class _Shard:
-    """Sorted prefixes of a shard (`positions`), its tokens by position, lengths of its chunks, and the starts of its documents.
+    """Sorted prefixes of a shard (`positions`) with their heads, its tokens by position, lengths of its chunks, and the starts of its
+    documents.
 
     Memory views and lists: Python reads a single number from them several times as fast as from an array. Texts are lists of token ids,
     backwards and not empty.
     """
 
     positions: memoryview
+    heads: memoryview
     tokens: memoryview
     lengths: memoryview
     starts: list[int]
@@ -70,8 +90,10 @@ class _Shard:
 
     def longest(self, text: list[int]) -> tuple[int, int]:
         """Length of the longest match of a text, and a row at whose side the matches are."""
-        rows = range(len(self.positions))
-        row = bisect.bisect_left(rows, text, key=lambda at: self.backwards(at, text))
+        rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens.itemsize)
+        first = max(0, bisect.bisect_left(self.heads, wanted) - 1) * ROWS_OF_HEAD
+        stop = min(len(rows), bisect.bisect_right(self.heads, wanted) * ROWS_OF_HEAD)
+        row = bisect.bisect_left(rows, text, first, stop, key=lambda at: self.backwards(at, text))
         sides = [self.backwards(at, text) for at in (row - 1, row) if 0 <= at < len(rows)]
         return max((_common(side, text) for side in sides), default=0), row
 
@@ -133,11 +155,18 @@ class SuffixIndex:
     def _open(self, shard: int) -> _Shard:
         folder = self.split.folder / FOLDER / shard_name(shard)
         require_finished(folder)
+        try:
+            heads = open_array(folder / "heads.npy")
+        except FileNotFoundError as error:  # its manifest does not name it: an older version wrote it
+            raise InputError(
+                f"{folder} has no heads.npy, an older version wrote it. Run `retro index CONFIG --stage suffixes --rebuild`."
+            ) from error
         tokens = self.split.tokens.shard(shard)
         first = int(self.split.tokens.starts[shard])
         positions = open_array(folder / "positions.npy")
         return _Shard(
             positions=_view(positions),
+            heads=_view(heads),
             tokens=_view(tokens.reshape(-1)),
             lengths=_view(self.split.lengths.shard(shard)),
             starts=document_starts(self.split, shard).tolist(),
@@ -173,11 +202,21 @@ class SuffixIndex:
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
         return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
 
-    def documents_of(self, match: Match, most: int) -> list[str]:
-        """The ids of the first `most` documents that a match occurs in, among some of its occurrences."""
-        chunks = self.occurrences(match, _SCANNED)[:, 0]
-        numbers = list(dict.fromkeys(self.split.documents_of(chunks)[0].tolist()))[:most]
-        return [str(row["id"]) for row in self.split.metadata(numbers)]
+    def count(self, match: Match) -> int:
+        """How often a match occurs outside of deleted documents."""
+        return len(self.occurrences(match)) if len(self.deleted) else match.count
+
+    def places(self, match: Match, most: int) -> list[Place]:
+        """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
+        ends = self.occurrences(match, _SCANNED)
+        documents = self.split.documents_of(ends[:, 0])[0].tolist()
+        chosen = dict(zip(reversed(documents), reversed(ends.tolist()), strict=True))  # the first one of each document
+        numbers = list(dict.fromkeys(documents))[:most]
+        m, places = self.split.chunk_length, list[Place]()
+        for number, document in zip(numbers, self.split.metadata(numbers), strict=True):
+            chunk, place = chosen[number]
+            places.append(Place(document, divmod(chunk * m + place + 1 - match.length, m), (chunk, place)))
+        return places
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
@@ -203,7 +242,7 @@ class SuffixIndex:
             if best := _most_frequent(self._following(match, SAMPLED)[:SAMPLED])[:KEPT]:
                 row[0] = match.length
                 row[1 : 1 + len(best)], row[1 + KEPT : 1 + KEPT + len(best)] = zip(*best, strict=True)
-        return votes
+        return within_limit(votes, self.split)
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
@@ -250,15 +289,39 @@ class Run:
     match: Match
 
 
-def trace(index: SuffixIndex, tokens: np.ndarray, least: int) -> list[Run]:
-    """The longest runs of a text [n] that occur verbatim in the datastore and have at least `least` tokens, in order.
+class Tracer:
+    """Finds the runs of a growing text: the longest ones that occur verbatim in the datastore and have at least `least` tokens.
 
-    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096).
+    Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096). A match is at most one token longer than
+    that of the token before, so a token costs a search for its match and one token more.
     """
-    matches = [index.longest_match(tokens[max(0, end - _LONGEST) : end]) for end in range(1, len(tokens) + 1)]
-    lengths = [match.length for match in matches] + [0]
-    return [
-        Run(end - match.length, end, match)
-        for end, match in enumerate(matches, start=1)
-        if match.length >= least and lengths[end] <= match.length
-    ]
+
+    def __init__(self, index: SuffixIndex, least: int, text: Sequence[int] | np.ndarray = ()) -> None:
+        """Begin after a text, of whose runs only the one at its end is returned."""
+        self._index, self._least, self._length = index, least, len(text)
+        self._match = index.longest_match(text[-_LONGEST:])
+        self._end = [int(token) for token in text[len(text) - self._match.length :]]  # the tokens of the match
+
+    def __len__(self) -> int:
+        """Number of tokens of the text."""
+        return self._length
+
+    def add(self, token: int) -> list[Run]:
+        """Append a token; return the run that ends before it, or none."""
+        before, run = self._match, self.rest()
+        end = [*self._end, token][-_LONGEST:]
+        self._match, self._length = self._index.longest_match(end), self._length + 1
+        self._end = end[len(end) - self._match.length :]
+        return run if self._match.length <= before.length else []
+
+    def rest(self) -> list[Run]:
+        """Return the run at the end of the text, or none."""
+        run = Run(self._length - self._match.length, self._length, self._match)
+        return [run] if self._match.length >= self._least else []
+
+
+def trace(index: SuffixIndex, tokens: np.ndarray, least: int) -> list[Run]:
+    """The runs of a whole text [n] in order, see `Tracer`."""
+    tracer = Tracer(index, least)
+    runs = [run for token in tokens.tolist() for run in tracer.add(token)]
+    return runs + tracer.rest()

@@ -51,11 +51,18 @@ def deletions_of(datastore: Datastore) -> str:
     return fingerprint(datastore.train.deleted.tolist())
 
 
-def require_votes(datastore: Datastore) -> None:
-    """Raise InputError unless the stage `votes` is finished, and made after the last deletion."""
-    datastore.require(FOLDER)
+def has_votes(datastore: Datastore) -> bool:
+    """Whether the stage `votes` is finished, and made after the last deletion."""
+    if not datastore.has(FOLDER):
+        return False
     made = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
-    if made != deletions_of(datastore):
+    return bool(made == deletions_of(datastore))
+
+
+def require_votes(datastore: Datastore) -> None:
+    """Raise InputError unless the datastore has votes, see `has_votes`."""
+    datastore.require(FOLDER)
+    if not has_votes(datastore):
         raise InputError(
             f"{datastore.folder}: documents were deleted since the stage 'votes' was made, and still vote. Run "
             "`retro index CONFIG --stage votes`."
@@ -82,6 +89,24 @@ def votes_for(lengths: np.ndarray, following: np.ndarray, tokens: np.dtype) -> n
 def as_columns(votes: np.ndarray) -> np.ndarray:
     """Votes [...] as numbers [..., 7] int64: the length of the match, three tokens, their three counts."""
     return np.concatenate([votes["length"][..., None], votes["tokens"], votes["counts"]], axis=-1, dtype=np.int64)
+
+
+def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> np.ndarray:
+    """Remove, in place, the votes after matches that are longer than a part of a chunk.
+
+    Only the text before a token counts. If the token itself counted too, all votes after the longest allowed match would be wrong ones:
+    a right one makes the match longer.
+
+    Args:
+        votes: [..., 7], as `as_columns`.
+        split: the split of the tokens; live votes: the searched one.
+        max_overlap: longest match that votes, as a fraction of the chunk length. The limit of the stored neighbors
+            (`neighbors.max_overlap`) also holds. 1 = no limit.
+    """
+    limit = min(max_overlap, split.neighbor_limit)
+    if limit < 1:
+        votes[votes[..., 0] > min(limit * split.chunk_length, LONGEST - 1)] = 0  # LONGEST stands for all longer matches
+    return votes
 
 
 # --- one shard of a split ------------------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def _verbatim_runs(index: "SuffixIndex", prompt: np.ndarray, new: np.ndarray) ->
     for run in trace(index, np.concatenate([prompt, new]), _SHORTEST):
         start, stop = max(run.first - count, end), run.stop - count
         if stop - start > 1:
-            yield start, stop, index.documents_of(run.match, 1)[0]
+            yield start, stop, str(index.places(run.match, 1)[0].document["id"])
             end = stop
 
 

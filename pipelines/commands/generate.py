@@ -131,10 +131,10 @@ class Answer:
 def _finder(model: "LanguageModel", k: int) -> "SourceFinder | None":
     if not k or model.retriever is None:
         return None
-    from retro.server.search_api import NeighborTexts
+    from retro.server.chunk_texts import ChunkTexts
     from retro.server.sources import SourceFinder
 
-    return SourceFinder(model.retriever, NeighborTexts(model.retriever))
+    return SourceFinder(model.retriever, ChunkTexts(model.retriever))
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:

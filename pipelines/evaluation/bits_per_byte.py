@@ -1,7 +1,7 @@
 """Bits per byte of every evaluation set, retrieval OFF and ON, one model or two: measurements, tables and a sentence.
 
 model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┐
-chunks, neighbors → leakage r(C) ─────┼→ chunks with r(C) ≤ t/m, for every t ┼→ results and changes (JSON) → tables
+longest matches, or leakage r(C) ─────┼→ bands of documents, tokens or chunks┼→ results and changes (JSON) → tables
 fractions of the datastore → Measured ┴→ ON with neighbors from a fraction ──┘
 """
 
@@ -22,7 +22,15 @@ from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, mode_of
 from retro.evaluation.datastore_fractions import search_fractions
-from retro.evaluation.leakage import by_leakage, check_source, leakage_of
+from retro.evaluation.leakage import (
+    by_document_match,
+    by_leakage,
+    by_token_match,
+    check_source,
+    leakage_of,
+    longest_matches,
+)
+from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet, short_names
 from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.retro import Retro
@@ -56,27 +64,32 @@ def evaluate_checkpoints(
 ) -> Row:
     """Everything that `retro eval perplexity` measures, as plain values.
 
-    `results` and `changes`: rows over all chunks; `leakage`: the same for each set and t, with α and the fraction of chunks;
-    `datastore_fractions`: size, results and changes for each set and fraction.
+    `results` and `changes`: rows over all chunks; `matches`: the same for each set and band of the longest match of a document and
+    before a token, and `longest_matches`: that of each document; `leakage`, of sets without votes: the same for each set and t, with α
+    and the fraction of chunks; `datastore_fractions`: size, results and changes for each set and fraction.
 
     Args:
         checkpoints: the model, and the one to compare with.
         sets: sets that fit the first model.
         settings: k, windows, shared tokens, fractions.
         device: `auto`, `cpu`, `cuda` …
-        source: datastore whose neighbors define leakage; None: the datastore of each set, if it stores neighbors.
+        source: datastore whose votes or neighbors define leakage; None: the datastore of each set, if it has them.
 
     Raises:
         InputError: a model or the source does not fit a set, or the second model is the first one.
     """
     measured = measure_checkpoints(checkpoints, sets, settings, device, source)
-    out: Row = {"results": [], "changes": [], "leakage": [], "datastore_fractions": []}
+    names = ("results", "changes", "matches", "longest_matches", "leakage", "datastore_fractions")
+    out: Row = {name: [] for name in names}
     for evaluation_set, rows in zip(sets, measured, strict=True):
         results, changes = _rows_and_changes(rows, settings.seed)
         out["results"] += results
         out["changes"] += [{"set": evaluation_set.name, **change} for change in changes]
-        leakage = leakage_by_chunk(evaluation_set, rows, source)
-        if leakage is not None:
+        if (matches := _matches_of(evaluation_set, settings, source)) is not None:
+            documents, longest = _longest_by_document(evaluation_set, matches, rows[0].result)
+            out["matches"] += _match_levels(evaluation_set.name, rows, settings, matches, longest)
+            out["longest_matches"] += documents
+        if (leakage := leakage_by_chunk(evaluation_set, rows, source)) is not None:
             out["leakage"] += _leakage_levels(evaluation_set, rows, settings, leakage)
         if settings.datastore_fractions:
             out["datastore_fractions"] += _fraction_levels(checkpoints, evaluation_set, rows, settings, device)
@@ -95,6 +108,7 @@ def measure(
     sequence_length: int,
     *,
     by_chunk: bool = False,
+    matches: LongestMatches | None = None,
     note: str = "",
 ) -> SetResult:
     """Measure once, with a progress bar; `note` is part of its name."""
@@ -109,6 +123,7 @@ def measure(
             use=use,
             sequence_length=sequence_length,
             by_chunk=by_chunk,
+            matches=matches,
             advance=advance,
         )
 
@@ -122,11 +137,22 @@ def measure_all(
     sequence_length: int,
     use: NeighborUse,
     by_chunk: bool = False,
+    matches: LongestMatches | None = None,
     note: str = "",
 ) -> list[SetResult]:
     """Measure a model with all that it can read; see `uses_of`."""
     return [
-        measure(model, evaluation_set, settings, placement, one, sequence_length, by_chunk=by_chunk, note=note)
+        measure(
+            model,
+            evaluation_set,
+            settings,
+            placement,
+            one,
+            sequence_length,
+            by_chunk=by_chunk,
+            matches=matches,
+            note=note,
+        )
         for one in uses_of(model.settings, use, settings.k)
     ]
 
@@ -159,6 +185,8 @@ def measure_checkpoints(
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = load_model(checkpoint, placement.device)
         for evaluation_set, rows in zip(sets, measured, strict=True):
+            matches = _matches_of(evaluation_set, settings, source)
+            has_neighbors = (source or evaluation_set.datastore).has("neighbors")
             results = measure_all(
                 model,
                 evaluation_set,
@@ -166,7 +194,8 @@ def measure_checkpoints(
                 placement,
                 sequence_length=checkpoints[0].settings["data"]["sequence_length"],
                 use=neighbor_use_of(checkpoint, settings),
-                by_chunk=bool(settings.leakage_tokens) and (source or evaluation_set.datastore).has("neighbors"),
+                by_chunk=bool(settings.leakage_tokens) and matches is None and has_neighbors,
+                matches=matches,
             )
             rows += [Measured(name, result) for result in results]
     return measured
@@ -187,6 +216,44 @@ def _names(checkpoints: Sequence[Checkpoint]) -> list[str]:
     if len(set(folders)) == 1:
         raise InputError(f"--against {folders[1]}: this is the same checkpoint. Name another one.")
     return short_names(runs if len(set(runs)) > 1 else folders)
+
+
+def _matches_of(
+    evaluation_set: EvaluationSet, settings: PerplexitySettings, source: Datastore | None
+) -> LongestMatches | None:
+    """The longest matches of a set; None if no leakage is to be measured, or it is that of neighbors."""
+    return longest_matches(evaluation_set, settings.leakage_tokens, source) if settings.leakage_tokens else None
+
+
+def _longest_by_document(
+    evaluation_set: EvaluationSet, matches: LongestMatches, result: SetResult
+) -> tuple[list[Row], np.ndarray]:
+    """The longest match of each scored document: rows with its id, and [documents] int64, 0 for the others. With a progress bar."""
+    scored = np.flatnonzero(result.bytes_by_document)
+    longest = np.zeros(len(result.bytes_by_document), dtype=np.int64)
+    with progress(f"leakage {evaluation_set.name}", total=len(scored), unit="documents") as advance:
+        longest[scored] = matches.of_documents(scored, advance)
+    names = (row["id"] for row in evaluation_set.split.metadata(scored.tolist()))
+    rows = zip(names, longest[scored].tolist(), strict=True)
+    return [{"set": evaluation_set.name, "id": name, "longest_match": length} for name, length in rows], longest
+
+
+def _match_levels(
+    name: str, measured: Sequence[Measured], settings: PerplexitySettings, matches: LongestMatches, longest: np.ndarray
+) -> Iterator[Row]:
+    """Measurements over the documents of each band of longest matches, then over the tokens; none if a band is empty."""
+    bands = matches.bands(longest)
+    by_document = [by_document_match(row.result, bands) for row in measured]
+    by_token = [by_token_match(row.result) for row in measured]
+    for unit, parts in (("document", by_document), ("token", by_token)):
+        for first, stop, level in zip(
+            matches.starts, (*matches.starts[1:], None), zip(*parts, strict=True), strict=True
+        ):
+            left = [Measured(row.model, part) for row, part in zip(measured, level, strict=True) if part]
+            results, changes = _rows_and_changes(left, settings.seed)
+            sizes = {key: results[0][key] if results else 0 for key in ("documents", "tokens")}
+            limits = {"match_at_least": first, "match_at_most": stop and stop - 1}
+            yield {"set": name, "of": unit} | limits | sizes | {"results": results, "changes": changes}
 
 
 def leakage_by_chunk(
@@ -340,6 +407,8 @@ def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
     tables = {
         "Held-out documents": _results_table(results["results"]),
         "Changes": _changes_table(results["changes"]),
+        "By longest match of the document": _match_table(results["matches"], "document"),
+        "By longest match before the token": _match_table(results["matches"], "token"),
         "By leakage": _leakage_table(results["leakage"]),
         "By size of the datastore": _fractions_table(results["datastore_fractions"]),
     }
@@ -371,19 +440,43 @@ def _changes_table(rows: Sequence[Row]) -> Table:
     return Table(["set", "measured", "against", "bits/byte", "95% of bootstraps over documents"], cells)
 
 
+def _match_table(levels: Sequence[Row], unit: str) -> Table:
+    """A row for each set and band of lengths."""
+    levels = [level for level in levels if level["of"] == unit]
+
+    def length(level: Row) -> str:
+        first, last = level["match_at_least"], level["match_at_most"]
+        return f"{first} and more" if last is None else f"{first} to {last}" if first < last else f"{first}"
+
+    cells = [[level["set"], length(level), f"{level['documents']:,}", f"{level['tokens']:,}"] for level in levels]
+    return _levels_table(["set", "longest match", "documents", "tokens"], cells, levels)
+
+
 def _leakage_table(levels: Sequence[Row]) -> Table:
-    """A row for each set and number of shared tokens. The changes are those of all chunks; a level without chunks has none."""
+    """A row for each set and number of shared tokens."""
+    cells = [
+        [
+            level["set"],
+            f"{level['shared_tokens_at_most']}",
+            f"{level['leakage_at_most']:g}",
+            f"{100 * level['share_of_chunks']:.1f}%",
+        ]
+        for level in levels
+    ]
+    return _levels_table(["set", "shared tokens at most", "α", "chunks"], cells, levels)
+
+
+def _levels_table(header: list[str], cells: Sequence[list[str]], levels: Sequence[Row]) -> Table:
+    """Rows with these first cells, and the results and changes of a level. A level without text has none."""
     pair = "{measured} against {reference}".format_map
     columns = [_label(row) for level in levels for row in level["results"]]
     columns = list(dict.fromkeys(columns + [pair(change) for level in levels for change in level["changes"]]))
-    cells = []
-    for level in levels:
+    rows = []
+    for first, level in zip(cells, levels, strict=True):
         figures = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
         figures |= {pair(change): f"{change['percent']:+.2f}% ({_interval(change)})" for change in level["changes"]}
-        limits = [f"{level['shared_tokens_at_most']}", f"{level['leakage_at_most']:g}"]
-        share = f"{100 * level['share_of_chunks']:.1f}%"
-        cells.append([level["set"], *limits, share, *(figures.get(column, "–") for column in columns)])
-    return Table(["set", "shared tokens at most", "α", "chunks", *columns], cells)
+        rows.append([*first, *(figures.get(column, "–") for column in columns)])
+    return Table([*header, *columns], rows)
 
 
 def _fractions_table(levels: Sequence[Row]) -> Table:

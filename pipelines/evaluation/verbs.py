@@ -29,13 +29,14 @@ class EvalOptions(ResultOptions):
     """Numbers of neighbors to measure with retrieval ON."""
     max_overlap: Fraction | None = None
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
-    of it, for all models. 1 = skip none; None = the `data.max_overlap` of each model's run."""
+    of it, for all models, and votes of the datastore after a match that is longer than this fraction of a chunk. 1 = skip none;
+    None = the `data.max_overlap` of each model's run."""
     against: str = ""
     """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
     datastore: str = ""
     """Datastore whose held-out documents are scored; empty: the datastores of the training run."""
     leakage_from: str = ""
-    """Datastore of the same chunks whose nearest neighbors define leakage; empty: the datastore of each set."""
+    """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -17,7 +17,7 @@ def run_suffixes(config: Config, executor: Executor) -> str:
     train = Datastore.open(folder).train
     todo = []
     for shard, source in enumerate(shards(folder, "chunks")):
-        recipe = Recipe("suffixes", 1, {}, {"chunks": fingerprint_of(source)})
+        recipe = Recipe("suffixes", 2, {}, {"chunks": fingerprint_of(source)})
         out = folder / FOLDER / shard_name(shard)
         if not is_finished(out, recipe):
             todo.append(shard_task(out, recipe, train, shard, size=train.chunk_rows[shard]))

@@ -20,7 +20,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from indexing.suffixes.votes import KEPT, as_columns, require_votes
+from indexing.suffixes.votes import KEPT, as_columns, require_votes, within_limit
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -64,7 +64,7 @@ def read_sequences(
     neighbors = neighbor_lengths = votes = None
     if use.votes:
         votes = np.zeros((*ids.shape, m, 1 + 2 * KEPT), dtype=np.int64)
-        votes[real] = read_votes(split, ids[real], use.max_overlap)
+        votes[real] = within_limit(as_columns(split.votes.gather(ids[real])), split, use.max_overlap)
         votes = votes.reshape(len(ids), -1, votes.shape[-1])  # [B, T, 1 + 2 S]
     if use.k:
         own = np.stack(
@@ -93,14 +93,6 @@ def read_sequences(
         lengths=lengths,
         votes=votes,
     )
-
-
-def read_votes(split: Split, ids: np.ndarray, max_overlap: float) -> np.ndarray:
-    """The votes of all tokens of chunks [C], [C, m, 1 + 2 S] int64 as in `Inputs`; see `NeighborUse`."""
-    votes = as_columns(split.votes.gather(ids))
-    if max_overlap < 1:
-        votes[votes[..., 0] > max_overlap * split.chunk_length] = 0
-    return votes
 
 
 def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:

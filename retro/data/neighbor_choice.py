@@ -32,7 +32,7 @@ class NeighborUse:
         seed: of the random draws, which differ between epochs.
         materialized: read the text from the copy next to the chunk, if there is one.
         votes: also read the votes of the datastore for each token (`Inputs.votes`). A match that is longer than `max_overlap`
-            of a chunk has none.
+            of a chunk has none (`indexing.suffixes.votes.within_limit`).
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
     """

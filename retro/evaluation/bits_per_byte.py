@@ -24,6 +24,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement
+from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
@@ -56,6 +57,19 @@ class ChunkScores:
 
 
 @dataclass(frozen=True)
+class MatchScores:
+    """Scores by the longest match in the datastore that ends before each token, in bands of its length.
+
+    Attributes:
+        nats, tokens, bytes: [bands, documents] float64 sums over the scored tokens.
+    """
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True)
 class SetResult:
     """One measurement.
 
@@ -67,6 +81,7 @@ class SetResult:
         tokens_per_second: speed of this measurement.
         nats_by_document, bytes_by_document: [documents] float64 over the scored tokens, for paired comparisons.
         chunks: scores by chunk, if requested.
+        matches: scores by longest match, if requested.
     """
 
     set: str
@@ -77,6 +92,7 @@ class SetResult:
     bytes_by_document: np.ndarray
     chunks: ChunkScores | None = None
     votes: bool = False
+    matches: MatchScores | None = None
 
     @property
     def retrieval(self) -> str:
@@ -129,6 +145,7 @@ def evaluate(
     use: NeighborUse,
     sequence_length: int,
     by_chunk: bool = False,
+    matches: LongestMatches | None = None,
     windows: Iterable[ScoringWindow] = (),
     token_losses_of: Callable[[Inputs], Tensor] | None = None,
     advance: Advance = lambda _: None,
@@ -143,6 +160,7 @@ def evaluate(
         use: number and choice of the neighbors that each chunk reads; k = 0 is retrieval OFF.
         sequence_length: size of the window if the settings do not set it.
         by_chunk: also return scores by chunk, which take 24 bytes for each chunk of the set.
+        matches: also return scores by longest match.
         windows: the windows to score; empty = all documents in windows of the settings.
         token_losses_of: computes the losses of a batch, for a model that is distributed over processes.
         advance: called with numbers of scored tokens.
@@ -159,6 +177,7 @@ def evaluate(
     retrieval = RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,))
     tokens, started, mode = 0, time.perf_counter(), model.training
     table = np.zeros((3, split.num_chunks if by_chunk else 0))
+    by_match = np.zeros((3, len(matches.starts) if matches else 0, split.num_documents))
     model.eval()
     nats_of = token_losses_of or partial(_token_losses, model, placement)
     remaining = iter(windows or document_windows(split, num_chunks, stride))
@@ -168,11 +187,16 @@ def evaluate(
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = np.array([window.text for window in part])
-            scores = _score(nats_of, batch, token_bytes, placement, m)  # nats, tokens, bytes: each [B, U]
+            by_position = _score(nats_of, batch, token_bytes, placement)  # nats, tokens, bytes: each [B, T]
             begins = [window.scored == split.chunk_range(window.text)[0] for window in part]
-            scores[2, begins, 0] = (scores[2, begins, 0] - evaluation_set.added_bytes).clip(0)
+            by_position[2, begins, 0] = (by_position[2, begins, 0] - evaluation_set.added_bytes).clip(0)
+            scores = _by_chunk(by_position, m)  # each [B, U]
             np.add.at(nats, documents, scores[0].sum(1))
             np.add.at(sizes, documents, scores[2].sum(1))
+            if matches is not None:
+                bands = _bands(matches, part, m)  # [B, T]
+                for values, sums in zip(by_position, by_match, strict=True):
+                    np.add.at(sums, (bands, documents[:, None]), values)
             for row, window in enumerate(part if by_chunk else ()):
                 own = slice(window.scored - window.start, window.stop - window.start)  # only this window scores these
                 table[:, window.scored : window.stop] = scores[:, row, own]
@@ -191,6 +215,7 @@ def evaluate(
         bytes_by_document=sizes,
         chunks=_chunk_scores(split, table) if by_chunk else None,
         votes=use.votes,
+        matches=MatchScores(*by_match) if matches else None,
     )
 
 
@@ -245,20 +270,27 @@ def _token_losses(model: Retro, placement: Placement, batch: Inputs) -> Tensor:
 
 
 def _score(
-    token_losses_of: Callable[[Inputs], Tensor],
-    batch: Inputs,
-    token_bytes: np.ndarray,
-    placement: Placement,
-    m: int,
+    token_losses_of: Callable[[Inputs], Tensor], batch: Inputs, token_bytes: np.ndarray, placement: Placement
 ) -> np.ndarray:
-    """Return nats, number and bytes of the scored tokens of every chunk of a batch: [3, B, U] float64."""
+    """Return nats, number and bytes of the scored labels of a batch: [3, B, T] float64. The label of a position is the next token."""
     nats = token_losses_of(placement.put(as_tensors(batch))).double().cpu().numpy()
     scored = batch.labels != IGNORED_LABEL
     sizes = np.where(scored, token_bytes[np.where(scored, batch.labels, 0)], 0)
-    by_position = np.stack([nats, scored, sizes])  # [3, B, T]
+    return np.stack([nats, scored, sizes])
+
+
+def _by_chunk(by_position: np.ndarray, m: int) -> np.ndarray:
+    """Sum scores of labels [3, B, T] over the chunks of these tokens: [3, B, U]."""
     # The label at position t is token t + 1. The last position has no label, so no value wraps around.
     by_token = np.roll(by_position, 1, axis=2)
     return by_token.reshape(*by_token.shape[:2], -1, m).sum(3)
+
+
+def _bands(matches: LongestMatches, windows: Sequence[ScoringWindow], m: int) -> np.ndarray:
+    """The band of the match up to each position of a batch: [B, T] int64."""
+    longest = max(window.stop - window.start for window in windows)
+    ids = [np.minimum(np.arange(window.start, window.start + longest), window.stop - 1) for window in windows]
+    return matches.bands(matches.of_tokens(np.concatenate(ids)).reshape(len(ids), longest * m))
 
 
 def _chunk_scores(split: Split, table: np.ndarray) -> ChunkScores:

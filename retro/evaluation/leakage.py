@@ -1,7 +1,8 @@
-"""Leakage of evaluation chunks from the datastore (paper, sections 2.6 and 2.7).
+"""Leakage of held-out text from the datastore: by exact search where it has votes, else from neighbors (paper, sections 2.6 and 2.7).
 
-chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
-bits-per-byte(t) = bits / bytes over the chunks with r(C) ≤ α = t/m; t = m includes all chunks
+votes: longest match of a document, or before a token, in all training documents → bits-per-byte by bands of its length
+neighbors: chunk C, its nearest neighbors [N, F] → s, the longest token run common to C and one of them → r(C) = s/m
+    bits-per-byte(t) = bits / bytes over the chunks with r(C) ≤ α = t/m; t = m includes all chunks
 """
 
 import logging
@@ -12,11 +13,12 @@ import numpy as np
 
 from indexing.progress import Advance
 from indexing.similarity.overlap import overlap
-from indexing.store.artifact import read_manifest
-from indexing.store.datastore import Datastore, shard_name
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.suffixes.votes import has_votes
 from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
@@ -25,6 +27,37 @@ LEAKAGE_NEIGHBORS = 10
 """Number of nearest neighbors that define the leakage of a chunk (paper, section 2.7)."""
 
 _BLOCK_CHUNKS = 128  # with ten neighbors each, the tables of the comparison fit into the CPU cache
+
+
+def longest_matches(
+    evaluation_set: EvaluationSet, starts: Sequence[int], source: Datastore | None = None
+) -> LongestMatches | None:
+    """The longest matches of a set, in bands of their length; None if the datastore has no votes, or retrieves from others too.
+
+    Votes are searched in the datastore itself only. With `neighbors.extra_datastores` they would miss copies that models read.
+
+    Args:
+        evaluation_set: the set.
+        starts: lengths at which a band begins.
+        source: datastore with the votes; None = the set's.
+
+    Raises:
+        InputError: the chunks of the source differ from the set's.
+    """
+    datastore = source or evaluation_set.datastore
+    if not _is_searched(datastore):
+        return None
+    if source is not None:
+        check_source(evaluation_set, source)
+        ids = np.arange(evaluation_set.split.num_chunks)
+        for first in range(0, len(ids), _BLOCK_CHUNKS):
+            _check_tokens(evaluation_set, source, ids[first : first + _BLOCK_CHUNKS])
+    return LongestMatches.of(datastore.split(evaluation_set.split_name), starts)
+
+
+def _is_searched(datastore: Datastore) -> bool:
+    """Whether its votes are made from all text that its models read."""
+    return has_votes(datastore) and not datastore.manifest.get("extra_datastores")
 
 
 @dataclass(frozen=True)
@@ -71,6 +104,7 @@ def leakage_of(
         InputError: the source stores no neighbors, or its chunks differ from the set's.
     """
     source = source or evaluation_set.datastore
+    source.require("neighbors")
     check_source(evaluation_set, source)
     _warn_if_filtered(source)
     split, known = evaluation_set.split, source.split(evaluation_set.split_name)
@@ -78,9 +112,8 @@ def leakage_of(
     out = np.zeros(len(ids))
     for start in range(0, len(ids), _BLOCK_CHUNKS):
         block = ids[start : start + _BLOCK_CHUNKS]
+        _check_tokens(evaluation_set, source, block)
         tokens, lengths = split.tokens.gather(block), split.lengths.gather(block)
-        if not np.array_equal(tokens, known.tokens.gather(block)):
-            raise _other_chunks(source, evaluation_set)
         near = retrieval.without_deleted(known.neighbor_ids.gather(block)[:, :num_neighbors])
         rows, columns = np.nonzero(near >= 0)
         neighbors, neighbor_lengths = retrieval.with_continuation(near[rows, columns])
@@ -91,8 +124,9 @@ def leakage_of(
 
 
 def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
-    """Raise InputError if a datastore stores no neighbors, or its sizes show that its chunks differ from the set's."""
-    source.require("neighbors")
+    """Raise InputError if a datastore has neither votes nor neighbors, or its sizes show that its chunks differ from the set's."""
+    if not _is_searched(source):
+        source.require("neighbors")
     ours, theirs = evaluation_set.datastore.manifest, source.manifest
     same = all(ours[key] == theirs[key] for key in ("vocab_size", "chunk_length"))
     name = evaluation_set.split_name
@@ -100,10 +134,16 @@ def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
         raise _other_chunks(source, evaluation_set)
 
 
+def _check_tokens(evaluation_set: EvaluationSet, source: Datastore, ids: np.ndarray) -> None:
+    """Raise InputError if some chunks of a datastore differ from the set's."""
+    theirs = source.split(evaluation_set.split_name).tokens.gather(ids)
+    if not np.array_equal(evaluation_set.split.tokens.gather(ids), theirs):
+        raise _other_chunks(source, evaluation_set)
+
+
 def _warn_if_filtered(source: Datastore) -> None:
     """Warn if the stored neighbors exclude near copies, because leakage is then underestimated."""
-    settings = read_manifest(source.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    if (limit := settings.get("neighbors.max_overlap", 1)) < 1:
+    if (limit := source.train.neighbor_limit) < 1:
         log.warning(
             "%s was built with neighbors.max_overlap = %s, so its neighbors exclude chunks with more leakage. Measure leakage "
             "from a datastore built with neighbors.max_overlap = 1",
@@ -141,13 +181,40 @@ def _restricted(result: SetResult, kept: np.ndarray) -> SetResult | None:
     """Return the measurement over some of its chunks; None if these have no text."""
     chunks = result.chunks
     assert chunks is not None, "no scores by chunk"
-    if not chunks.bytes[kept].any():
-        return None
     documents, count = chunks.documents[kept], len(result.nats_by_document)
+    columns = (chunks.nats, chunks.tokens, chunks.bytes)
+    return _part(result, *(np.bincount(documents, column[kept], minlength=count) for column in columns))
+
+
+def by_document_match(result: SetResult, bands: np.ndarray) -> list[SetResult | None]:
+    """The measurement over the documents of each band; None if these have no text.
+
+    Args:
+        result: a measurement with scores by longest match.
+        bands: [documents] int64, the band of the longest match of each document.
+    """
+    matches = result.matches
+    assert matches is not None, "no scores by longest match"
+    sums = [table.sum(0) for table in (matches.nats, matches.tokens, matches.bytes)]
+    return [_part(result, *(values * (bands == band) for values in sums)) for band in range(len(matches.nats))]
+
+
+def by_token_match(result: SetResult) -> list[SetResult | None]:
+    """The measurement over the tokens of each band, by the longest match before a token; None if these have no text."""
+    matches = result.matches
+    assert matches is not None, "no scores by longest match"
+    return [_part(result, *rows) for rows in zip(matches.nats, matches.tokens, matches.bytes, strict=True)]
+
+
+def _part(result: SetResult, nats: np.ndarray, tokens: np.ndarray, sizes: np.ndarray) -> SetResult | None:
+    """A measurement with other sums by document; None if they have no text."""
+    if not sizes.any():
+        return None
     return replace(
         result,
-        tokens=int(chunks.tokens[kept].sum()),
-        nats_by_document=np.bincount(documents, chunks.nats[kept], minlength=count),
-        bytes_by_document=np.bincount(documents, chunks.bytes[kept], minlength=count),
+        tokens=int(tokens.sum()),
+        nats_by_document=nats,
+        bytes_by_document=sizes,
         chunks=None,
+        matches=None,
     )

@@ -25,9 +25,10 @@ class EvaluationSettings:
     batch_size: PositiveInt = 8
     """Windows in a batch."""
     leakage_tokens: tuple[NonNegativeInt, ...] = (4, 8, 16, 32, 64)
-    """Also measure bits per byte over the chunks that share a run of at most this number of tokens with one of their ten
-    nearest neighbors. Divided by the chunk length, a number is the paper's α. Larger numbers count as the chunk length, which
-    includes all chunks. Not during training."""
+    """Also measure bits per byte by leakage. If the datastore has votes: by the longest match of a document in it, and before a token;
+    a row of the tables begins at each of these lengths, and those above 64 count as 64. Otherwise: over the chunks that share a
+    run of at most this number of tokens with one of their ten nearest neighbors; divided by the chunk length, it is the paper's α,
+    and larger numbers count as the chunk length, which includes all chunks. Empty: not. Not during training."""
     datastore_fractions: tuple[PositiveFraction, ...] = ()
     """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
     A larger fraction contains the smaller ones. Not during training."""

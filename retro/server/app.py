@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
-from retro.server import model_api, page_api, schemas, search_api
+from retro.server import model_api, page_api, schemas, search_api, trace_api
 from retro.server.errors import ApiError, error_responses
 from retro.server.examples import finish_measuring
 from retro.server.limits import Limits
@@ -97,7 +97,7 @@ def make_app(
     )
     app.state.service = service
     routers = (
-        router, search_api.router, page_api.router, model_api.router,
+        router, search_api.router, trace_api.router, page_api.router, model_api.router,
         requests.router, chat.router, openai_api.router, openai_api.tokenizer_router,
     )  # fmt: skip
     for included in routers:

@@ -110,8 +110,7 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
     k = service.check("max_model_k", request.k, "k") if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
     tokens = service.generate([prompt], settings, k, sources=request.return_sources)
-    retriever = service.retriever if request.return_sources else None
-    steps = await with_first_step(with_sources(tokens, retriever, [0]))
+    steps = await with_first_step(with_sources(tokens, service if request.return_sources else None, [prompt], [0]))
     if request.stream:
         return event_stream(_events(steps))
     generated, sources = zip(*[sourced async for step in steps for sourced in step], strict=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from indexing.suffixes.search import SHORTEST_RUN
 from retro.inference.settings import BOUNDS
 
 Retrieval = Literal["dense", "sparse", "hybrid"]
@@ -139,8 +140,18 @@ class TraceRequest(Request):
     model_config = example(text="with open(path) as file:\n    return file.read()\n")
 
     text: SearchedText
-    least: Positive = Field(8, description="Tokens of the shortest run.")
+    least: Positive = Field(SHORTEST_RUN, description="Tokens of the shortest run.")
     documents: Positive = Field(3, description="Documents that are named for each run.")
+
+
+class Place(BaseModel):
+    """An occurrence of a run. Both ends are the id of a chunk (`GET /chunks/ID`) and a character of its text."""
+
+    document_id: str
+    title: str
+    source: str
+    start: tuple[int, int] = Field(description="The chunk of the first token, and the first character.")
+    stop: tuple[int, int] = Field(description="The chunk of the last token, and the character after the last one.")
 
 
 class TracedRun(BaseModel):
@@ -149,12 +160,13 @@ class TracedRun(BaseModel):
     text: tuple[int, int] = Field(description="Characters [start, stop) of the text of all tokens.")
     tokens: int
     occurrences: int
-    documents: list[str] = Field(description="Ids of documents that it occurs in.")
+    places: list[Place] = Field(description="One occurrence in each of the first documents that it occurs in.")
 
 
 class TraceResponse(BaseModel):
     """Runs in the order of the text. They may overlap; none contains another."""
 
+    text: str = Field(description="Text of all tokens: that of the request, as the tokenizer normalizes it.")
     runs: list[TracedRun]
     tokens: int = Field(description="Tokens of the text.")
     tokens_in_runs: int
@@ -268,6 +280,7 @@ class DatastoreResponse(BaseModel):
     dimension: int
     filters: list[str] = Field(description="Metadata columns that `filters` accepts.")
     retrieval: list[Retrieval] = Field(description="Kinds of retrieval that a search accepts.")
+    trace: bool = Field(description="Whether runs can be traced: the first datastore has the stage `suffixes`.")
     model: dict[str, Any] | None = Field(
         description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`. Null without a model."
     )
@@ -325,19 +338,32 @@ class Copy(BaseModel):
     share: float = Field(description="Mean share of a token's probability that is copied, 0.5 to 1.")
 
 
+class GeneratedRun(TracedRun):
+    """A run of at least 8 tokens that occurs verbatim in the datastore and has generated tokens."""
+
+    text: tuple[int, int] = Field(description="Characters [start, stop) of the answer's text that were generated.")
+    prompt_tokens: int = Field(description="Tokens of the run that are the end of the prompt.")
+
+
+def absent_if_none(description: str | None = None) -> Any:
+    """Return a field that is None unless there is a value to return; answers do not contain it then."""
+    return Field(default=None, exclude_if=lambda value: value is None, description=description)
+
+
 class Sources(BaseModel):
-    """What the model read and copied; in an event of a stream, only what is new."""
+    """What the model read and copied, and what occurs verbatim; in an event of a stream, only what is new."""
 
     chunks: list[ReadChunk]
     copies: list[Copy]
+    runs: list[GeneratedRun] | None = absent_if_none(
+        "In the order of their ends. Absent if the datastore lacks the stage `suffixes`, and in `/score`."
+    )
 
 
-def absent_if_none() -> Any:
-    """Return a field that is None unless the request asks for it; answers do not contain it then."""
-    return Field(default=None, exclude_if=lambda value: value is None)
-
-
-RETURN_SOURCES = "Return the neighbors that the model read, and the runs that it copied from them."
+RETURN_SOURCES = (
+    "Return the neighbors that the model read, the runs that it copied from them, and the generated runs that occur "
+    "verbatim in the datastore."
+)
 
 
 class ScoreRequest(Request):

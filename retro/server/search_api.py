@@ -23,9 +23,9 @@ from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from indexing.suffixes.search import SuffixIndex, trace
 from retro.model.presets import count_parameters
 from retro.server import schemas
+from retro.server.chunk_texts import ChunkTexts
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.service import (
     BareHit,
@@ -162,7 +162,7 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
     results = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
-    texts = NeighborTexts(retriever)
+    texts = ChunkTexts(retriever)
     chunks = [await run_in_threadpool(_chunk, retriever, texts, *pair) for pair in zip(rows, results, strict=True)]
     return schemas.NeighborsResponse(chunks=chunks, **_missing(results))
 
@@ -197,49 +197,7 @@ async def neighbor_tokens(
     )
 
 
-@router.post("/trace", responses=error_responses(404, 413, 422), tags=["search"])
-async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) -> schemas.TraceResponse:
-    """Find the parts of a text that occur verbatim in the training documents, how often, and in which documents."""
-    tokens = (await service.encoded([request.text], "text"))[0]
-    return await run_in_threadpool(_traced, service.suffixes(), service.retriever, tokens, request)
-
-
-def _traced(
-    index: SuffixIndex, retriever: Retriever, tokens: np.ndarray, request: schemas.TraceRequest
-) -> schemas.TraceResponse:
-    _, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
-    runs, is_in_run = trace(index, tokens, request.least), np.zeros(len(tokens), dtype=bool)
-    for run in runs:
-        is_in_run[run.first : run.stop] = True
-    found = [
-        schemas.TracedRun(
-            text=characters(ends, run.first, run.stop),
-            tokens=run.stop - run.first,
-            occurrences=run.match.count,
-            documents=index.documents_of(run.match, request.documents),
-        )
-        for run in runs
-    ]
-    return schemas.TraceResponse(runs=found, tokens=len(tokens), tokens_in_runs=int(is_in_run.sum()))
-
-
-class NeighborTexts:
-    """Character positions of neighbors' tokens for one request: decodes each neighbor once, even if several chunks have it."""
-
-    def __init__(self, retriever: Retriever) -> None:
-        self._decode, self._m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
-        self._ends: dict[int, list[int]] = {}
-
-    def ends(self, chunk_id: int, tokens: np.ndarray) -> list[int]:
-        """Return `token_ends` of a chunk and its continuation, decoded separately like the two texts of a hit."""
-        if chunk_id not in self._ends:
-            text, ends = token_ends(self._decode, tokens[: self._m])
-            _, later = token_ends(self._decode, tokens[self._m :])
-            self._ends[chunk_id] = ends + [len(text) + end for end in later]
-        return self._ends[chunk_id]
-
-
-def _chunk(retriever: Retriever, texts: NeighborTexts, tokens: np.ndarray, result: SearchResult) -> schemas.Chunk:
+def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: SearchResult) -> schemas.Chunk:
     """Return a chunk [≤ m] of the text with its neighbors."""
     text, ends = token_ends(retriever.tokenizer.decode_batch, tokens)
     ids = np.array([hit.chunk_id for hit in result.hits], dtype=np.int64)
@@ -332,6 +290,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
         "dimension": retriever.embedder.dimension,
         "filters": retriever.filter_columns,
         "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
+        "trace": service.has_suffixes,
         "model": _model(service),
         "limits": service.settings.limits,
     }

@@ -24,6 +24,7 @@ from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.suffixes.build import FOLDER
 from indexing.suffixes.search import SuffixIndex
 from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
@@ -170,8 +171,13 @@ class Service:
         """True if there is a model and it reads neighbors."""
         return self.language_model is not None and self.language_model.retriever is not None
 
+    @property
+    def has_suffixes(self) -> bool:
+        """True if the first datastore has the sorted prefixes that find verbatim runs."""
+        return self.retriever.datastore.has(FOLDER)
+
     def suffixes(self) -> SuffixIndex:
-        """Return the sorted prefixes of the datastore; raise ApiError if it has none."""
+        """Return the sorted prefixes of the first datastore; raise ApiError if it has none."""
         if self._suffixes is None:
             try:
                 self._suffixes = SuffixIndex.open(self.retriever.datastore.folder)

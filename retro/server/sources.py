@@ -1,20 +1,27 @@
-"""Sources of answers as JSON: the neighbors that the model read, and the runs of text that it copied from them.
+"""Sources of answers as JSON: the neighbors that the model read, the runs that it copied from them, and verbatim runs.
 
 GeneratedToken.read, Scores.read ─► ids ─► chunks of the datastore with their documents ─► ReadChunk
 GeneratedToken.copied, Scores.copied ─► characters of the neighbor's text ─► Copy ─► joined to runs
+GeneratedToken.token ─► `trace_api.GeneratedRuns` ─► runs that occur verbatim in the whole datastore
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.server import schemas
-from retro.server.search_api import NeighborTexts, hit_fields
+from retro.server.chunk_texts import ChunkTexts
+from retro.server.search_api import hit_fields
+from retro.server.service import Service
 from retro.server.spans import characters
+from retro.server.trace_api import GeneratedRuns, PlaceFinder
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -30,17 +37,26 @@ class SourceFinder:
         retriever: of the model.
         texts: shared by the texts of a request.
         length: characters of the text so far.
+        runs: finds verbatim runs; None = they are not returned.
     """
 
     retriever: Retriever
-    texts: NeighborTexts
+    texts: ChunkTexts
     length: int = 0
+    runs: GeneratedRuns | None = None
     _read: dict[int, Neighbors] = field(default_factory=dict)
+
+    def add_generated(self, token: GeneratedToken) -> schemas.Sources:
+        """Return what a generated token adds."""
+        sources = self.add(token.text, token.read, token.copied)
+        sources.runs = None if self.runs is None else self.runs.add(token)
+        return sources
 
     def add(self, text: str, read: Iterable[ReadChunk], copied: CopiedFrom | None) -> schemas.Sources:
         """Return what the next token adds; `text` is its text."""
         start, self.length = self.length, self.length + len(text)
-        chunks = [self._chunk(chunk) for chunk in read]
+        # A model that copies from the whole datastore alone reads no neighbors.
+        chunks = [self._chunk(chunk) for chunk in read if len(chunk.neighbors.lengths)]
         copies = []
         if copied is not None and copied.share >= _LEAST_SHARE:
             copies = [self._copy((start, self.length), copied)]
@@ -73,25 +89,35 @@ class SourceFinder:
 
 
 async def with_sources(
-    steps: AsyncIterator[list[GeneratedToken]], retriever: Retriever | None, starts: Sequence[int]
+    steps: AsyncIterator[list[GeneratedToken]],
+    service: Service | None,
+    prompts: Sequence[np.ndarray],
+    starts: Sequence[int],
 ) -> AsyncIterator[list[Sourced]]:
     """Add to each token what is new in the sources of its continuation.
 
     Args:
         steps: steps of a generation.
-        retriever: of the model; None = no sources are wanted.
+        service: its retriever is the model's; None = no sources are wanted.
+        prompts: of each continuation, [t].
         starts: for each continuation, the characters of the answer before it.
     """
-    finders = []
-    if retriever is not None:
-        texts = NeighborTexts(retriever)
-        finders = [SourceFinder(retriever, texts, start) for start in starts]
+    finders = [] if service is None else await asyncio.to_thread(_finders, service, prompts, starts)
 
     def of_step(step: list[GeneratedToken]) -> list[Sourced]:
-        return [(token, finders[token.row].add(token.text, token.read, token.copied)) for token in step]
+        return [(token, finders[token.row].add_generated(token)) for token in step]
 
     async for step in steps:
         yield await asyncio.to_thread(of_step, step) if finders else [(token, None) for token in step]
+
+
+def _finders(service: Service, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
+    retriever, texts = service.retriever, ChunkTexts(service.retriever)
+    places = PlaceFinder(service.suffixes(), retriever, texts) if service.has_suffixes else None
+    return [
+        SourceFinder(retriever, texts, start, None if places is None else GeneratedRuns(places, prompt, start))
+        for prompt, start in zip(prompts, starts, strict=True)
+    ]
 
 
 def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores) -> schemas.Sources:
@@ -102,7 +128,7 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
         texts: text of each scored token.
         scores: of the text, with `read` and `copied`.
     """
-    finder, read, parts = SourceFinder(retriever, NeighborTexts(retriever)), scores.read, list[schemas.Sources]()
+    finder, read, parts = SourceFinder(retriever, ChunkTexts(retriever)), scores.read, list[schemas.Sources]()
     for text, copied in zip(texts, scores.copied, strict=True):
         parts.append(finder.add(text, read, copied))
         read = []
@@ -120,7 +146,12 @@ def joined(parts: Iterable[schemas.Sources | None]) -> schemas.Sources | None:
             runs[-1] = _run_of(runs[-1], copy)
         else:
             runs.append(copy)
-    return schemas.Sources(chunks=[chunk for part in present for chunk in part.chunks], copies=runs)
+    traced = [part.runs for part in present if part.runs is not None]
+    return schemas.Sources(
+        chunks=[chunk for part in present for chunk in part.chunks],
+        copies=runs,
+        runs=list(chain(*traced)) if traced else None,
+    )
 
 
 def _continues(run: schemas.Copy, copy: schemas.Copy) -> bool:

@@ -95,8 +95,9 @@ async def _steps(
         yield [builder.end(index) for index in range(len(rows) * n)]
         return
     tokens = service.generate(rows, settings, k, n=n, sources=request.return_sources)
-    starts = [builder.length(index) for index in range(len(rows) * n)]
-    async for step in with_sources(tokens, service.retriever if request.return_sources else None, starts):
+    texts = [row for row in rows for _ in range(n)]
+    starts = [builder.length(index) for index in range(len(texts))]
+    async for step in with_sources(tokens, service if request.return_sources else None, texts, starts):
         yield [builder.add(token, sources) for token, sources in step]
 
 

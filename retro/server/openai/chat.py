@@ -54,7 +54,8 @@ async def chat_completions(
     n = continuations(service, request, 1)
     service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
     tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
-    steps = await with_first_step(with_sources(tokens, service.retriever if request.return_sources else None, [0] * n))
+    wanted = service if request.return_sources else None
+    steps = await with_first_step(with_sources(tokens, wanted, [prompt] * n, [0] * n))
     identity = identity_of(service, request.model, "chatcmpl")
     tokenizer = service.retriever.tokenizer
     if request.stream:

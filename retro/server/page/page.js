@@ -10,8 +10,9 @@ import { roving } from "./lib/keyboard.js";
 import * as neighbors from "./views/neighbors.js";
 import { count, roughly } from "./lib/numbers.js";
 import * as passage from "./views/passage.js";
+import * as trace from "./views/trace.js";
 
-const views = { neighbors, passage, generation, datastore, document: documents };
+const views = { neighbors, passage, generation, trace, datastore, document: documents };
 
 const tablist = document.querySelector("[role=tablist]");
 const tabs = [...tablist.querySelectorAll("[role=tab]")];

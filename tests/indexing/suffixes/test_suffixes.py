@@ -9,8 +9,10 @@ import pytest
 
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
-from indexing.suffixes.build import _suffix_array
-from indexing.suffixes.search import SuffixIndex, trace
+from indexing.store.files import save_array
+from indexing.suffixes import build, search
+from indexing.suffixes.build import FOLDER, _heads, _suffix_array, head
+from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
 from indexing.suffixes.votes import LONGEST, SAMPLED
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
@@ -80,6 +82,46 @@ def assert_equal_to_a_search_through_the_text(split: Split) -> None:
 def test_the_longest_match_is_that_of_a_search_through_all_documents(datastore: Datastore) -> None:
     assert len(datastore.train.chunk_rows) > 1
     assert_equal_to_a_search_through_the_text(datastore.train)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_of_few_rows_and_equal_heads_change_nothing(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (build, search):
+        monkeypatch.setattr(module, "ROWS_OF_HEAD", rows)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    build_local(config, only="chunk")
+    split = build_local(config, only="suffixes").train
+    assert_equal_to_a_search_through_the_text(split)
+    heads = [np.load(file) for file in sorted((split.folder / FOLDER).glob("*/heads.npy"))]
+    assert any((np.diff(own.astype(np.int64)) == 0).any() for own in heads)
+    assert all((own[1:] >= own[:-1]).all() for own in heads)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 4), (np.uint32, 2)])
+def test_heads_of_sorted_prefixes_never_fall(dtype: type, width: int) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 3, size).tolist() for size in (1, 2, 3, 50, 200)]
+    documents[-1][::7] = [np.iinfo(dtype).max - 1] * len(documents[-1][::7])
+    prefixes = sorted(document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1))
+    heads = [head(prefix, width) for prefix in prefixes]
+    assert heads == sorted(heads)
+    assert max(heads) < 2**64
+    text = np.concatenate([[0, *(token + 1 for token in document)] for document in documents]).astype(np.uint32)
+    ends = np.flatnonzero(text)
+    backwards = [document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1)]
+    assert _heads(text, ends, width).tolist() == [head(own, width) for own in backwards]
+
+
+def test_an_index_of_an_older_version_names_the_stage_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no heads."""
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20))
+    build_local(config, only="chunk")
+    monkeypatch.setattr(build, "save_array", lambda path, array: path.stem == "heads" or save_array(path, array))
+    folder = build_local(config, only="suffixes").folder
+    with pytest.raises(InputError, match=r"suffixes/00000 .*heads\.npy.* --stage suffixes --rebuild"):
+        SuffixIndex.open(folder)
 
 
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
@@ -166,3 +208,57 @@ def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: P
 def test_the_suffix_array_is_in_the_order_of_the_suffixes(largest: int) -> None:
     text = np.random.default_rng(0).integers(0, largest, 200).astype(np.uint32)
     assert _suffix_array(text).tolist() == sorted(range(len(text)), key=lambda start: text[start:].tolist())
+
+
+def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(datastore: Datastore) -> None:
+    index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
+    text = [399, *documents[0][5:25], *documents[1][3:18], *documents[0][25:31], 399, *documents[4][:9]]
+    ends = [(expected(documents, text[:end])[0], end) for end in range(1, len(text) + 1)]
+    starts = [end - length for length, end in ends] + [len(text)]
+    longest = [(start, end) for start, (_, end) in zip(starts, ends, strict=False) if starts[end] > start]
+    found = trace(index, np.array(text), 4)
+    assert [(run.first, run.stop) for run in found] == [run for run in longest if run[1] - run[0] >= 4]
+    assert len(found) >= 3
+
+
+@pytest.mark.parametrize("known", [0, 1, 12, 30])
+def test_a_trace_of_a_growing_text_gives_each_run_at_its_end(datastore: Datastore, known: int) -> None:
+    index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
+    text = [399, *documents[0][5:25], 399, *documents[1][3:18]]
+    tracer, given = Tracer(index, 8, text[:known]), list[tuple[int, Run]]()
+    for token in text[known:]:
+        given += [(len(tracer), run) for run in tracer.add(token)]
+    given += [(len(tracer) + 1, run) for run in tracer.rest()]
+    assert [run for _, run in given] == [run for run in trace(index, np.array(text), 8) if run.stop >= max(1, known)]
+    assert all(length == run.stop + 1 for length, run in given)
+
+
+def test_places_name_each_document_once_with_the_first_and_last_token_of_a_run(datastore: Datastore) -> None:
+    split = datastore.train
+    index, documents = SuffixIndex(split), documents_of(split)
+    text = documents[3][7:30]
+    for ending in (text, text[-1:]):
+        match = index.longest_match(ending)
+        places = index.places(match, 3)
+        assert 1 <= len(places) <= 3
+        assert len({place.document["id"] for place in places}) == len(places)
+        for place in places:
+            (first, start), (last, stop) = place.first, place.last
+            tokens = split.tokens.read(first, last + 1).reshape(-1)
+            assert tokens[start : (last - first) * split.chunk_length + stop + 1].tolist() == ending
+            assert place.document == split.metadata(split.documents_of(np.array([first, last]))[0].tolist())[0]
+
+
+def test_occurrences_in_deleted_documents_are_not_counted(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    delete_documents(
+        folder, [str(row["id"]) for row in datastore.train.metadata(range(0, datastore.train.num_documents, 3))]
+    )
+    split = Datastore.open(folder).train
+    index, documents = SuffixIndex(split), documents_of(split)
+    run = documents[0][5:15]
+    most_frequent = [Counter(token for document in documents for token in document).most_common(1)[0][0]]
+    for ending in (run, most_frequent):
+        assert index.count(index.longest_match(ending)) == expected(documents, ending)[1]
+    assert index.count(index.longest_match(most_frequent)) < index.longest_match(most_frequent).count

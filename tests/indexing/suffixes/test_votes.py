@@ -2,24 +2,30 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import SPLITS, Datastore, Split, delete_documents
+from indexing.store.files import read_json, write_checked
 from indexing.suffixes import votes
+from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import (
     KEPT,
     LONGEST,
     SAMPLED,
+    as_columns,
     cuts,
     order_of,
     sources_of,
     vote_dtype,
     votes_for,
     window_dtype,
+    within_limit,
 )
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import documents_of
@@ -93,6 +99,43 @@ def test_deleted_documents_do_not_vote(datastore: Datastore, tmp_path: Path) -> 
     documents, stored = documents_of(changed.train), votes_by_document(changed.train)
     for number, text in enumerate(documents):
         assert_votes(stored[number][-3], *expected(documents, number, text[:-2]))
+
+
+def with_neighbor_limit(datastore: Datastore, folder: Path, limit: float) -> Datastore:
+    """A copy of a datastore whose stored neighbors have a limit on near copies."""
+    shutil.copytree(datastore.folder, folder)
+    with create(folder / "neighbors" / "00000", Recipe("neighbors", 1, {"neighbors.max_overlap": limit}, {})):
+        pass
+    manifest = read_json(folder / "manifest.json")
+    manifest["fingerprints"]["neighbors"] = "0"
+    write_checked(folder / "manifest.json", manifest)
+    return Datastore.open(folder)
+
+
+def test_the_limit_of_the_stored_neighbors_holds_for_stored_and_live_votes(
+    planted_datastore: Datastore, tmp_path: Path
+) -> None:
+    limited = with_neighbor_limit(planted_datastore, tmp_path / "limited", 0.25)
+    for split, limit in ((planted_datastore.valid, 1.0), (limited.valid, 0.25)):
+        index = SuffixIndex.open(split.folder)
+        first, stop = split.chunk_range(1)
+        text = split.tokens.read(first, stop).ravel()[: 16 * (stop - first - 1)]
+        stored = as_columns(split.votes.read(first, stop)).reshape(-1, 7)[: len(text)]
+        assert (stored[:, 0] == LONGEST).any()
+        read = within_limit(stored.copy(), split)
+        kept = stored[:, 0] <= (4 if limit < 1 else LONGEST)
+        assert np.array_equal(read, stored * kept[:, None])
+        assert np.array_equal(index.votes(text)[:, 0], read[:, 0])
+
+
+@pytest.mark.parametrize(("chunk_length", "longest"), [(16, 12), (64, 48), (128, 63)])
+def test_a_stored_length_that_stands_for_longer_matches_is_over_every_limit(
+    planted_datastore: Datastore, chunk_length: int, longest: int
+) -> None:
+    votes = np.arange(LONGEST + 1)[:, None].repeat(7, axis=1)
+    split = replace(planted_datastore.train, chunk_length=chunk_length)
+    assert np.array_equal(within_limit(votes.copy(), split), votes)
+    assert within_limit(votes.copy(), split, 0.75).any(axis=1).sum() == longest
 
 
 def test_later_tokens_and_the_own_document_change_nothing() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,56 @@ def test_runs_are_named_with_their_documents(
     assert longest["text"] in f"zzz {words} zzz"
     assert str(train.metadata([3])[0]["id"]) in longest["documents"]
     assert longest["occurrences"] >= len(longest["documents"])
+    assert all(run["text"] == f"zzz {words} zzz"[slice(*run["characters"])] for run in printed["runs"])
 
 
 def test_text_lists_no_run_of_a_text_that_occurs_nowhere(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["trace", str(folder), "zq jx vk", "--least", "6"]) == 0
-    assert capsys.readouterr().out.startswith("0 of ")
+    printed = capsys.readouterr().out
+    assert printed.startswith("0 of ")
+    assert "shorter" not in printed
+    assert main(["trace", str(folder), "zq", "--least", "60"]) == 0
+    assert "The text is shorter than that" in capsys.readouterr().out
+
+
+def test_a_run_of_bytes_is_shown_in_whole_characters(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The tiny tokenizer has no tokens for these characters: each is three bytes."""
+    known = "猫狗鸟鱼牛羊马猪"
+    rows = [{"id": "甲.md", "text": f"the index of a chunk {known} " * 4}]
+    rows += [{"id": f"{number}.md", "text": "the index of a chunk " * 4} for number in range(9)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(tmp_path, corpus)
+    model = str(folder / "tokenizer" / "sentencepiece.model")
+    config = replace(config, tokenizer=replace(config.tokenizer, kind="sentencepiece", path=model))
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    build_local(config, only="chunk")
+    datastore = build_local(config, only="suffixes").folder
+    text = f"zq {known[2:7]}独"
+    assert main(["trace", str(datastore), text, "--least", "3", "--format", "json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert known[2:7] in run["text"]
+    assert "\ufffd" not in run["text"]
+    assert run["text"] == text[slice(*run["characters"])]
+    assert run["documents"] == ["甲.md"]
+    assert main(["trace", str(datastore), text, "--least", "3"]) == 0
+    assert "for example in 甲.md" in capsys.readouterr().out
+
+
+def test_the_name_of_a_file_an_empty_text_and_bytes_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the index of a chunk")
+    assert main(["trace", str(folder), str(path)]) == 2
+    assert f"- < {path}" in capsys.readouterr().err
+    assert main(["trace", str(folder), " "]) == 2
+    assert "empty" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the \xff\xfe"), encoding="utf-8"))
+    assert main(["trace", str(folder), "-"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_without_retrieval_there_is_no_sentence() -> None:
 
 
 def test_a_change_of_a_single_document_has_no_interval() -> None:
-    nothing = dict.fromkeys(("results", "leakage", "datastore_fractions"), ())
+    nothing = dict.fromkeys(("results", "matches", "leakage", "datastore_fractions"), ())
     change = {"set": "valid", "measured": "ON k=2", "reference": "OFF", "percent": -13.2, "low": -13.2, "high": -13.2}
     changes = [change, change | {"high": -1.0}]
     tables = tables_of({**nothing, "changes": changes})

@@ -8,8 +8,10 @@ import pytest
 
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import as_columns
-from retro.data.batches import TrainingData, readers_first, without_absent_neighbors
+from retro.data.batches import TrainingData, read_sequences, readers_first, without_absent_neighbors
+from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 
 
@@ -58,6 +60,20 @@ def test_a_match_longer_than_the_limit_has_no_votes(voting_datastore: Datastore)
     assert 0 < longer.sum() < longer.size
     assert not limited[longer].any()
     assert np.array_equal(limited[~longer], whole[~longer])
+
+
+def test_a_planted_copy_has_no_votes_after_the_limit(planted_datastore: Datastore) -> None:
+    split = planted_datastore.valid
+    ids = np.array([row["id"].startswith("planted") for row in split.metadata(range(split.num_documents))])
+    ranges = split.chunk_ranges(np.arange(split.num_documents)).tolist()
+    retrieval = RetrievalSet((planted_datastore.train,))
+
+    def longest(use: NeighborUse) -> np.ndarray:
+        votes = read_sequences(split, retrieval, ranges, max(stop - first for first, stop in ranges), use).votes
+        return votes[..., 0].max(axis=1)
+
+    assert (longest(NeighborUse(0, votes=True)) == 64).tolist() == ids.tolist()
+    assert longest(NeighborUse(0, votes=True, max_overlap=0.75))[ids].tolist() == [12] * 6
 
 
 def test_votes_made_before_a_deletion_are_refused(voting_datastore: Datastore, tmp_path: Path) -> None:

@@ -16,10 +16,15 @@ expect.set_options(timeout=1000 * PATIENCE)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MARKS = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="no Chromium (Debian's package chromium)")]
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-VIEWS = ("passage", "generation", "neighbors", "datastore")
-BUTTONS = {"neighbors": "Find neighbors", "passage": "Show where neighbors help", "generation": "Write on"}
+VIEWS = ("passage", "generation", "neighbors", "trace", "datastore")
+BUTTONS = {
+    "neighbors": "Find neighbors",
+    "passage": "Show where neighbors help",
+    "generation": "Write on",
+    "trace": "Find where it occurs",
+}
 LONG = TEXT * 6
-ASKED = {"neighbors": LONG, "passage": LONG, "generation": TEXT}
+ASKED = {"neighbors": LONG, "passage": LONG, "generation": TEXT, "trace": LONG}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 LAPTOP = {"viewport": {"width": 1366, "height": 768}}
 
@@ -43,7 +48,7 @@ def ask(page: Page, view: str, text: str = "") -> None:
     page.evaluate("address => (location.hash = address)", form_of(view))
     expect(page.locator(f"#{view}")).to_be_visible()
     submit(page, view, text or ASKED[view])
-    shown = {"neighbors": ".neighbor", "passage": ".token:not(.first)", "generation": ".pane"}[view]
+    shown = {"neighbors": ".neighbor", "passage": ".token:not(.first)", "generation": ".pane", "trace": ".traced"}[view]
     expect(page.locator(f"#{view} .results {shown}").first).to_be_visible()
     expect(page.locator(".pane.running")).to_have_count(0)
 

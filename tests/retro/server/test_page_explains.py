@@ -140,7 +140,7 @@ def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
         shown = page.locator(".generated").all_text_contents()
         assert [stored["with_neighbors"]["text"], stored["without_neighbors"]["text"]] == shown
     else:
-        assert stored[{"neighbors": "chunks", "passage": "tokens"}[view]]
+        assert stored[{"neighbors": "chunks", "passage": "tokens", "trace": "runs"}[view]]
 
 
 # --- where it helps --------------------------------------------------------------------------------------------------

@@ -291,29 +291,3 @@ def test_every_scored_token_names_its_chunk(client: TestClient, retriever: Retri
     for chunk in answer["sources"]["chunks"][1:]:  # the first one begins with the beginning-of-document token
         text = "".join(token["text"] for token in answer["tokens"] if token["chunk"] == chunk["chunk"])
         assert text.strip("\ufffd") in chunk["text"] or chunk["text"].strip("\ufffd") in text
-
-
-# --- runs of a text that occur in the datastore ----------------------------------------------------------------------
-
-
-def test_a_trace_names_the_runs_of_a_text_and_their_documents(client: TestClient, retriever: Retriever) -> None:
-    split, tokenizer = retriever.datastore.train, retriever.tokenizer
-    first, _ = split.chunk_range(2)
-    known = tokenizer.decode(split.tokens.read(first, first + 1)[0, 1:].astype(np.int64))
-    text = f"{known} qqq"
-    answer = client.post("/trace", json={"text": text, "least": 6}).json()
-    run = max(answer["runs"], key=lambda run: run["tokens"])
-    assert text[slice(*run["text"])].strip() in known
-    assert run["tokens"] >= 6
-    assert run["occurrences"] >= 1
-    assert 1 <= len(run["documents"]) <= 3
-    assert run["tokens"] <= answer["tokens_in_runs"] <= answer["tokens"]
-    assert client.post("/trace", json={"text": "qqq zzz", "least": 6}).json()["runs"] == []
-
-
-def test_a_trace_without_sorted_prefixes_names_the_stage(tiny_datastore: Datastore) -> None:
-    settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
-    with TestClient(make_app(Retriever.open(tiny_datastore.folder), None, settings)) as client:
-        status, _, message = problem(client, "/trace", text="a text")
-    assert status == 404
-    assert "--stage suffixes" in message

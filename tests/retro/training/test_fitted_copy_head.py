@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from retro.device import choose_placement
+from retro.model.copy_datastore import DatastoreSource
 from retro.model.copy_matches import LONGEST
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.training.fitted_copy_head import _PULL, fit_copy_head
+from retro.training.fitted_copy_head import _PULL, Fitted, VotesOfTokens, fit_copy_head, fit_sources
 from tests.retro.small_model import B, M, T, U, V, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
@@ -72,14 +73,14 @@ def test_fitting_lowers_the_loss_by_as_much_as_it_reports(base: str) -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_fitting_changes_three_tables_and_no_logit_off(base: str) -> None:
+def test_fitting_changes_three_tables_a_gate_and_no_logit_off(base: str) -> None:
     model, found = build_base(base), batches(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     off = model(Inputs(found[0].tokens))
     fit_copy_head(model, found, HERE)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert changed <= {f"copy_head.neighbors.{table}" for table in ("scores", "agreed", "disagreed")}
+    assert changed <= {f"copy_head.neighbors.{name}" for name in ("scores", "agreed", "disagreed", "gate")}
     assert torch.equal(model(Inputs(found[0].tokens)), off)
 
 
@@ -107,6 +108,23 @@ def test_a_few_tokens_move_the_tables_by_little() -> None:
     fit = fit_copy_head(model, batches(1), HERE)
     moved = float((source.tables.detach() - before).square().sum())  # type: ignore[union-attr]
     assert 0 < _PULL * moved <= fit.num_tokens * (fit.before - fit.after)
+
+
+@pytest.mark.parametrize("telling", [True, False])
+def test_gate_learns_activations_that_tell_whether_votes_are_right(telling: bool) -> None:
+    torch.manual_seed(0)
+    n, source = 400, DatastoreSource(3)
+    source.initialize()
+    hidden, sign = torch.randn(n, 3), torch.randn(n).sign()
+    if telling:
+        hidden[:, 0] = sign
+    votes = VotesOfTokens(torch.full((n,), 5), torch.tensor([1, 0, 0]).expand(n, 3), (sign > 0).float())
+    _, after = fit_sources([source], Fitted(torch.full((n,), 2.0), torch.zeros(n), hidden, [votes]))
+    gate = source.gate.detach()
+    by_tables = 1.62  # nats of the best share for all tokens, 0.42
+    assert gate[1:].abs().max() < 0.3
+    assert (gate[0] > 0.5) == telling
+    assert (after < by_tables - 0.1) == telling
 
 
 def test_without_neighbors_nothing_is_fitted(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,9 @@ const FULL_COLOR = 16;
 /**
  * A run that two texts share. `start` and `stop` count characters as Python does (code points, not UTF-16 units). Both
  * texts have the same `key`. `rank`: number of the neighbor, from 0. `copied`: the model copied it. `word`: a word of the
- * question, not a run.
+ * question, not a run. `about`: a description in place of the usual one.
  *
- * @typedef {{start: number, stop: number, key: string, tokens: number, rank: number, copied?: boolean, word?: boolean}} Mark
+ * @typedef {{start: number, stop: number, key: string, tokens: number, rank: number, copied?: boolean, word?: boolean, about?: string}} Mark
  */
 
 /** @param {string} text @returns {number} its length as Python counts it */
@@ -68,8 +68,8 @@ function run({ text, stop, marks }, numbered) {
   return node;
 }
 
-const describe = ({ tokens, rank, copied, word }, numbered) =>
-  word ? "a word of your question" : `${copied ? "copied" : "shared"}: ${counted(tokens, "token")}${numbered ? ` of neighbor ${rank + 1}` : ""}`;
+const describe = ({ tokens, rank, copied, word, about }, numbered) =>
+  about ? about : word ? "a word of your question" : `${copied ? "copied" : "shared"}: ${counted(tokens, "token")}${numbered ? ` of neighbor ${rank + 1}` : ""}`;
 
 /** Make the first run of a text reachable with Tab; arrow keys move on from there. @param {HTMLElement} text */
 export function reachable(text) {

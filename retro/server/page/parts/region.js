@@ -68,6 +68,17 @@ export function noModel() {
   );
 }
 
+/** A card that explains how to build what a trace needs. @returns {HTMLElement} */
+export function noSuffixes() {
+  return element(
+    "div",
+    { class: "card notice" },
+    element("h3", {}, "This datastore cannot be traced yet"),
+    element("p", {}, "It lacks the sorted prefixes of its documents. Build them, and start the server again:"),
+    element("pre", { class: "command" }, "retro index CONFIG --stage suffixes"),
+  );
+}
+
 /** @param {string} title @param {string} text @returns {HTMLElement} */
 export const notice = (title, text) => element("div", { class: "card notice" }, element("h3", {}, title), element("p", {}, text));
 

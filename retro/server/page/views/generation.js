@@ -1,6 +1,7 @@
 // "Write": two continuations of one prompt side by side, with and without neighbors, token by token, and what was read.
 
-import { whenServed } from "../lib/api.js";
+import { addressOf } from "../lib/address.js";
+import { served, whenServed } from "../lib/api.js";
 import { element } from "../lib/elements.js";
 import { downloadButton } from "../parts/download.js";
 import { markDifference, pane } from "../parts/pane.js";
@@ -42,8 +43,14 @@ async function generate(values) {
   read.finish();
   if (own !== control) return;
   stop.remove();
+  if ((await served()).trace) for (const { card, answer } of panes) card.append(traceLink(answer().text));
   if (modes[0]) about.replaceChildren(...difference(markDifference(cards)));
   announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
+}
+
+function traceLink(text) {
+  if (!text.trim()) return "";
+  return element("p", { class: "after-text" }, element("a", { href: addressOf("trace", { parameters: { text } }) }, "Find where this text occurs"));
 }
 
 /** The first words that differ, in a sentence. */

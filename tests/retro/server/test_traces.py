@@ -1,0 +1,205 @@
+"""Verbatim runs over HTTP: of a given text, and of a planted passage that a model with the whole datastore continues."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
+from retro.inference.language_model import LanguageModel
+from retro.model.copy_datastore import DatastoreSource
+from retro.server import schemas
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
+from retro.server.sources import joined
+from tests.retro.server.conftest import CHAT_TEMPLATE, events_of
+from tests.retro.server.generation_requests import (
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    GENERATE,
+    choices_of,
+    post,
+    refusal,
+    with_bos,
+)
+
+
+def text_between(retriever: Retriever, place: dict[str, Any]) -> str:
+    """The text between the two ends of a place."""
+    (first, start), (last, stop) = place["start"], place["stop"]
+    texts = [retriever.chunk(chunk).text for chunk in range(first, last + 1)]
+    return "".join(texts)[start : len("".join(texts[:-1])) + stop]
+
+
+# --- a given text ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_names_the_runs_of_a_text_and_their_places(client: TestClient, retriever: Retriever) -> None:
+    split, tokenizer = retriever.datastore.train, retriever.tokenizer
+    first, _ = split.chunk_range(2)
+    known = tokenizer.decode(split.tokens.read(first, first + 2).ravel()[1:].astype(np.int64))
+    text = f"{known} qqq"
+    answer = client.post("/trace", json={"text": text, "least": 6}).json()
+    assert answer["text"] == text
+    run = max(answer["runs"], key=lambda run: run["tokens"])
+    assert text[slice(*run["text"])].strip() in known
+    assert run["tokens"] >= 20
+    assert run["occurrences"] >= 1
+    assert 1 <= len(run["places"]) <= 3
+    for run in answer["runs"]:
+        for place in run["places"]:
+            assert text_between(retriever, place) == text[slice(*run["text"])]
+            assert place["document_id"] == retriever.chunk(place["start"][0]).document_id
+            assert place["title"] == retriever.chunk(place["stop"][0]).title
+    assert max(run["tokens"] for run in answer["runs"]) <= answer["tokens_in_runs"] <= answer["tokens"]
+    assert client.post("/trace", json={"text": "qqq zzz", "least": 6}).json()["runs"] == []
+
+
+def test_a_trace_names_no_more_documents_than_a_search_has_hits(client: TestClient) -> None:
+    refused = client.post("/trace", json={"text": "a text", "documents": 101})
+    assert refusal(refused)[:2] == (422, "documents")
+
+
+@pytest.fixture
+def without_suffixes(tiny_datastore: Datastore, tiny_run: Any) -> Iterator[TestClient]:
+    retriever = Retriever.open(tiny_datastore.folder)
+    settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
+    with TestClient(make_app(retriever, LanguageModel.open(tiny_run, retriever, "cpu"), settings)) as client:
+        yield client
+
+
+def test_without_sorted_prefixes_a_trace_names_the_stage_and_sources_have_no_runs(
+    client: TestClient, without_suffixes: TestClient
+) -> None:
+    refused = without_suffixes.post("/trace", json={"text": "a text"})
+    assert refused.status_code == 404
+    assert "--stage suffixes" in refused.json()["error"]["message"]
+    assert set(post(without_suffixes, GENERATE, return_sources=True).json()["sources"]) == {"chunks", "copies"}
+    assert [each.get("/datastore").json()["trace"] for each in (client, without_suffixes)] == [True, False]
+
+
+# --- a generated text ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["neighbors too", "datastore alone"])
+def copying(
+    request: Any, retriever: Retriever, tiny_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestClient]:
+    """A client of a model that copies from the whole datastore with almost all of its probability."""
+    language_model = LanguageModel.open(tiny_run, retriever, "cpu")
+    model = language_model.model
+    assert model.copy_head is not None
+    model.copy_head.datastore = DatastoreSource(model.settings.d_model)
+    for name in DatastoreSource.TABLES:
+        torch.nn.init.constant_(getattr(model.copy_head.datastore, name), 100.0)
+    if request.param == "datastore alone":
+        model.copy_head.context = model.copy_head.neighbors = None
+        head = replace(model.settings.copy_head, datastore=True, neighbors=False, content_width=0)
+        retrieval = replace(model.settings.retrieval, cca_layers=())
+        model.settings = replace(model.settings, copy_head=head, retrieval=retrieval)
+        assert not model.settings.retrieves
+    suffixes = SuffixIndex.open(retriever.datastore.folder)
+    copies = replace(language_model, suffixes=suffixes)
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    settings = ServeSettings(name="tiny", allowed_hosts=("testserver",), chat_template=str(template))
+    with TestClient(make_app(retriever, copies, settings)) as client:
+        yield client
+
+
+def planted(retriever: Retriever) -> str:
+    """The beginning of a passage of a document, without its beginning."""
+    split = retriever.datastore.train
+    first, _ = split.chunk_range(4)
+    return retriever.tokenizer.decode(split.tokens.read(first, first + 1)[0, 2:].astype(np.int64))
+
+
+def sources_of(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    sources: dict[str, Any] = (answer if path == GENERATE else answer["choices"][0])["sources"]
+    return sources
+
+
+@pytest.mark.parametrize("path", [*ENDPOINTS, "echo"])
+def test_a_planted_passage_that_is_continued_has_its_document(
+    copying: TestClient, retriever: Retriever, language_model: LanguageModel, path: str
+) -> None:
+    prompt, echo, name = planted(retriever), path == "echo", COMPLETIONS if path == "echo" else path
+    body = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    body |= {"max_tokens": 40, "return_sources": True} | ({"echo": True} if echo else {})
+    answer = post(copying, name, **body).json()
+    text, sources = choices_of(name, answer)[0][0], sources_of(name, answer)
+    before = len(prompt) * echo
+    longest = max(sources["runs"], key=lambda run: run["tokens"])
+    if path != CHAT:  # the template puts text between the passage and the answer
+        assert longest["tokens"] >= 2 * SHORTEST_RUN
+        first = sources["runs"][0]
+        assert first["text"][0] == before
+        assert first["prompt_tokens"] > 0
+        tokens = np.concatenate([with_bos(language_model, prompt), language_model.tokenizer.encode(text[before:])])
+        expected = [run for run in trace(SuffixIndex.open(retriever.datastore.folder), tokens, SHORTEST_RUN)]
+        assert longest["tokens"] == max(run.stop - run.first for run in expected)
+    for run in sources["runs"]:
+        start, stop = run["text"]
+        assert before <= start < stop <= len(text)
+        assert run["prompt_tokens"] == 0 or start == before
+        assert run["prompt_tokens"] < run["tokens"] >= SHORTEST_RUN
+        assert 1 <= len(run["places"]) <= min(3, run["occurrences"])
+        for place in run["places"]:
+            assert text_between(retriever, place).endswith(text[start:stop])
+            assert place["document_id"] == retriever.chunk(place["start"][0]).document_id
+    ends = [run["text"][1] for run in sources["runs"]]
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_the_runs_of_a_stream_join_to_those_of_the_answer(copying: TestClient, retriever: Retriever, path: str) -> None:
+    prompt = planted(retriever)
+    body: dict[str, Any] = {"max_tokens": 30, "return_sources": True, "temperature": 1, "seed": 1}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    whole = sources_of(path, post(copying, path, **body).json())
+    assert whole["runs"]
+    events = [
+        event if path == GENERATE else event["choices"][0]
+        for event in events_of(post(copying, path, **body, stream=True))
+    ]
+    parts = [schemas.Sources(**event["sources"]) for event in events if "sources" in event]
+    assert all(part.runs is not None for part in parts)
+    streamed = joined(parts)
+    assert streamed is not None
+    assert streamed.model_dump(mode="json")["runs"] == whole["runs"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_characters_of_runs_are_in_a_text_that_a_stop_string_cuts(
+    copying: TestClient, retriever: Retriever, stream: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": planted(retriever), "max_tokens": 40, "return_sources": True}
+    whole = post(copying, GENERATE, **body).json()["text"]
+    body |= {"stop": [whole[20:28]], "stream": stream}
+    answer = post(copying, GENERATE, **body)
+    parts = events_of(answer) if stream else [answer.json()]
+    text = "".join(part["text"] for part in parts)
+    assert text == whole[: whole.index(whole[20:28])]
+    runs = [run for part in parts for run in part["sources"]["runs"]]
+    assert runs
+    for run in runs:
+        start, stop = run["text"]
+        assert 0 <= start < stop <= len(text)
+        assert text[start:stop] in text_between(retriever, run["places"][0])
+
+
+def test_a_text_that_continues_nothing_stored_has_no_runs_of_the_prompt(
+    copying: TestClient, retriever: Retriever
+) -> None:
+    """A run that ends in the prompt is no source of the answer."""
+    body = {"prompt": planted(retriever), "max_tokens": 1, "return_sources": True, "logit_bias": {"0": 100}}
+    answer = post(copying, COMPLETIONS, **body).json()
+    assert sources_of(COMPLETIONS, answer)["runs"] == []
