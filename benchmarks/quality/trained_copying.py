@@ -166,7 +166,10 @@ def fitted_sources(
         with torch.no_grad():
             kept = -torch.stack(odds_and_copied(tokens, reader, others)[0]).logsumexp(0)
             nats = nats_of(tokens, reader, others)
-        fit_sources([sources[name] for name in new], Fitted(nats, kept, [tokens.found[name] for name in new]))
+        fit_sources(
+            [sources[name] for name in new],
+            Fitted(nats, kept, tokens.hidden[reader], [tokens.found[name] for name in new]),
+        )
     return sources
 
 
