@@ -45,6 +45,7 @@ from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
 WINDOW = 1024
+ALL = ("context", "neighbors", "datastore")
 SOURCES: dict[str, tuple[str, ...]] = {
     "own context": ("context",),
     "neighbors": ("neighbors",),
@@ -52,7 +53,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "neighbors, datastore": ("neighbors", "datastore"),
     "own context, neighbors": ("context", "neighbors"),
     "own context, datastore": ("context", "datastore"),
-    "all three": ("context", "neighbors", "datastore"),
+    "all three": ALL,
 }
 OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
 BANDS = (0, 2, 4, 8, 16, 32, 10**9)
@@ -76,11 +77,16 @@ class Window:
 
 
 def held_out_windows(
-    model: Retro, held_out: EvaluationSet, options: argparse.Namespace, place: Placement, limit: Budget
+    model: Retro,
+    held_out: EvaluationSet,
+    options: argparse.Namespace,
+    place: Placement,
+    limit: Budget,
+    length: int = WINDOW,
 ) -> Iterator[Window]:
-    """Read windows of held-out documents in a fixed random order until they have this many tokens."""
+    """Read windows of held-out documents in a fixed random order until they have `options.tokens` tokens."""
     split, m, retrieval = held_out.split, held_out.split.chunk_length, RetrievalSet.of(held_out.datastore)
-    windows = list(document_windows(split, WINDOW // m, WINDOW // m // 2))
+    windows = list(document_windows(split, length // m, length // m // 2))
     order, sizes, total = np.random.default_rng(0).permutation(len(windows)), held_out.token_bytes, 0
     for number in limit.each(order.tolist(), "window"):
         if total >= options.tokens:
@@ -89,21 +95,20 @@ def held_out_windows(
         inputs = place.put(as_tensors(batch))
         with place.autocast():
             hidden, _ = model.hidden(inputs)
-            off = model.hidden(inputs.off())[0] if model.settings.decoder_reads else hidden
+            off = model.hidden(inputs.off())[0] if model.settings.activations_read else hidden
         labels = batch.labels[0]
         of_labels = np.where(labels != IGNORED_LABEL, sizes[labels.clip(0)], 0)
         yield Window(inputs, hidden, off, windows[number].text, of_labels, batch.votes[0, :, 0])
         total += int((labels != IGNORED_LABEL).sum())
 
 
-def with_head(model: Retro, names: Sequence[str]) -> Retro:
-    """The model with new sources."""
-    settings = updated(
-        model.settings, {f"copy_head.{name}": name in names for name in ("context", "neighbors", "datastore")}
-    )
+def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
+    """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the initial ones."""
+    settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
     head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
     for name in names:
-        getattr(head, name).initialize()
+        source, own = getattr(head, name), getattr(trained, name, None)
+        source.initialize() if own is None else source.load_state_dict(own.state_dict())
     model.settings, model.copy_head = settings, head if names else None
     return model
 

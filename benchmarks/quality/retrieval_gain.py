@@ -59,18 +59,21 @@ from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.tuning.settings import TuningSettings
 
-PLAIN = ("baseline", "decoder", "plain", "context", "decoder-context")
+_OWN_CONTEXT = ("context", "context-smeared", "context-init", "context-plain")
+PLAIN = ("baseline", "decoder", "plain", *_OWN_CONTEXT, "decoder-context")
 """Models without retrieval."""
 RETROFITS = {"retrofit": "baseline", "retrofit-both": "context"}
 """Model → the trained model that it starts from and freezes."""
 MODELS = ("baseline", "decoder", "lexical", "random", "minilm", "retrofit")
 COPY_HEADS: dict[str, dict[str, Any]] = {
-    "context": {"copy_head.context": True},
+    **{name: {"copy_head.context": True} for name in _OWN_CONTEXT},
     "decoder-context": {"copy_head.context": True},
     "copy": {"copy_head.context": True},
     "both": {"copy_head.context": True, "copy_head.neighbors": True},
     "both-random": {"copy_head.context": True, "copy_head.neighbors": True},
     "retrofit-both": {"copy_head.context": True},
+    "all": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
+    "all-plain": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
 }
 # Options with which a model learns to copy early (docs/results/copying.md), and models with some or none of them.
 COPYING = {
@@ -79,9 +82,13 @@ COPYING = {
     "attention.smeared_tokens": 3,
     "copying_init": True,
 }
-ABLATIONS: dict[str, dict[str, bool]] = {
+ABLATIONS: dict[str, dict[str, Any]] = {
     "plain": {},  # the baseline of the paper
     "paper": {},
+    "context-plain": {},
+    "context-smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
+    "context-init": {"shared_embeddings": True, "copying_init": True},
+    "all-plain": {"shared_embeddings": True},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
     "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
@@ -174,7 +181,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
     copying = updated(plain, {"copy_head.neighbors": True})
     cross_attention = {"retrieval.cca_layers": sizes.retrieval.cca_layers}
     models: dict[str, ModelSettings] = {
-        **dict.fromkeys(("baseline", "plain", "context"), plain),
+        **dict.fromkeys(("baseline", "plain", *_OWN_CONTEXT), plain),
         **dict.fromkeys(("decoder", "decoder-context"), decoder),
         "copy": copying,
         "retrofit": updated(plain, cross_attention),
@@ -204,7 +211,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
             num_threads=options.threads,
             compile="yes" if options.compile else "no",
             eval_every=min(500, max(1, steps // 3)),
-            eval_tokens=30_000 if options.steps else SHORT_EVALUATION,
+            eval_tokens=options.eval_tokens if options.steps else SHORT_EVALUATION,
             checkpoint_every=500,
         ),
         tuning=TuningSettings(weights="retrieval" if name in RETROFITS else "all"),
@@ -243,6 +250,7 @@ def main() -> None:
     parser.add_argument("--retrieval-dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=0, help="steps of each model; 0: as many as fit into --minutes")
+    parser.add_argument("--eval-tokens", type=int, default=30_000, help="held-out tokens of a curve, with --steps")
     parser.add_argument("--share", type=float, default=0.03, help="steps of a RETROfit as a fraction of --steps")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
     parser.add_argument("--threads", type=int, default=0)

@@ -160,7 +160,7 @@ def _read(
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.activations_read or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
-    found = [_found(source, labels) for source in own if source is not None]
+    found = [found_by(source, labels) for source in own if source is not None]
     present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in found]
     counted = (labels != IGNORED_LABEL) & torch.stack(present).any(0)
 
@@ -172,8 +172,8 @@ def _read(
     return tokens, off[counted].cpu()
 
 
-def _found(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
-    """What a source has for all tokens of labels [B, T]."""
+def found_by(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
+    """What a source has for all tokens of labels [B, T]: values [B, T, ...]."""
     if isinstance(source, DatastoreVotes):
         return VotesOfTokens(source.length, source.counts, source.probability(None, labels))
     longest, agree = longest_match(source.matches)
