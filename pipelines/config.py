@@ -31,7 +31,8 @@ class Config:
     """All settings of a datastore and a training run, in one TOML file for every verb."""
 
     removed: ClassVar[Mapping[str, str]] = {
-        "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key."
+        "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
+        "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
     }
 
     datastore: Location = Path("datastore")

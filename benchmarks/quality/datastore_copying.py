@@ -155,7 +155,7 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
     with_head(model, ())
     with torch.inference_mode():
         windows = list(held_out_windows(model, held_out, options, place, limit))
-    batches = list(read_batches(source, options.fitted_tokens // WINDOW, 1, place))
+    batches = list(read_batches(source, options.fitted_tokens // WINDOW, place))
     with torch.inference_mode(), place.autocast():
         hidden = [model.hidden(batch)[0] for batch in batches]
 

@@ -72,7 +72,7 @@ def fit_together(model: Retro, head: CopyHead, datastore: Datastore, place: Plac
     model.copy_head = deepcopy(head)
     assert model.copy_head.neighbors is not None
     model.copy_head.neighbors.initialize()
-    fit_copy_head(model, read_batches(source, _FITTED_TOKENS // WINDOW, 1, place), place)
+    fit_copy_head(model, read_batches(source, _FITTED_TOKENS // WINDOW, place), place)
     fitted, model.copy_head = model.copy_head, None
     return fitted
 

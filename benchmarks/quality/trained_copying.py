@@ -14,10 +14,9 @@
     -init      with `copying_init` alone; context only
 
 `score` reads random windows of held-out documents with the finished models of all seeds. It scores every combination of sources,
-without cross-attention (OFF) and with it (CCA). Sources that a model was trained with keep their weights; the others are fitted to
-training text, as `retro add-retrieval` does. A decoder without cross-attention gets one that is fitted, as at the start of a
-RETROfit (`fitted_cross_attention.py`). `summary` compares them, all seeds together, with intervals over documents. Models that have
-scores are not scored again.
+without cross-attention (OFF) and with it (CCA), if the model has any. Sources that a model was trained with keep their weights; the
+others are fitted to training text, as `retro add-retrieval` does. `summary` compares them, all seeds together, with intervals over
+documents. Models that have scores are not scored again.
 """
 
 import argparse
@@ -41,31 +40,19 @@ from pipelines.results import Table
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.sets import EvaluationSet
 from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
-from retro.model.presets import usual_retrieval
 from retro.model.retro import Retro
-from retro.model.settings import updated
 from retro.training.fitted_copy_head import Fitted, MatchesOfTokens, VotesOfTokens, fit_sources, found_by
-from retro.training.fitted_cross_attention import fit_copying
 from retro.training.fitted_retrieval import read_batches
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {"none": ()} | SOURCES
 MODELS = ("context", "context-smeared", "context-init", "context-plain", "all", "all-plain")
 READERS = ("OFF", "CCA")
 """Without and with chunked cross-attention."""
-_OF_CROSS_ATTENTION = {
-    "retrieval.smeared_keys": True,
-    "attention.smeared_tokens": 3,
-    "shared_embeddings": True,
-    "copying_init": True,
-}
-_CROSS_ATTENTION_TOKENS = 8192
-
 Key = tuple[str, str, str]
 """Model, reader, sources."""
 Scores = dict[Key, SetResult]
@@ -109,14 +96,12 @@ def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
     training = TrainingData(data.datastores, data, retrieval=True, votes=True)
     model = load_model(checkpoint, place.device).eval()
     trained = model.copy_head
-    if not model.settings.retrieval.cca_layers:
-        model = with_cross_attention(model, training, place)
     with_head(model, ALL, trained)
     held_out, reading = EvaluationSet("valid", Datastore.open(folder)), Namespace(**vars(options) | {"k": k})
     with torch.no_grad(), place.autocast():
         windows = list(held_out_windows(model, held_out, reading, place, Budget(np.inf), length))
         scored = read_tokens(model, ((one.inputs, one.off, one.hidden) for one in windows))
-        batches = read_batches(training, options.fitted_tokens // length, 1, place)
+        batches = read_batches(training, options.fitted_tokens // length, place)
         fitting = read_tokens(
             model, ((batch, model.hidden(batch.off())[0], model.hidden(batch)[0]) for batch in batches)
         )
@@ -124,7 +109,7 @@ def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
     documents = [np.full(own.sum(), window.document) for window, own in zip(windows, counted, strict=True)]
     sizes = [window.bytes[own] for window, own in zip(windows, counted, strict=True)]
     rows = {"documents": np.concatenate(documents), "bytes": np.concatenate(sizes)}
-    for reader in READERS:
+    for reader in READERS if model.settings.retrieval.cca_layers else READERS[:1]:
         for name, names in COMBINATIONS.items():
             sources = fitted_sources(model, names, trained, fitting, reader)
             with torch.no_grad():
@@ -188,17 +173,6 @@ def odds_and_copied(tokens: Tokens, reader: str, sources: dict[str, Any]) -> tup
         odds.append(own + tokens.hidden[reader] @ source.gate)
         copied.append(odds[-1] + probability.clamp(min=torch.finfo(torch.float32).tiny).log())
     return odds, copied
-
-
-def with_cross_attention(model: Retro, training: TrainingData, place: Placement) -> Retro:
-    """The decoder with the usual encoder and cross-attention, fitted next to a copy head with all sources."""
-    out = Retro(updated(model.settings, usual_retrieval(model.settings) | _OF_CROSS_ATTENTION)).to(place.device)
-    out.load_state_dict(model.state_dict(), strict=False)
-    with_head(out, ALL, model.copy_head)
-    count = max(2, _CROSS_ATTENTION_TOKENS // (training.num_chunks * model.settings.chunk_length))
-    (batch,) = read_batches(training, count, count, place)
-    fit_copying(out, batch, place)
-    return out.eval()
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------

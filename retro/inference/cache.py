@@ -49,7 +49,6 @@ class Cache:
         layers, cca_layers = s.num_layers, len(s.retrieval.cca_layers)
         reading_layers = layers if s.decoder_reads else cca_layers
         head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
-        own, cross = s.self_smeared_tokens, s.cross_smeared_tokens
 
         def kept(width: int) -> int:
             return width + LONGEST_DRAFT if width > 0 else 0
@@ -62,9 +61,9 @@ class Cache:
             num_virtual=num_virtual,
             keys=keys,
             values=values,
-            last_keys=zeros(layers, kept(own), kv_heads, head_dim),
-            last_queries=zeros(layers, kept(own - 1), heads, head_dim),
-            last_cross_queries=zeros(cca_layers, kept(cross - 1), heads, head_dim),
+            last_keys=zeros(layers, kept(s.smeared_tokens), kv_heads, head_dim),
+            last_queries=zeros(layers, kept(s.smeared_tokens - 1), heads, head_dim),
+            last_cross_queries=zeros(cca_layers, kept(s.smeared_tokens - 1), heads, head_dim),
             chunk=zeros(s.chunk_length, s.d_model).float(),
             neighbor_keys=zeros(reading_layers, kv_heads, 0, head_dim),
             neighbor_values=zeros(reading_layers, kv_heads, 0, head_dim),

@@ -317,7 +317,7 @@ class Decoder:
             if layer == min(cca_layers, default=0):
                 self._encode(h, span)
                 cross_positions = self._cross_positions(span)
-            if layer in cca_layers and (cross_positions is not None or model.settings.cross_smeared_tokens > 1):
+            if layer in cca_layers and (cross_positions is not None or model.settings.smeared_tokens > 1):
                 h = h + self._cross_attend(cca_layers.index(layer), h, cross_positions, span)
             h = feed_forward(h, reads=reads)
             if isinstance(

@@ -124,8 +124,6 @@ def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSett
         raise InputError("model.preset = 'base' needs train.init_from: name a trained model there.")
     base = _with_copy_head(base, copies=False)
     decided = keys_with("with_base", "decoder")
-    if not (base.attention.smeared_keys or base.retrieval.smeared_keys):
-        decided -= {"attention.smeared_tokens"}
     _check_unset(settings, base, decided)
     default, own, theirs = flatten(ModelSettings()), flatten(settings), flatten(base)
     chosen = {key: value for key, value in own.items() if key not in decided}

@@ -152,7 +152,7 @@ class Retro(nn.Module):
             return attention(
                 key_width=width,
                 scheme=settings.attention.positions,
-                smeared_tokens=settings.self_smeared_tokens,
+                smeared_tokens=settings.smeared_tokens,
                 bias=settings.attention.bias,
                 norm_eps=settings.norm_eps,
             )
@@ -161,7 +161,7 @@ class Retro(nn.Module):
             block = attention(
                 key_width=settings.encoder.d_model,
                 scheme=settings.retrieval_positions,
-                smeared_tokens=settings.cross_smeared_tokens,
+                smeared_tokens=settings.smeared_tokens,
             )
             return ChunkedCrossAttention(block, settings.chunk_length)
 

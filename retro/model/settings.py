@@ -87,7 +87,7 @@ class AttentionSettings(_Section):
     find what followed a token, in the preceding text or in a neighbor. Not in the paper; copying is learned sooner
     (docs/results/copying.md)."""
     smeared_tokens: PositiveInt = _setting(1)
-    """Number of preceding tokens mixed into each key, with smeared_keys here or in `[model.retrieval]`. With 2 or more, queries
+    """Number of preceding tokens mixed into each key, with smeared_keys. With 2 or more, queries
     mix in as many tokens, including their own, so one head can find what followed several tokens. At most `chunk_length`."""
 
     def __post_init__(self) -> None:
@@ -162,9 +162,6 @@ class RetrievalSettings(_Section):
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
     positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting("", changes_function=True)
     """Positions in encoder and chunked cross-attention; `rope` has theta 10,000 here. Empty = `attention.positions`."""
-    smeared_keys: bool = _setting(False, with_base="switch")
-    """Smeared keys in chunked cross-attention only, to add retrieval to a trained decoder without them
-    (docs/how-to/retrofit.md)."""
 
 
 @settings
@@ -264,10 +261,9 @@ class ModelSettings(_Section):
     """Use the decoder's embedding table as its output layer too."""
     shared_embeddings: bool = _setting(False, with_base="switch")
     """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the paper."""
-    copying_init: bool = _setting(False, with_base="switch")
+    copying_init: bool = _setting(False)
     """Initialize the decoder's attentions to copy: queries match tokens like their own, and the output repeats what was read.
-    Chunked cross-attention needs `shared_embeddings` for it. With a trained decoder, cross-attention is fitted to the decoder's
-    predictions (docs/how-to/retrofit.md). Not in the paper (docs/results/copying.md)."""
+    Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results/copying.md)."""
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
@@ -314,14 +310,9 @@ class ModelSettings(_Section):
         return self.retrieval.positions or self.attention.positions
 
     @property
-    def self_smeared_tokens(self) -> int:
-        """Number of preceding tokens mixed into each key of the decoder's self-attention."""
+    def smeared_tokens(self) -> int:
+        """Number of preceding tokens mixed into each key of self-attention and chunked cross-attention."""
         return self.attention.smeared_tokens if self.attention.smeared_keys else 0
-
-    @property
-    def cross_smeared_tokens(self) -> int:
-        """Number of preceding tokens mixed into each key of chunked cross-attention."""
-        return self.attention.smeared_tokens if self.attention.smeared_keys or self.retrieval.smeared_keys else 0
 
     @property
     def rotary_dim(self) -> int:
@@ -415,14 +406,16 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`.
 
-    What was stored before copy heads existed has none.
+    What was stored before copy heads existed has none. `retrieval.smeared_keys` was removed: left out if it was off.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-    return ModelSettings(
-        **{**values, "copy_head": {"context": False, "neighbors": False, **values.get("copy_head", {})}}
-    )
+    copy_head = {"context": False, "neighbors": False, **values.get("copy_head", {})}
+    retrieval = {
+        key: value for key, value in values.get("retrieval", {}).items() if (key, value) != ("smeared_keys", False)
+    }
+    return ModelSettings(**{**values, "copy_head": copy_head, "retrieval": retrieval})
 
 
 def keys_with(role: str, *values: Any) -> set[str]:

@@ -81,7 +81,7 @@ def add_retrieval(
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     source = TrainingData(data.datastores, data, retrieval=True, votes=settings.copy_head.datastore)
     model = _with_copying(load_model(checkpoint, placement.device), settings, names)
-    batches = read_batches(source, -(-num_tokens // length), 1, placement)
+    batches = read_batches(source, -(-num_tokens // length), placement)
     fit = fit_copy_head(model, _counted(batches, advance), placement, names)
     _write(checkpoint, model, data, datastore, file, names)
     return fit

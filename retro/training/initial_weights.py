@@ -23,8 +23,7 @@ def load_initial_weights(
     """Copy the checkpoint's weights into the model. Weights that the checkpoint lacks stay random, and are logged.
 
     Output matrices of cross-attention that the checkpoint lacks become 0, so that retrieval ON starts equal to OFF: random ones
-    harm a trained decoder at first, which costs a RETROfit some of its few tokens (docs/how-to/retrofit.md). With `copying_init`
-    they are kept.
+    harm a trained decoder at first, which costs a RETROfit some of its few tokens (docs/how-to/retrofit.md).
 
     Args:
         checkpoint: source of the weights.
@@ -65,10 +64,9 @@ def load_initial_weights(
             f"train.init_from: {path} has another tokenizer than data.datastores. Build these with the model's tokenizer."
         )
     fill({name: tensor for name, tensor in ours.items() if name in theirs}, theirs)
-    if not model.settings.copying_init:
-        for name in drawn:
-            if name.startswith("cross.") and name.endswith(".o_proj.weight"):
-                ours[name].zero_()
+    for name in drawn:
+        if name.startswith("cross.") and name.endswith(".o_proj.weight"):
+            ours[name].zero_()
     if not known and not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: check that its tokenizer is the same", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))

@@ -36,7 +36,7 @@ from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
-from retro.training.fitted_retrieval import fit_retrieval, fits_copying, fits_cross_attention
+from retro.training.fitted_retrieval import fit_sources_of_run, new_sources
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
@@ -48,7 +48,7 @@ from retro.training.signals import Stopped, signals_as_requests
 from retro.training.step import OptimizerStep, StepResult, distributed_model
 from retro.training.task import DocumentTask, Task
 from retro.tuning.adapters import check_parallel, describe, train_only
-from retro.tuning.settings import ALL, RETRIEVAL
+from retro.tuning.settings import ALL
 
 log = logging.getLogger("retro")
 
@@ -300,8 +300,8 @@ class Trainer:
         self.num_parameters = count_parameters(model)
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, tuning, self.task.tokenizer)
-            if fits_cross_attention(model, initial.model) or fits_copying(model, initial.model):
-                fitted = on_first(self.group, lambda: self._fitted_retrieval(model, initial.model))
+            if sources := new_sources(model.settings, initial.model):
+                fitted = on_first(self.group, lambda: self._fitted_sources(model, sources))
                 model.load_state_dict(fitted, strict=False)
         load_initial_adapter(initial, model, tuning)
         train_only(model, tuning)
@@ -309,10 +309,11 @@ class Trainer:
             log.info("tuning: %s", describe(model))
         return model
 
-    def _fitted_retrieval(self, model: Retro, base: ModelSettings) -> dict[str, Tensor]:
-        """Weights of retrieval that the base lacks, fitted to its decoder by one process for all."""
-        fit_retrieval(model, base, self.task.data, self.settings.data.sequence_length, self.placement)
-        return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(RETRIEVAL)}
+    def _fitted_sources(self, model: Retro, names: list[str]) -> dict[str, Tensor]:
+        """Weights of these sources of the copy head, fitted to the base by one process for all."""
+        fit_sources_of_run(model, names, self.task.data, self.settings.data.sequence_length, self.placement)
+        prefixes = tuple(f"copy_head.{name}." for name in names)
+        return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
 
     def _write_settings(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)

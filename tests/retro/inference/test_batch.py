@@ -113,15 +113,12 @@ def check_equal(found: GeneratedToken, expected: GeneratedToken) -> None:
         assert np.array_equal(one.neighbors.tokens, other.neighbors.tokens)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts", "smeared neighbors"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *READERS, "experts"])
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(texts=texts())
 def test_a_text_continues_as_alone_whatever_joins_and_leaves(scheme: str, texts: list[Text]) -> None:
-    more = {
-        "experts": {"experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
-        "smeared neighbors": {"retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
-    }
-    model = build("smeared", **more[scheme]) if scheme in more else cached_model(scheme)
+    experts = {"experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5}
+    model = build("smeared", **experts) if scheme == "experts" else cached_model(scheme)
     together(model, texts)
     for text in texts:
         expected = alone(model, text)

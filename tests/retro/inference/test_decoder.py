@@ -134,7 +134,6 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
         {"experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
         {"retrieval.cca_layers": (1,), "encoder.cca_layers": (), "tied_embeddings": False},
         {"retrieval.cca_layers": (3,), "shared_embeddings": True, "encoder.cca_layers": (1, 2)},
-        {"scheme": "rope", "retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
         {"attention.sliding_window": M + 1, "attention.bias": "qkv", "attention.qk_norm": True, "norm_eps": 0.1},
         {
             "attention.sliding_window": 3,

@@ -27,7 +27,6 @@ FLOAT32 = choose_placement("cpu", "float32")
 CONTEXT = 8 * M
 OTHERS: dict[str, dict[str, Any]] = {
     "experts": {"scheme": "smeared", "experts.num_experts": 4, "experts.every": 2, "experts.capacity_factor": 0.5},
-    "smeared neighbors": {"scheme": "smeared", "retrieval.smeared_keys": True, "attention.smeared_tokens": 2},
     "no cross-attention": {"scheme": "copying", "retrieval.cca_layers": (), "attention.num_kv_heads": 1},
     "window": {"attention.sliding_window": 3, "retrieval.positions": "alibi", "attention.num_kv_heads": 1},
 }

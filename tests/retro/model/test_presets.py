@@ -132,9 +132,7 @@ def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings(
     only_one = resolve(ModelSettings(preset="base", encoder=EncoderSettings(num_layers=1)), large)
     assert (only_one.encoder.num_layers, only_one.encoder.d_model) == (1, ModelSettings().encoder.d_model)
     assert only_one.retrieval.cca_layers == PRESETS["1.5b"].retrieval.cca_layers
-    changes = {"retrieval.smeared_keys": True, "attention.smeared_tokens": 3, "shared_embeddings": True}
-    retrofitted = resolve(updated(ModelSettings(preset="base"), changes), large)  # type: ignore[arg-type]
-    assert (retrofitted.self_smeared_tokens, retrofitted.cross_smeared_tokens) == (0, 3)
+    retrofitted = resolve(ModelSettings(preset="base", shared_embeddings=True), large)
     assert resolve(ModelSettings(preset="base"), retrofitted) == retrofitted
     with pytest.raises(InputError, match=r"model\.attention\.smeared_keys = True and model\.preset = 'base'"):
         resolve(ModelSettings(preset="base", attention=AttentionSettings(smeared_keys=True)), large)

@@ -43,6 +43,19 @@ def test_every_setting_can_be_set_by_its_key() -> None:
         updated(OTHER, {"attention.num_heads": 0})
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_a_removed_option_of_a_stored_model_is_ignored_unless_its_weights_need_it(on: bool) -> None:
+    stored = asdict(OTHER)
+    stored["retrieval"] |= {"smeared_keys": on}
+    if not on:
+        assert from_json(stored) == OTHER
+        return
+    with pytest.raises(
+        InputError, match=r"^model\.retrieval\.smeared_keys: this version of retro has no such setting\.$"
+    ):
+        from_json(stored)
+
+
 def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     sizes = keys_with("size")
     assert {"d_model", "attention.num_heads", "encoder.num_layers", "retrieval.cca_layers"} <= sizes
@@ -51,9 +64,7 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     assert sum(map(len, roles.values())) == len(flatten(ModelSettings()))
     assert roles["switch"] == {
         "shared_embeddings",
-        "copying_init",
         "retrieval.reader",
-        "retrieval.smeared_keys",
         "copy_head.context",
         "copy_head.neighbors",
         "copy_head.datastore",

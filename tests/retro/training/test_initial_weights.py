@@ -69,11 +69,11 @@ def test_weights_are_copied_from_a_run_and_from_an_exported_file(retro: Checkpoi
 
 @torch.no_grad()
 @pytest.mark.parametrize("copying", [False, True])
-def test_new_retrieval_starts_as_off_or_copies(baseline: Checkpoint, retro: Checkpoint, copying: bool) -> None:
+def test_new_retrieval_starts_as_off(baseline: Checkpoint, retro: Checkpoint, copying: bool) -> None:
     model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
     load_initial_weights(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
-    assert torch.equal(model(Inputs(tokens, neighbors=neighbors)), model(Inputs(tokens))) != copying
+    assert torch.equal(model(Inputs(tokens, neighbors=neighbors)), model(Inputs(tokens)))
 
 
 def test_a_retro_starts_from_a_baseline_and_logs_the_random_weights(

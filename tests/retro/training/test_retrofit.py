@@ -19,7 +19,6 @@ from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
 from retro.model.inputs import Inputs
-from retro.model.presets import resolve
 from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
 from retro.tuning.adapters import is_adapter
@@ -109,21 +108,6 @@ def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Check
     assert moments == set(after) - set(before)
     assert retro.tuning == RETROFIT
     assert retro.started_from == base.fingerprint
-
-
-def test_a_retrofit_with_copying_init_is_fitted_and_keeps_the_base(
-    config: Config, base: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    copying = ModelSettings(preset="base", chunk_length=16, shared_embeddings=True, copying_init=True)
-    smeared = updated(copying, {"retrieval.smeared_keys": True, "attention.smeared_tokens": 2})
-    fitted = run(config, tmp_path / "fitted", base.path, model=smeared)
-    after = tensors(checkpoints.open_checkpoint(fitted.checkpoint))
-    assert all(torch.equal(after[name], tensor) for name, tensor in tensors(base).items())
-    assert caplog.text.count("is fitted to copy") == len(resolve(smeared, base.model).retrieval.cca_layers)
-    caplog.clear()
-    run(config, tmp_path / "plain", base.path, model=copying)
-    assert "is fitted to copy" not in caplog.text
 
 
 def check_added(before: Checkpoint, after: Checkpoint, prefixes: tuple[str, ...]) -> None:
