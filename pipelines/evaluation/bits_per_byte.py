@@ -1,11 +1,11 @@
-"""Bits per byte of every evaluation set, retrieval OFF and ON, one model or two: measurements, tables and a sentence.
+"""Bits per byte of every evaluation set, retrieval OFF and ON, one model or two: measurements.
 
 model, set → Measured (OFF, ON k=2 …) ┬→ all chunks ─────────────────────────┐
-longest matches, or leakage r(C) ─────┼→ bands of documents, tokens or chunks┼→ results and changes (JSON) → tables
+longest matches, or leakage r(C) ─────┼→ bands of documents, tokens or chunks┼→ results and changes (JSON)
 fractions of the datastore → Measured ┴→ ON with neighbors from a fraction ──┘
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.evaluation.settings import PerplexitySettings
-from pipelines.results import Table
 from pipelines.terminal import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
@@ -32,11 +31,8 @@ from retro.evaluation.leakage import (
 )
 from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet, short_names
-from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
-
-_MANY_DOCUMENTS = 50
 
 Row = dict[str, Any]
 """Plain values of the JSON file."""
@@ -368,9 +364,6 @@ def _rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[Row
     return rows, changes
 
 
-# --- presentation ----------------------------------------------------------------------------------------------------
-
-
 def settings_of(
     checkpoints: Sequence[Checkpoint],
     sets: Sequence[EvaluationSet],
@@ -400,153 +393,3 @@ def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) ->
         for name, checkpoint in zip(_names(checkpoints), checkpoints, strict=True)
         if checkpoint.model.retrieves
     )
-
-
-def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
-    """Tables of `evaluate_checkpoints` by their headings, without empty ones."""
-    tables = {
-        "Held-out documents": _results_table(results["results"]),
-        "Changes": _changes_table(results["changes"]),
-        "By longest match of the document": _match_table(results["matches"], "document"),
-        "By longest match before the token": _match_table(results["matches"], "token"),
-        "By leakage": _leakage_table(results["leakage"]),
-        "By size of the datastore": _fractions_table(results["datastore_fractions"]),
-    }
-    return {title: table for title, table in tables.items() if table.rows}
-
-
-def _label(row: Row) -> str:
-    return f"{row['model']} {mode_of(row['k'], row['votes'])}".strip()
-
-
-def _results_table(rows: Sequence[Row]) -> Table:
-    cells = [
-        [
-            row["set"],
-            _label(row),
-            f"{row['bits_per_byte']:.4f}",
-            f"{row['perplexity']:.2f}",
-            f"{row['tokens']:,}",
-            f"{row['bytes']:,}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
-        for row in rows
-    ]
-    return Table(["set", "retrieval", "bits/byte", "perplexity", "tokens", "bytes", "tokens/s"], cells)
-
-
-def _changes_table(rows: Sequence[Row]) -> Table:
-    cells = [[row["set"], row["measured"], row["reference"], f"{row['percent']:+.2f}%", _interval(row)] for row in rows]
-    return Table(["set", "measured", "against", "bits/byte", "95% of bootstraps over documents"], cells)
-
-
-def _match_table(levels: Sequence[Row], unit: str) -> Table:
-    """A row for each set and band of lengths."""
-    levels = [level for level in levels if level["of"] == unit]
-
-    def length(level: Row) -> str:
-        first, last = level["match_at_least"], level["match_at_most"]
-        return f"{first} and more" if last is None else f"{first} to {last}" if first < last else f"{first}"
-
-    cells = [[level["set"], length(level), f"{level['documents']:,}", f"{level['tokens']:,}"] for level in levels]
-    return _levels_table(["set", "longest match", "documents", "tokens"], cells, levels)
-
-
-def _leakage_table(levels: Sequence[Row]) -> Table:
-    """A row for each set and number of shared tokens."""
-    cells = [
-        [
-            level["set"],
-            f"{level['shared_tokens_at_most']}",
-            f"{level['leakage_at_most']:g}",
-            f"{100 * level['share_of_chunks']:.1f}%",
-        ]
-        for level in levels
-    ]
-    return _levels_table(["set", "shared tokens at most", "α", "chunks"], cells, levels)
-
-
-def _levels_table(header: list[str], cells: Sequence[list[str]], levels: Sequence[Row]) -> Table:
-    """Rows with these first cells, and the results and changes of a level. A level without text has none."""
-    pair = "{measured} against {reference}".format_map
-    columns = [_label(row) for level in levels for row in level["results"]]
-    columns = list(dict.fromkeys(columns + [pair(change) for level in levels for change in level["changes"]]))
-    rows = []
-    for first, level in zip(cells, levels, strict=True):
-        figures = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
-        figures |= {pair(change): f"{change['percent']:+.2f}% ({_interval(change)})" for change in level["changes"]}
-        rows.append([*first, *(figures.get(column, "–") for column in columns)])
-    return Table([*header, *columns], rows)
-
-
-def _fractions_table(levels: Sequence[Row]) -> Table:
-    """A row for each fraction of the datastore and each measurement with retrieval ON, compared with OFF of the same model."""
-    cells = []
-    for level in levels:
-        off = {row["model"]: row["bits_per_byte"] for row in level["results"] if row["retrieval"] == "OFF"}
-        sizes = [f"{level['datastore_documents']:,}", f"{level['datastore_chunks']:,}"]
-        for row in level["results"]:
-            if row["k"]:
-                bits, change = row["bits_per_byte"], 100 * (row["bits_per_byte"] / off[row["model"]] - 1)
-                fraction = f"{level['datastore_fraction']:g}"
-                cells.append([level["set"], fraction, *sizes, _label(row), f"{bits:.4f}", f"{change:+.2f}%"])
-    return Table(["set", "fraction", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], cells)
-
-
-def _interval(change: Row) -> str:
-    """The interval of a change. A single document has none: both ends are its own change."""
-    low, high = change["low"], change["high"]
-    return f"{low:+.2f}% to {high:+.2f}%" if low < high else "no interval"
-
-
-def gains_of(results: Mapping[str, Any], model: ModelSettings) -> list[str]:
-    """A sentence for each set: what retrieval brings to the first model."""
-    sentences = []
-    for name in dict.fromkeys(row["set"] for row in results["results"]):
-        rows, changes = ([row for row in results[key] if row["set"] == name] for key in ("results", "changes"))
-        sentences.append(gain_in_words(rows, changes, model))
-    return list(filter(None, sentences))
-
-
-def gain_in_words(results: Sequence[Row], changes: Sequence[Row], model: ModelSettings) -> str:
-    """What retrieval brings to a model on a set, in a sentence; empty if it was not measured with retrieval.
-
-    Args:
-        results: rows of the set over all chunks. The best ON counts, and its interval must differ from 0 as printed.
-        changes: between them.
-        model: settings of the first model.
-    """
-    off, *others = results
-    on = [row for row in others if row["model"] == off["model"]]
-    if not on:
-        return ""
-    best = min(range(len(on)), key=lambda row: on[row]["bits_per_byte"])
-    change, documents = changes[best], off["documents"]
-    read = [f"k = {on[best]['k']}"] * bool(on[best]["k"]) + ["datastore"] * on[best]["votes"]
-    measured = f"{' + '.join(read)}, {documents:,} held-out documents of {off['set']}"
-    low, high = sorted((abs(change["low"]), abs(change["high"])))
-    size = (
-        f"{abs(change['percent']):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; "
-        f"{measured})"
-    )
-    plain = (
-        f"{change['percent']:+.2f}% bits per byte (95% of bootstraps over documents: {_interval(change)}); {measured}"
-    )
-    if documents < LEAST_DOCUMENTS:
-        return (
-            f"Too few held-out documents to measure a gain: {plain}. Score {LEAST_DOCUMENTS} or more: raise the second weight of "
-            "corpus.split, or evaluation.max_tokens if it is set."
-        )
-    if round(change["high"], 1) < 0:
-        return f"Retrieval saves {size}."
-    if round(change["low"], 1) > 0:
-        return f"Retrieval costs {size}. {_advice(model, documents)}"
-    return f"No measurable gain yet: {plain}. {_advice(model, documents)}"
-
-
-def _advice(model: ModelSettings, documents: int) -> str:
-    """What can make the gain of retrieval larger or its interval smaller."""
-    tips = ["train longer", "more text in the datastore"]
-    tips += [] if model.copy_head.neighbors else ["a copy head (model.copy_head.neighbors = true)"]
-    tips += ["more held-out documents (corpus.split)"] if documents < _MANY_DOCUMENTS else []
-    return f"Try: {', '.join(tips)}."

@@ -49,7 +49,7 @@ class EvalOptions(ResultOptions):
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
-    from pipelines.evaluation import bits_per_byte
+    from pipelines.evaluation import bits_per_byte, gains
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.evaluation.sets import open_sets
 
@@ -75,10 +75,10 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         **bits_per_byte.evaluate_checkpoints(opened, sets, settings, options.device, source),
     }
     blocks = [bits_per_byte.rules_of(opened, settings)]
-    blocks += [f"{title}\n{table.text}" for title, table in bits_per_byte.tables_of(results).items()]
-    if gains := bits_per_byte.gains_of(results, opened[0].model):
-        results["gains"] = gains
-        blocks.append("\n".join(gains))
+    blocks += [f"{title}\n{table.text}" for title, table in gains.tables_of(results).items()]
+    if sentences := gains.gains_of(results, opened[0].model):
+        results["gains"] = sentences
+        blocks.append("\n".join(sentences))
     options.deliver(results, "\n\n".join(filter(None, blocks)))
     return 0
 

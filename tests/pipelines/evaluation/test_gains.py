@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from pipelines.evaluation.bits_per_byte import Measured, Row, _rows_and_changes, gain_in_words, tables_of
+from pipelines.evaluation.bits_per_byte import Measured, Row, _rows_and_changes
+from pipelines.evaluation.gains import gain_in_words, tables_of
 from retro.evaluation.bits_per_byte import SetResult
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
 
