@@ -19,7 +19,8 @@ from indexing.store.files import save_array
 
 FOLDER = "suffixes"
 ROWS_OF_HEAD = 256
-"""A search reads a head instead of the first steps through the sorted prefixes, most of which would miss the cache, or the disk."""
+"""Sorted prefixes from one head to the next. Heads are small and stay in the cache: they replace the first steps of a binary search,
+each of which would read another page of the prefixes and of the tokens."""
 
 
 def document_starts(split: Split, shard: int) -> np.ndarray:
@@ -66,9 +67,9 @@ def write_sorted_prefixes(work: Path, split: Split, shard: int, advance: Advance
 
 
 def head(backwards: list[int], width: int) -> int:
-    """The first `width` tokens of a text that is read backwards as one number, four of 16 bits or two of 32; 0 where it is shorter.
+    """The first `width` tokens of a text that is read backwards, as one number: four of 16 bits or two of 32, 0 where it is shorter.
 
-    Prefixes in their order have heads that never fall.
+    In the order of the prefixes, heads never fall.
     """
     number = 0
     for token in [*backwards[:width], *[0] * (width - len(backwards))]:
@@ -77,7 +78,7 @@ def head(backwards: list[int], width: int) -> int:
 
 
 def _heads(text: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
-    """Heads [n] of the prefixes that end at `ends` [n], in a text whose tokens are greater by 1, with 0 before each document."""
+    """Heads [n] of the prefixes that end at `ends` [n]. The text has each token + 1, and 0 before each document."""
     heads, inside = np.zeros(len(ends), np.uint64), np.ones(len(ends), bool)
     for back in range(width):
         token = text[ends - back * inside]

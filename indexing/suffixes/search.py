@@ -24,8 +24,6 @@ SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LONGEST = 4096
 """Tokens of the longest run."""
-_NEAR = 16
-"""Tokens that are compared before all others."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,9 @@ class _Shard:
     first_chunk: int
 
     def backwards(self, row: int, text: list[int]) -> list[int]:
-        """The last tokens of a sorted prefix backwards: as many as `text` has, or fewer if they differ from it."""
+        """The last tokens of a sorted prefix backwards, as many as `text` has or the document allows."""
         end = self.positions[row]
-        if self.tokens[end] != text[0]:
-            return [self.tokens[end]]
         start = self.starts[bisect.bisect_right(self.starts, end) - 1]
-        near = self.tokens[max(start, end + 1 - min(_NEAR, len(text))) : end + 1].tolist()[::-1]
-        if near != text[: len(near)]:
-            return near
         return self.tokens[max(start, end + 1 - len(text)) : end + 1].tolist()[::-1]
 
     def longest(self, text: list[int]) -> tuple[int, int]:
@@ -301,10 +294,6 @@ class Tracer:
         self._index, self._least, self._length = index, least, len(text)
         self._match = index.longest_match(text[-_LONGEST:])
         self._end = [int(token) for token in text[len(text) - self._match.length :]]  # the tokens of the match
-
-    def __len__(self) -> int:
-        """Number of tokens of the text."""
-        return self._length
 
     def add(self, token: int) -> list[Run]:
         """Append a token; return the run that ends before it, or none."""

@@ -226,9 +226,9 @@ def test_a_trace_of_a_growing_text_gives_each_run_at_its_end(datastore: Datastor
     index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
     text = [399, *documents[0][5:25], 399, *documents[1][3:18]]
     tracer, given = Tracer(index, 8, text[:known]), list[tuple[int, Run]]()
-    for token in text[known:]:
-        given += [(len(tracer), run) for run in tracer.add(token)]
-    given += [(len(tracer) + 1, run) for run in tracer.rest()]
+    for length, token in enumerate(text[known:], start=known + 1):
+        given += [(length, run) for run in tracer.add(token)]
+    given += [(len(text) + 1, run) for run in tracer.rest()]
     assert [run for _, run in given] == [run for run in trace(index, np.array(text), 8) if run.stop >= max(1, known)]
     assert all(length == run.stop + 1 for length, run in given)
 
