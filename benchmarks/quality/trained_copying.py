@@ -46,7 +46,7 @@ from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
-from retro.training.fitted_copy_head import Fitted, MatchesOfTokens, VotesOfTokens, fit_sources, found_by
+from retro.training.fitted_copy_head import Fitted, MatchesOfTokens, VotesOfTokens, fit_sources, found_by, with_copying
 from retro.training.fitted_retrieval import read_batches
 
 COMBINATIONS: dict[str, tuple[str, ...]] = {"none": ()} | SOURCES
@@ -87,6 +87,11 @@ class Tokens(NamedTuple):
     vocabulary: dict[str, Tensor]
     found: dict[str, MatchesOfTokens | VotesOfTokens]
 
+    def of(self, reader: str, names: Sequence[str]) -> Fitted:
+        """What a reader and some sources have for the tokens."""
+        nats = self.vocabulary[reader]
+        return Fitted(nats, torch.zeros_like(nats), self.hidden[reader], [self.found[name] for name in names])
+
 
 def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
     """Nats of the scored tokens for every reader and combination: `READER/SOURCES` → [n], and their `documents` and `bytes`."""
@@ -113,7 +118,9 @@ def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
         for name, names in COMBINATIONS.items():
             sources = fitted_sources(model, names, trained, fitting, reader)
             with torch.no_grad():
-                rows[f"{reader}/{name}"] = nats_of(scored, reader, sources).double().numpy()
+                rows[f"{reader}/{name}"] = (
+                    with_copying(list(sources.values()), scored.of(reader, names))[0].double().numpy()
+                )
             say(f"{reader}, {name}: {rows[f'{reader}/{name}'].mean():.4f} nats")
     return rows
 
@@ -147,32 +154,11 @@ def fitted_sources(
     sources = {name: getattr(head, name) for name in names}
     new = [name for name in names if getattr(trained, name, None) is None]
     if new:
-        others = {name: source for name, source in sources.items() if name not in new}
+        others = [name for name in names if name not in new]
         with torch.no_grad():
-            kept = -torch.stack(odds_and_copied(tokens, reader, others)[0]).logsumexp(0)
-            nats = nats_of(tokens, reader, others)
-        fit_sources(
-            [sources[name] for name in new],
-            Fitted(nats, kept, tokens.hidden[reader], [tokens.found[name] for name in new]),
-        )
+            nats, kept = with_copying([sources[name] for name in others], tokens.of(reader, others))
+        fit_sources([sources[name] for name in new], tokens.of(reader, new)._replace(nats=nats, kept=kept))
     return sources
-
-
-def nats_of(tokens: Tokens, reader: str, sources: dict[str, Any]) -> Tensor:
-    """The loss of each token with copying from these sources [n]."""
-    odds, copied = odds_and_copied(tokens, reader, sources)
-    return torch.stack(odds).logsumexp(0) - torch.stack(copied).logsumexp(0)
-
-
-def odds_and_copied(tokens: Tokens, reader: str, sources: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-odds of vocabulary and sources against the vocabulary, and the same times the probability of the label, [n] each."""
-    nats = tokens.vocabulary[reader]
-    odds, copied = [torch.zeros_like(nats)], [-nats]
-    for name, source in sources.items():
-        own, probability = tokens.found[name].odds_and_probability(source)
-        odds.append(own + tokens.hidden[reader] @ source.gate)
-        copied.append(odds[-1] + probability.clamp(min=torch.finfo(torch.float32).tiny).log())
-    return odds, copied
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------

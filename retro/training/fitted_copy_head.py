@@ -205,7 +205,7 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: Fitted)
             _PULL * (source.tables - tables).square().sum() + gate_pull * (source.gate - gate).square().sum()
             for source, (tables, gate) in zip(sources, initial, strict=True)
         ]
-        value = (nats_with_copying(sources, tokens).sum() + torch.stack(moved).sum()) / count
+        value = (with_copying(sources, tokens)[0].sum() + torch.stack(moved).sum()) / count
         value.backward()
         return value
 
@@ -214,12 +214,12 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: Fitted)
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(nats_with_copying(sources, tokens).sum() / count)
+        after = float(with_copying(sources, tokens)[0].sum() / count)
     return before, after
 
 
-def nats_with_copying(sources: Sequence[Any], tokens: Fitted) -> Tensor:
-    """The loss of each token with copying from these sources [n].
+def with_copying(sources: Sequence[Any], tokens: Fitted) -> tuple[Tensor, Tensor]:
+    """The loss of each token with copying from these sources [n], and the log of the share that is not copied from them [n].
 
     The log-odds of a gate are those against the vocabulary alone. Against all that the model predicts without the fitted sources they
     are lower by the log of 1 / `kept`.
@@ -230,4 +230,5 @@ def nats_with_copying(sources: Sequence[Any], tokens: Fitted) -> Tensor:
         odds = odds + tokens.hidden @ source.gate + tokens.kept
         all_odds.append(odds)
         joint.append(odds + copied.clamp(min=torch.finfo(torch.float32).tiny).log())
-    return torch.stack(all_odds).logsumexp(0) - torch.stack(joint).logsumexp(0)
+    total = torch.stack(all_odds).logsumexp(0)
+    return total - torch.stack(joint).logsumexp(0), -total
