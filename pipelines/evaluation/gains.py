@@ -51,8 +51,8 @@ def _changes_table(rows: Sequence[Row]) -> Table:
 
 
 def _match_table(levels: Sequence[Row], unit: str) -> Table:
-    """A row for each set and band of lengths."""
-    levels = [level for level in levels if level["of"] == unit]
+    """A row for each set and band of lengths that some text has."""
+    levels = [level for level in levels if level["of"] == unit and level["tokens"]]
 
     def length(level: Row) -> str:
         first, last = level["match_at_least"], level["match_at_most"]
