@@ -12,7 +12,7 @@ NUM_TRAINED, NUM_HELD_OUT, WORDS = 60, 6, 80
 
 
 def write_planted(path: Path, copied: int = 40) -> Path:
-    """Write training documents, held-out documents `fresh-N`, and held-out documents `planted-N` with so many copied words."""
+    """Write training documents, and held-out ones: `fresh-N`, and `planted-N`, which have `copied` words of a training document."""
     random = np.random.default_rng(0)
 
     def words(count: int) -> list[str]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality.shared_runs DATA --output FOLDER
 
-DATA has docs.jsonl.zst, and pairs.jsonl.zst with the exact Jaccard similarity of pairs (`a`, `b`, `jaccard`; 5-grams of words). The documents are
-indexed up to the stage `suffixes`. Two documents share a run of L tokens if their prefixes are neighbors in the sorted order and end in the
-same L tokens. Pairs that the list lacks are judged by the same similarity.
+DATA has docs.jsonl.zst, and pairs.jsonl.zst with the exact Jaccard similarity of pairs (`a`, `b`, `jaccard`; 5-grams of words). The
+documents are indexed up to the stage `suffixes`. Two documents share a run of L tokens if both have a prefix that ends in it; such
+prefixes are next to each other in the sorted order. Pairs that the list lacks are judged by the same similarity.
 """
 
 import argparse

@@ -4,9 +4,9 @@
 
 Builds both stages of each datastore again (its chunks must exist) and prints CPU seconds, bytes and rates by number of tokens, and
 the time of `SuffixIndex.votes` for one token of held-out texts, as in generation: CPU time with the files in the page cache, and
-elapsed time after all their pages were dropped from it. Then, on the first datastore, it compares a training
-step of the preset `small` and with `--model` generation, each without and with copying from the datastore, in alternating rounds. All other times are
-CPU times of one process.
+elapsed time after all their pages were dropped from it. Then, on the first datastore, it compares a training step of the preset
+`small`, and with `--model` generation, without and with copying from the datastore, in alternating rounds. All other times are CPU
+times of one process.
 """
 
 import argparse

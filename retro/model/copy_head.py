@@ -4,9 +4,9 @@
          + g_context p_context(w) + g_neighbors p_neighbors(w) + g_datastore p_datastore(w)
 
 There are three sources: the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the whole
-datastore (`copy_datastore.py`). The first two are an attention over positions, and a position votes for the token that follows it (pointer networks: Merity et al. 2017,
-arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position is a learned function of its match
-length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
+datastore (`copy_datastore.py`). The first two are an attention over positions, and a position votes for the token that follows it
+(pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position
+is a learned function of its match length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
 activations and on what was found. Positions of neighbors may have a score by content in addition (`copy_content.py`). Not in the
 paper of RETRO.
 

@@ -199,7 +199,7 @@ def test_the_characters_of_runs_are_in_a_text_that_a_stop_string_cuts(
 def test_a_text_that_continues_nothing_stored_has_no_runs_of_the_prompt(
     copying: TestClient, retriever: Retriever
 ) -> None:
-    """A run that ends in the prompt is no source of the answer."""
+    """A run that ends before the answer begins is not listed."""
     body = {"prompt": planted(retriever), "max_tokens": 1, "return_sources": True, "logit_bias": {"0": 100}}
     answer = post(copying, COMPLETIONS, **body).json()
     assert sources_of(COMPLETIONS, answer)["runs"] == []

@@ -59,25 +59,19 @@ export function problem(error, retry) {
 
 /** A card that explains how to start a server with a model. @returns {HTMLElement} */
 export function noModel() {
-  return element(
-    "div",
-    { class: "card notice" },
-    element("h3", {}, "No model is served"),
-    element("p", {}, "This server was started without a checkpoint. To score and generate, start it with one:"),
-    element("pre", { class: "command" }, "retro serve DATASTORE --checkpoint CHECKPOINT"),
-  );
+  const card = notice("No model is served", "This server was started without a checkpoint. To score and generate, start it with one:");
+  card.append(command("retro serve DATASTORE --checkpoint CHECKPOINT"));
+  return card;
 }
 
 /** A card that explains how to build what a trace needs. @returns {HTMLElement} */
 export function noSuffixes() {
-  return element(
-    "div",
-    { class: "card notice" },
-    element("h3", {}, "This datastore cannot be traced yet"),
-    element("p", {}, "It lacks the sorted prefixes of its documents. Build them, and start the server again:"),
-    element("pre", { class: "command" }, "retro index CONFIG --stage suffixes"),
-  );
+  const card = notice("This datastore cannot be traced yet", "It lacks the sorted prefixes of its documents. Build them, and start the server again:");
+  card.append(command("retro index CONFIG --stage suffixes"));
+  return card;
 }
+
+const command = (line) => element("pre", { class: "command" }, line);
 
 /** @param {string} title @param {string} text @returns {HTMLElement} */
 export const notice = (title, text) => element("div", { class: "card notice" }, element("h3", {}, title), element("p", {}, text));

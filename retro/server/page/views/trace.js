@@ -53,7 +53,7 @@ function traced({ text, runs }) {
   const marks = runs.map(({ text: [start, stop], tokens, occurrences }, rank) => ({ start, stop, key: `run.${rank}`, tokens, rank, about: `run ${rank + 1}: ${counted(tokens, "token")}, ${times(occurrences)}` }));
   const shown = element("pre", { class: "text", ...language(text) }, ...marked(cut(text, marks), true));
   const cards = runs.map((run, rank) => ({ run, card: runCard(run, rank, text) }));
-  const nothing = notice("No runs", "No part of this text with so many tokens occurs in the documents.");
+  const nothing = notice("No runs", "No run of this length occurs in the documents.");
   const card = element(
     "article",
     { class: "card chunk trace" },
