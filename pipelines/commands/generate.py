@@ -1,13 +1,14 @@
 """`retro generate`: continue prompts token by token, and name the sources of copied words.
 
 LanguageModel.generate ─► tokens, prompt by prompt ─┬─► text on standard output as it comes, copied words in blue on a terminal
-                                                    └─► runs copied from neighbors ─► documents, on standard error or in the JSON
+                                                    └─► runs copied from neighbors, and runs that occur verbatim in the datastore
+                                                        ─► documents, on standard error or in the JSON
 """
 
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ import numpy as np
 
 from indexing.store.settings import settings
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress
+from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress, times
 from retro.inference.settings import GenerationSettings
 
 if TYPE_CHECKING:
     from retro.inference.generation import GeneratedToken
     from retro.inference.language_model import LanguageModel
-    from retro.server.schemas import Sources
+    from retro.server.schemas import GeneratedRun, Sources
     from retro.server.sources import SourceFinder
 
 _SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
@@ -32,7 +33,8 @@ class GenerateOptions(GenerationSettings):
     """Continue prompts, with retrieval at every chunk boundary.
 
     The text appears as it is generated. On a terminal, tokens that are copied from a neighbor are blue. The documents that
-    longer runs were copied from follow on standard error.
+    longer runs were copied from follow on standard error, and if the datastore has the stage `suffixes`, the runs of at least 8
+    tokens that occur in it word for word, with their documents.
     """
 
     prompt: tuple[str, ...] = ("",)
@@ -48,7 +50,7 @@ class GenerateOptions(GenerationSettings):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     format: Format = "text"
-    """Print the texts, or `json` with prompts, texts and sources."""
+    """Print the texts, or `json` with prompts, texts, sources, and `runs` as in `sources` of `retro serve`."""
 
 
 def generate(checkpoint: str, options: GenerateOptions) -> int:
@@ -57,20 +59,21 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
 
     model = LanguageModel.open(checkpoint, options.datastore or None, options.device, retrieval=options.retrieval)
     k = options.k if model.retriever is not None else 0
-    steps = model.generate(_prompts(model, options), options, k, sources=k > 0)
+    prompts = _prompts(model, options)
+    steps = model.generate(prompts, options, k, sources=k > 0)
     tokens = in_order(steps, len(options.prompt))
-    answers = [Answer(prompt, _finder(model, k)) for prompt in options.prompt]
+    answers = [Answer(*pair) for pair in zip(options.prompt, _finders(model, prompts), strict=True)]
     if options.format == "text":
         for index, answer in enumerate(answers):
             _print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
             _print_sources(answer.sources())
+            _print_runs(answer.text, answer.runs())
         return 0
     with progress("generate", total=len(answers) * options.max_tokens, unit="tokens") as advance:
         for answer in answers:
             for _ in answer.read(tokens):
                 advance(1)
-    rows = [{"prompt": answer.prompt, "text": answer.text, "sources": answer.sources()} for answer in answers]
-    print_result(rows, "", options.format)
+    print_result([answer.as_json() for answer in answers], "", options.format)
     return 0
 
 
@@ -108,7 +111,7 @@ class Answer:
         for token in tokens:
             self.text += token.text
             if self.finder is not None:
-                self.parts.append(self.finder.add(token.text, token.read, token.copied))
+                self.parts.append(self.finder.add_generated(token))
             yield token.text, bool(self.parts and self.parts[-1].copies)
             if token.finish_reason is not None:
                 return
@@ -127,14 +130,29 @@ class Answer:
                 documents.setdefault(hit.document_id, row)["runs"].append(text)
         return list(documents.values())
 
+    def runs(self) -> "list[GeneratedRun] | None":
+        """The runs that occur verbatim in the datastore; None if it cannot be traced."""
+        from retro.server.sources import joined
 
-def _finder(model: "LanguageModel", k: int) -> "SourceFinder | None":
-    if not k or model.retriever is None:
-        return None
-    from retro.server.chunk_texts import ChunkTexts
-    from retro.server.sources import SourceFinder
+        sources = joined(self.parts)
+        return None if sources is None else sources.runs
 
-    return SourceFinder(model.retriever, ChunkTexts(model.retriever))
+    def as_json(self) -> dict[str, Any]:
+        """Prompt, text, sources and runs."""
+        answer, runs = {"prompt": self.prompt, "text": self.text, "sources": self.sources()}, self.runs()
+        return answer if runs is None else answer | {"runs": [run.model_dump(mode="json") for run in runs]}
+
+
+def _finders(model: "LanguageModel", prompts: Sequence[np.ndarray]) -> "Sequence[SourceFinder | None]":
+    """Finders of the sources of each continuation, without retrieval None."""
+    if model.retriever is None:
+        return [None] * len(prompts)
+    from retro.server.sources import source_finders
+    from retro.server.verbatim_runs import is_traced, traced_datastores
+
+    retrieval = model.retriever.retrieval
+    traced = traced_datastores(retrieval, model.suffixes) if any(map(is_traced, retrieval.splits)) else []
+    return source_finders(model.retriever, traced, prompts, [0] * len(prompts))
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
@@ -154,8 +172,29 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
         echo("\ncopied from:", sys.stderr)
     for source in sources:
         name = one_line("  ".join(filter(None, (source["document_id"], source["title"]))))
-        runs = ", ".join('"' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"' for run in source["runs"])
-        echo(f"   {name}: {runs}", sys.stderr)
+        echo(f"   {name}: {', '.join(map(quoted, source['runs']))}", sys.stderr)
+
+
+def _print_runs(text: str, runs: "Sequence[GeneratedRun] | None") -> None:
+    """Print a line for each verbatim run on standard error: its documents, the run in quotation marks, its length, how often it occurs."""
+    if named := [run for run in runs or () if is_named(run)]:
+        echo("\noccurs verbatim in:", sys.stderr)
+    for run in named:
+        documents = ", ".join(one_line(place.document_id) for place in run.places)
+        more = ", …" * (run.occurrences > len(run.places))
+        prompt = f", {run.prompt_tokens:,} of them in the prompt" if run.prompt_tokens else ""
+        figures = f"{run.tokens:,} tokens{prompt}; {times(run.occurrences)}"
+        echo(f"   {documents}{more}: {quoted(text[slice(*run.text)])} ({figures})", sys.stderr)
+
+
+def is_named(run: "GeneratedRun") -> bool:
+    """Whether a verbatim run has enough generated tokens to be shown."""
+    return run.tokens - run.prompt_tokens >= _SHORTEST
+
+
+def quoted(run: str) -> str:
+    """A run in quotation marks, on one line."""
+    return '"' + re.sub(r"\s*\n\s*", " ⏎ ", run.strip()) + '"'
 
 
 def _prompts(model: "LanguageModel", options: GenerateOptions) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 GeneratedToken.read, Scores.read ─► ids ─► chunks of the datastore with their documents ─► ReadChunk
 GeneratedToken.copied, Scores.copied ─► characters of the neighbor's text ─► Copy ─► joined to runs
-GeneratedToken.token ─► `trace_api.GeneratedRuns` ─► runs that occur verbatim in the whole datastore
+GeneratedToken.token ─► `GeneratedRuns` ─► runs that occur verbatim in the datastores
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from retro.server.chunk_texts import ChunkTexts
 from retro.server.search_api import hit_fields
 from retro.server.service import Service
 from retro.server.spans import characters
-from retro.server.trace_api import GeneratedRuns, PlaceFinder
+from retro.server.verbatim_runs import GeneratedRuns, TracedDatastore
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -112,10 +112,23 @@ async def with_sources(
 
 
 def _finders(service: Service, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
-    retriever, texts = service.retriever, ChunkTexts(service.retriever)
-    places = PlaceFinder(service.suffixes(), retriever, texts) if service.has_suffixes else None
+    return source_finders(service.retriever, service.traced() if service.traces else [], prompts, starts)
+
+
+def source_finders(
+    retriever: Retriever, traced: Sequence[TracedDatastore], prompts: Sequence[np.ndarray], starts: Sequence[int]
+) -> list[SourceFinder]:
+    """Return a finder for each continuation.
+
+    Args:
+        retriever: of the model.
+        traced: the datastores whose verbatim runs are found; without one, `Sources.runs` is None.
+        prompts: of each continuation, [t].
+        starts: for each continuation, the characters of the answer before it.
+    """
+    texts = ChunkTexts(retriever)
     return [
-        SourceFinder(retriever, texts, start, None if places is None else GeneratedRuns(places, prompt, start))
+        SourceFinder(retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
         for prompt, start in zip(prompts, starts, strict=True)
     ]
 
