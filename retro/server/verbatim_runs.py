@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.datastore import Datastore, Split
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
@@ -61,7 +62,9 @@ def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None
     if not numbered:
         Datastore.open(retrieval.own.folder).require(FOLDER)
     return [
-        TracedDatastore(datastore_name(split.folder), number, opened if opened and number == 0 else SuffixIndex(split))
+        TracedDatastore(
+            datastore_name(split.folder), number, opened if opened and number == 0 else open_sorted_prefixes(split)
+        )
         for number, split in numbered
     ]
 
