@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from pipelines.results import Format, print_result
 from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress, times
@@ -51,6 +52,10 @@ class GenerateOptions(GenerationSettings):
     """`auto`, `cpu`, `cuda` …"""
     format: Format = "text"
     """Print the texts, or `json` with prompts, texts, sources, and `runs` as in `sources` of `retro serve`."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InputError("--prompt has no text. Give one text or more; without the option a document is begun.")
 
 
 def generate(checkpoint: str, options: GenerateOptions) -> int:

@@ -19,7 +19,7 @@ from indexing.suffixes.search import SHORTEST_RUN, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.commands.datastore import indented
 from pipelines.results import Format, print_result
-from pipelines.terminal import one_line, times
+from pipelines.terminal import counted, one_line, times
 from retro.server.spans import characters, token_ends
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TracedRun:
         names = ", ".join(map(one_line, self.documents)) + f" of {self.datastore}" * named
         start, stop = self.characters
         where = f"{times(self.occurrences)}, {example} {names}"
-        return f"characters {start:,} to {stop:,} ({self.tokens:,} tokens), {where}\n{indented(self.text)}"
+        return f"characters {start:,} to {stop:,} ({counted(self.tokens, 'token')}), {where}\n{indented(self.text)}"
 
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:

@@ -122,7 +122,7 @@ class Trainer:
         status("opening the data and the model")
         if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
             log.warning(
-                "train.warmup_steps = %d is more than train.steps: the warm-up has %d steps instead", wanted, warmup
+                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead", wanted, warmup
             )
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(

@@ -48,6 +48,8 @@ def test_text_lists_no_run_of_a_text_that_occurs_nowhere(folder: Path, capsys: p
     assert "shorter" not in printed
     assert main(["trace", str(folder), "zq", "--least", "60"]) == 0
     assert "The text is shorter than that" in capsys.readouterr().out
+    assert main(["trace", str(folder), "e", "--least", "1"]) == 0
+    assert "characters 0 to 1 (1 token), " in capsys.readouterr().out
 
 
 def test_the_datastores_that_neighbors_come_from_are_traced_too(
