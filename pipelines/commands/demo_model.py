@@ -37,7 +37,7 @@ from pipelines.commands.demo import (
     print_chart,
     tokens_until,
 )
-from pipelines.commands.generate import is_named, quoted
+from pipelines.commands.generate import is_named, quoted, verbatim_runs
 from pipelines.commands.huggingface import SUFFIX, ImportOptions, import_, local_folder
 from pipelines.commands.model import AddRetrievalOptions, add_retrieval
 from pipelines.config import Config
@@ -340,8 +340,7 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     """Continue the text before a held-out chunk, always with the likeliest token."""
     from retro.inference.language_model import LanguageModel
     from retro.inference.settings import GenerationSettings
-    from retro.server.chunk_texts import ChunkTexts
-    from retro.server.verbatim_runs import GeneratedRuns, traced_datastores
+    from retro.server.verbatim_runs import traced_datastores
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid
@@ -351,9 +350,8 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     off, on = ([token for step in model.generate([prompt], settings, k) for token in step] for k in (0, K))
     assert model.retriever is not None
     traced = traced_datastores(model.retriever.retrieval, model.suffixes)
-    finder = GeneratedRuns(traced, ChunkTexts(model.retriever), prompt, least=_SHORTEST)
-    runs = [run for token in on for run in finder.add(token) if is_named(run)]
-    text, lines = marked("".join(token.text for token in on), runs)
+    runs = verbatim_runs(model, traced, prompt, on, _SHORTEST)
+    text, lines = marked("".join(token.text for token in on), [run for run in runs if is_named(run)])
     return Written(model.tokenizer.decode(prompt), "".join(token.text for token in off), text, lines)
 
 

@@ -10,12 +10,14 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
+from indexing.suffixes.search import SHORTEST_RUN
 from pipelines.results import Format, print_result
 from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress, times
 from retro.inference.settings import GenerationSettings
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from retro.inference.language_model import LanguageModel
     from retro.server.schemas import GeneratedRun, Sources
     from retro.server.sources import SourceFinder
+    from retro.server.verbatim_runs import TracedDatastore
 
 _SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
 
@@ -67,18 +70,26 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     prompts = _prompts(model, options)
     steps = model.generate(prompts, options, k, sources=k > 0)
     tokens = in_order(steps, len(options.prompt))
-    answers = [Answer(*pair) for pair in zip(options.prompt, _finders(model, prompts), strict=True)]
+    answers = [Answer(*pair, _finder(model, k)) for pair in zip(options.prompt, prompts, strict=True)]
+    # Opened after the first text: of a large datastore that takes a while.
+    traced = cache(partial(_traced, model))
     if options.format == "text":
         for index, answer in enumerate(answers):
             _print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
             _print_sources(answer.sources())
-            _print_runs(answer.text, answer.runs())
+            _print_runs(answer.text, verbatim_runs(model, traced(), answer.tokens, answer.generated))
         return 0
     with progress("generate", total=len(answers) * options.max_tokens, unit="tokens") as advance:
         for answer in answers:
             for _ in answer.read(tokens):
                 advance(1)
-    print_result([answer.as_json() for answer in answers], "", options.format)
+    rows: list[dict[str, Any]] = []
+    for answer in answers:
+        rows.append({"prompt": answer.prompt, "text": answer.text, "sources": answer.sources()})
+        if traced():
+            runs = verbatim_runs(model, traced(), answer.tokens, answer.generated)
+            rows[-1]["runs"] = [run.model_dump(mode="json") for run in runs]
+    print_result(rows, "", options.format)
     return 0
 
 
@@ -101,22 +112,27 @@ class Answer:
 
     Attributes:
         prompt: the prompt.
+        tokens: [t] int64, those of the prompt.
         finder: finds the sources; None without retrieval.
         text: the continuation so far.
+        generated: its tokens.
         parts: sources of each token.
     """
 
     prompt: str
+    tokens: np.ndarray
     finder: "SourceFinder | None"
     text: str = ""
+    generated: list["GeneratedToken"] = field(default_factory=list)
     parts: list["Sources"] = field(default_factory=list)
 
     def read(self, tokens: Iterator["GeneratedToken"]) -> Iterator[tuple[str, bool]]:
         """Take the tokens up to the last one of the answer; yield their texts, and whether each is copied from a neighbor."""
         for token in tokens:
             self.text += token.text
+            self.generated.append(token)
             if self.finder is not None:
-                self.parts.append(self.finder.add_generated(token))
+                self.parts.append(self.finder.add(token.text, token.read, token.copied))
             yield token.text, bool(self.parts and self.parts[-1].copies)
             if token.finish_reason is not None:
                 return
@@ -135,29 +151,48 @@ class Answer:
                 documents.setdefault(hit.document_id, row)["runs"].append(text)
         return list(documents.values())
 
-    def runs(self) -> "list[GeneratedRun] | None":
-        """The runs that occur verbatim in the datastore; None if it cannot be traced."""
-        from retro.server.sources import joined
 
-        sources = joined(self.parts)
-        return None if sources is None else sources.runs
+def _finder(model: "LanguageModel", k: int) -> "SourceFinder | None":
+    if not k or model.retriever is None:
+        return None
+    from retro.server.chunk_texts import ChunkTexts
+    from retro.server.sources import SourceFinder
 
-    def as_json(self) -> dict[str, Any]:
-        """Prompt, text, sources and runs."""
-        answer, runs = {"prompt": self.prompt, "text": self.text, "sources": self.sources()}, self.runs()
-        return answer if runs is None else answer | {"runs": [run.model_dump(mode="json") for run in runs]}
+    return SourceFinder(model.retriever, ChunkTexts(model.retriever))
 
 
-def _finders(model: "LanguageModel", prompts: Sequence[np.ndarray]) -> "Sequence[SourceFinder | None]":
-    """Finders of the sources of each continuation, without retrieval None."""
-    if model.retriever is None:
-        return [None] * len(prompts)
-    from retro.server.sources import source_finders
+def _traced(model: "LanguageModel") -> "list[TracedDatastore]":
+    """The model's datastores that have the stage `suffixes`."""
     from retro.server.verbatim_runs import is_traced, traced_datastores
 
-    retrieval = model.retriever.retrieval
-    traced = traced_datastores(retrieval, model.suffixes) if any(map(is_traced, retrieval.splits)) else []
-    return source_finders(model.retriever, traced, prompts, [0] * len(prompts))
+    if model.retriever is None or not any(map(is_traced, model.retriever.retrieval.splits)):
+        return []
+    return traced_datastores(model.retriever.retrieval, model.suffixes)
+
+
+def verbatim_runs(
+    model: "LanguageModel",
+    datastores: "Sequence[TracedDatastore]",
+    prompt: np.ndarray,
+    generated: Iterable["GeneratedToken"],
+    least: int = SHORTEST_RUN,
+) -> "list[GeneratedRun]":
+    """The runs of a generated text that occur verbatim in datastores, as in the answers of the server.
+
+    Args:
+        model: the model, with a retriever unless there are no datastores.
+        datastores: that are searched.
+        prompt: [t] token ids.
+        generated: all tokens after it.
+        least: tokens of the shortest run.
+    """
+    from retro.server.chunk_texts import ChunkTexts
+    from retro.server.verbatim_runs import GeneratedRuns
+
+    if not datastores or model.retriever is None:
+        return []
+    finder = GeneratedRuns(datastores, ChunkTexts(model.retriever), prompt, least=least)
+    return [run for token in generated for run in finder.add(token)]
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
@@ -180,9 +215,9 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
         echo(f"   {name}: {', '.join(map(quoted, source['runs']))}", sys.stderr)
 
 
-def _print_runs(text: str, runs: "Sequence[GeneratedRun] | None") -> None:
+def _print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
     """Print a line for each verbatim run on standard error: its documents, the run in quotation marks, its length, how often it occurs."""
-    if named := [run for run in runs or () if is_named(run)]:
+    if named := [run for run in runs if is_named(run)]:
         echo("\noccurs verbatim in:", sys.stderr)
     for run in named:
         documents = ", ".join(one_line(place.document_id) for place in run.places)

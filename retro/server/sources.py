@@ -21,7 +21,7 @@ from retro.server.chunk_texts import ChunkTexts
 from retro.server.search_api import hit_fields
 from retro.server.service import Service
 from retro.server.spans import characters
-from retro.server.verbatim_runs import GeneratedRuns, TracedDatastore
+from retro.server.verbatim_runs import GeneratedRuns
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -112,21 +112,8 @@ async def with_sources(
 
 
 def _finders(service: Service, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
-    return source_finders(service.retriever, service.traced() if service.traces else [], prompts, starts)
-
-
-def source_finders(
-    retriever: Retriever, traced: Sequence[TracedDatastore], prompts: Sequence[np.ndarray], starts: Sequence[int]
-) -> list[SourceFinder]:
-    """Return a finder for each continuation.
-
-    Args:
-        retriever: of the model.
-        traced: the datastores whose verbatim runs are found; without one, `Sources.runs` is None.
-        prompts: of each continuation, [t].
-        starts: for each continuation, the characters of the answer before it.
-    """
-    texts = ChunkTexts(retriever)
+    retriever, texts = service.retriever, ChunkTexts(service.retriever)
+    traced = service.traced() if service.traces else []
     return [
         SourceFinder(retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
         for prompt, start in zip(prompts, starts, strict=True)

@@ -18,6 +18,7 @@ from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
+from retro.server.verbatim_runs import TracedDatastore, traced_datastores
 from tests.pipelines.conftest import Terminal
 
 PROMPT = "the index of a chunk and the neighbor in memory with a vector from the store\n"
@@ -111,6 +112,20 @@ def test_verbatim_runs_are_those_of_the_server_and_named_after_the_text(argument
     for line, run in zip(listed.splitlines(), named, strict=True):
         assert all(place["document_id"] in line for place in run["places"])
         assert f"({run['tokens']} tokens" in line
+
+
+def test_the_text_is_printed_before_the_datastore_is_opened_for_runs(arguments, traced, monkeypatch, capsys) -> None:
+    seen = []
+
+    def opened(*given: object) -> list[TracedDatastore]:
+        seen.append(capsys.readouterr().out)
+        return traced_datastores(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("retro.server.verbatim_runs.traced_datastores", opened)
+    assert main([*arguments, PROMPT, "a"]) == 0
+    (before,) = seen  # once for all prompts
+    assert before.startswith(PROMPT)
+    assert before.endswith("\n")
 
 
 def test_without_sorted_prefixes_no_runs_are_listed(arguments, capsys) -> None:
