@@ -19,14 +19,15 @@ from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import save_array
+from indexing.store.files import NpyWriter, save_array
 
 FOLDER = "suffixes"
 _GROUP_POSITIONS = 1 << 27
-"""Positions of a group, unless one shard has more: 2 GB of memory while they are sorted."""
+"""Positions of a group, unless one shard has more: 2.7 GB of memory while they are sorted."""
 ROWS_OF_HEAD = 256
 """Sorted prefixes from one head to the next. Heads are small and stay in the cache: they replace the first steps of a binary search,
 each of which would read another page of the prefixes and of the tokens."""
+_BLOCK = 1 << 20
 
 
 def groups_of(split: Split, shards: range) -> Iterator[range]:
@@ -79,7 +80,7 @@ def write_sorted_prefixes(work: Path, split: Split, shards: range, advance: Adva
     - `positions.npy` [tokens] uint32: the last position of every prefix, in the order of the prefixes read backwards.
     - `heads.npy` [tokens / 256, rounded up] uint64: of every 256th prefix the last tokens (`head`).
 
-    Takes about 14 bytes of memory a token with a vocabulary of 16 bits, 16 with a larger one.
+    Takes about 20 bytes of memory a token with a vocabulary of 16 bits, 30 with a larger one.
 
     Returns:
         the number of tokens.
@@ -97,7 +98,7 @@ def write_sorted_prefixes(work: Path, split: Split, shards: range, advance: Adva
     tokens = sum(int(np.asarray(split.lengths.shard(shard)).sum(dtype=np.int64)) for shard in shards)
     largest = max(int(np.max(split.tokens.shard(shard), initial=0)) for shard in shards)
     # Backwards: token + 1, and a separator that is smaller than all tokens before each document. So no prefix reaches into another one.
-    text = np.empty(tokens + documents, np.uint16 if largest + 1 < 2**16 else np.uint32)
+    text = np.empty(tokens + documents, ">u2" if largest + 1 < 2**16 else ">u4")
     positions, stop = np.empty(len(text), np.uint32), len(text)
     for shard, first in zip(shards, first_of_shard.tolist(), strict=False):
         own_text, own_positions = _separated(split, shard)
@@ -106,8 +107,9 @@ def write_sorted_prefixes(work: Path, split: Split, shards: range, advance: Adva
         stop = own.start
     order = _suffix_array(text)[documents:]  # separators come first
     save_array(work / "heads.npy", _heads(text, order[::ROWS_OF_HEAD], 8 // split.tokens.shard(shards.start).itemsize))
-    del text
-    save_array(work / "positions.npy", positions[order])
+    with NpyWriter(work / "positions.npy", np.uint32) as file:
+        for block in _blocks(order):
+            file.append(positions[block])
     advance(sum(split.chunk_rows[shards.start : shards.stop]))
     return tokens
 
@@ -144,6 +146,21 @@ def _heads(text: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
 
 
 def _suffix_array(text: np.ndarray) -> np.ndarray:
-    """The starts of all suffixes of a text [n] in their order, [n] int."""
-    array: np.ndarray = divsufsort(text) if text.size else np.empty(0, np.int32)
-    return array
+    """The starts of all suffixes of a text [n] of big-endian numbers in their order, [n] int.
+
+    divsufsort sorts bytes. Of their suffixes, those that begin with a number are moved to the front of its array, because a second one
+    would take a third more memory.
+    """
+    if not text.size:
+        return np.empty(0, np.int32)
+    array, count = divsufsort(text.view(np.uint8)), 0
+    for block in _blocks(array):
+        starts = block[block % text.itemsize == 0] // text.itemsize
+        array[count : count + len(starts)] = starts
+        count += len(starts)
+    whole: np.ndarray = array[:count]
+    return whole
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[start : start + _BLOCK] for start in range(0, len(array), _BLOCK))
