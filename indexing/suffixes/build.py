@@ -22,8 +22,10 @@ from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, save_array
 
 FOLDER = "suffixes"
-_GROUP_POSITIONS = 1 << 27
-"""Positions of a group, unless one shard has more: 2.7 GB of memory while they are sorted."""
+GROUP_POSITIONS = 1 << 27
+"""Positions of a group, unless one shard has more."""
+SORTING_BYTES = {2: 20, 4: 30}
+"""Memory that sorting takes for each token, by bytes of a token id."""
 ROWS_OF_HEAD = 256
 """Sorted prefixes from one head to the next. Heads are small and stay in the cache: they replace the first steps of a binary search,
 each of which would read another page of the prefixes and of the tokens."""
@@ -35,7 +37,7 @@ def groups_of(split: Split, shards: range) -> Iterator[range]:
     first, positions = shards.start, 0
     for shard in shards:
         own = split.chunk_rows[shard] * split.chunk_length
-        if shard > first and positions + own > _GROUP_POSITIONS:
+        if shard > first and positions + own > GROUP_POSITIONS:
             yield range(first, shard)
             first, positions = shard, 0
         positions += own
@@ -80,7 +82,7 @@ def write_sorted_prefixes(work: Path, split: Split, shards: range, advance: Adva
     - `positions.npy` [tokens] uint32: the last position of every prefix, in the order of the prefixes read backwards.
     - `heads.npy` [tokens / 256, rounded up] uint64: of every 256th prefix the last tokens (`head`).
 
-    Takes about 20 bytes of memory a token with a vocabulary of 16 bits, 30 with a larger one.
+    Takes about `SORTING_BYTES` of memory a token.
 
     Returns:
         the number of tokens.

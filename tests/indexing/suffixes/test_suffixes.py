@@ -171,7 +171,7 @@ def problems_of(folder: Path) -> tuple[DatastoreProblem, ...]:
 def test_several_groups_find_the_same_and_are_verified(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_GROUP_POSITIONS", most)
+    monkeypatch.setattr(build, "GROUP_POSITIONS", most)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
     for stage in ("chunk", "suffixes"):
