@@ -1,10 +1,11 @@
 """Find the longest end of a text that occurs in a datastore, everywhere that it occurs, and what follows there."""
 
 import bisect
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import inside
+from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, first_positions, head, stored_groups
 from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
@@ -22,6 +24,7 @@ SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LONGEST = 4096
 """Tokens of the longest run."""
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,17 @@ class _Group:
         shard = bisect.bisect_right(self.shard_starts, end) - 1
         base = self.shard_starts[shard]
         return self.tokens[shard][max(start, end + 1 - len(text)) - base : end + 1 - base].tolist()[::-1]
+
+    def of_documents(self, chosen: np.ndarray, file: Path) -> "_Group":
+        """The prefixes of some of the documents, [documents] bool, which stay in order; their positions are written to a file."""
+        with NpyWriter(file, np.uint32) as positions:
+            for first in range(0, len(self.positions), _BLOCK):
+                block = np.asarray(self.positions[first : first + _BLOCK])
+                positions.append(block[chosen[np.searchsorted(self.starts, block, side="right") - 1]])
+        part = replace(self, positions=_view(open_array(file)))
+        width = 8 // self.tokens[0].itemsize
+        heads = [head(part.backwards(row, [0] * width), width) for row in range(0, len(part.positions), ROWS_OF_HEAD)]
+        return replace(part, heads=_view(np.array(heads, np.uint64)))
 
     def longest(self, text: list[int]) -> tuple[int, int]:
         """Length of the longest match of a text, and a row at whose side the matches are."""
@@ -164,6 +178,16 @@ class SuffixIndex:
             first_chunk=int(split.tokens.starts[shards.start]),
             chunk_length=split.chunk_length,
         )
+
+    def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
+        """The index of some of the documents, [documents] bool. Writes 4 bytes for each of their tokens to a folder."""
+        part, first, groups = copy.copy(self), 0, []
+        for number, group in enumerate(self._groups):
+            stop = first + len(group.starts) - 1
+            groups.append(group.of_documents(chosen[first:stop], folder / f"{number}.npy"))
+            first = stop
+        part._groups = groups
+        return part
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
