@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
 def score(checkpoint: Checkpoint, options: Namespace) -> dict[str, np.ndarray]:
     """Nats of the scored tokens for every reader and combination: `READER/SOURCES` → [n], and their `documents` and `bytes`."""
     place, length = placement(), checkpoint.settings["data"]["sequence_length"]
-    folder, k = Path(checkpoint.folders[0]), checkpoint.settings["data"]["k"]
+    folder, k = Path(checkpoint.folders[0]), options.k or checkpoint.settings["data"]["k"]
     data = DataSettings(datastores=(folder,), sequence_length=length, k=k)
     training = TrainingData(data.datastores, data, retrieval=True, votes=True)
     model = load_model(checkpoint, place.device).eval()
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument(
         "--fitted-tokens", type=int, default=20_480, help="tokens of training text that new gates are fitted to"
     )
+    parser.add_argument("--k", type=int, default=0, help="neighbors of each chunk; default: as trained")
     add_minutes(parser)
     options = parser.parse_args()
     say(measured_on())

@@ -1,21 +1,21 @@
 """Find the longest end of a text that occurs in a datastore, everywhere that it occurs, and what follows there."""
 
 import bisect
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import require_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.deletions import inside
-from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, head
+from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, first_positions, head, stored_groups
 from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
@@ -24,6 +24,7 @@ SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LONGEST = 4096
 """Tokens of the longest run."""
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Match:
 
     Attributes:
         length: tokens; 0 if even the last token occurs nowhere.
-        ranges: for each shard the rows [first, stop) of its sorted prefixes that end in these tokens.
+        ranges: for each group of shards the rows [first, stop) of its sorted prefixes that end in these tokens.
     """
 
     length: int
@@ -60,9 +61,9 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """Sorted prefixes of a shard (`positions`) with their heads, its tokens by position, lengths of its chunks, and the starts of its
-    documents.
+class _Group:
+    """Sorted prefixes of a group of shards (`positions`) with their heads, the starts of its documents and shards, and of each shard its
+    tokens and the lengths of its chunks.
 
     Memory views and lists: Python reads a single number from them several times as fast as from an array. Texts are lists of token ids,
     backwards and not empty.
@@ -70,20 +71,35 @@ class _Shard:
 
     positions: memoryview
     heads: memoryview
-    tokens: memoryview
-    lengths: memoryview
     starts: list[int]
+    shard_starts: list[int]
+    tokens: list[memoryview]
+    lengths: list[memoryview]
     first_chunk: int
+    chunk_length: int
 
     def backwards(self, row: int, text: list[int]) -> list[int]:
         """The last tokens of a sorted prefix backwards, as many as `text` has or the document allows."""
         end = self.positions[row]
         start = self.starts[bisect.bisect_right(self.starts, end) - 1]
-        return self.tokens[max(start, end + 1 - len(text)) : end + 1].tolist()[::-1]
+        shard = bisect.bisect_right(self.shard_starts, end) - 1
+        base = self.shard_starts[shard]
+        return self.tokens[shard][max(start, end + 1 - len(text)) - base : end + 1 - base].tolist()[::-1]
+
+    def of_documents(self, chosen: np.ndarray, file: Path) -> "_Group":
+        """The prefixes of some of the documents, [documents] bool, which stay in order; their positions are written to a file."""
+        with NpyWriter(file, np.uint32) as positions:
+            for first in range(0, len(self.positions), _BLOCK):
+                block = np.asarray(self.positions[first : first + _BLOCK])
+                positions.append(block[chosen[np.searchsorted(self.starts, block, side="right") - 1]])
+        part = replace(self, positions=_view(open_array(file)))
+        width = 8 // self.tokens[0].itemsize
+        heads = [head(part.backwards(row, [0] * width), width) for row in range(0, len(part.positions), ROWS_OF_HEAD)]
+        return replace(part, heads=_view(np.array(heads, np.uint64)))
 
     def longest(self, text: list[int]) -> tuple[int, int]:
         """Length of the longest match of a text, and a row at whose side the matches are."""
-        rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens.itemsize)
+        rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens[0].itemsize)
         first = max(0, bisect.bisect_left(self.heads, wanted) - 1) * ROWS_OF_HEAD
         stop = min(len(rows), bisect.bisect_right(self.heads, wanted) * ROWS_OF_HEAD)
         row = bisect.bisect_left(rows, text, first, stop, key=lambda at: self.backwards(at, text))
@@ -105,12 +121,14 @@ class _Shard:
             stop, step = stop + step, 2 * step
         return first, bisect.bisect_right(rows, ending, stop, min(len(rows), stop + step), key=key)
 
-    def next_token(self, position: int, chunk_length: int) -> int:
+    def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""
         after = position + 1
-        chunk, place = divmod(after, chunk_length)
-        document = bisect.bisect_right(self.starts, position)  # the next one
-        return self.tokens[after] if after < self.starts[document] and place < self.lengths[chunk] else -1
+        if after >= self.starts[bisect.bisect_right(self.starts, position)]:  # where the next document starts
+            return -1
+        shard = bisect.bisect_right(self.shard_starts, after) - 1
+        chunk, place = divmod(after - self.shard_starts[shard], self.chunk_length)
+        return self.tokens[shard][after - self.shard_starts[shard]] if place < self.lengths[shard][chunk] else -1
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -127,12 +145,12 @@ def _common(one: list[int], other: list[int]) -> int:
 class SuffixIndex:
     """The sorted prefixes of all training documents of a datastore, memory-mapped.
 
-    A match costs two or three binary searches in each shard. Deleted documents do not occur.
+    A match costs two or three binary searches in each group of shards. Deleted documents do not occur.
     """
 
     def __init__(self, split: Split) -> None:
         self.split, self.deleted = split, split.deleted
-        self._shards = [self._open(shard) for shard in range(len(split.chunk_rows))]
+        self._groups = [self._open(shards) for shards in stored_groups(split)]
 
     @classmethod
     def open(cls, folder: Path) -> "SuffixIndex":
@@ -145,35 +163,40 @@ class SuffixIndex:
         datastore.require(FOLDER)
         return cls(datastore.train)
 
-    def _open(self, shard: int) -> _Shard:
-        folder = self.split.folder / FOLDER / shard_name(shard)
-        require_finished(folder)
-        try:
-            heads = open_array(folder / "heads.npy")
-        except FileNotFoundError as error:  # its manifest does not name it: an older version wrote it
-            raise InputError(
-                f"{folder} has no heads.npy, an older version wrote it. Run `retro index CONFIG --stage suffixes --rebuild`."
-            ) from error
-        tokens = self.split.tokens.shard(shard)
-        first = int(self.split.tokens.starts[shard])
-        positions = open_array(folder / "positions.npy")
-        return _Shard(
-            positions=_view(positions),
-            heads=_view(heads),
-            tokens=_view(tokens.reshape(-1)),
-            lengths=_view(self.split.lengths.shard(shard)),
-            starts=document_starts(self.split, shard).tolist(),
-            first_chunk=first,
+    def _open(self, shards: range) -> _Group:
+        split, folder = self.split, self.split.folder / FOLDER / shard_name(shards.start)
+        first_of_shard = first_positions(split, shards)
+        pairs = list(zip(shards, first_of_shard.tolist(), strict=False))
+        starts = [document_starts(split, shard)[:-1] + first for shard, first in pairs]
+        return _Group(
+            positions=_view(open_array(folder / "positions.npy")),
+            heads=_view(open_array(folder / "heads.npy")),
+            starts=np.concatenate([*starts, first_of_shard[-1:]]).tolist(),
+            shard_starts=[first for _, first in pairs],
+            tokens=[_view(split.tokens.shard(shard).reshape(-1)) for shard in shards],
+            lengths=[_view(split.lengths.shard(shard)) for shard in shards],
+            first_chunk=int(split.tokens.starts[shards.start]),
+            chunk_length=split.chunk_length,
         )
+
+    def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
+        """The index of some of the documents, [documents] bool. Writes 4 bytes for each of their tokens to a folder."""
+        part, first, groups = copy.copy(self), 0, []
+        for number, group in enumerate(self._groups):
+            stop = first + len(group.starts) - 1
+            groups.append(group.of_documents(chosen[first:stop], folder / f"{number}.npy"))
+            first = stop
+        part._groups = groups
+        return part
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
         backwards = np.asarray(text).tolist()[::-1]
-        longest = [shard.longest(backwards) for shard in self._shards] if backwards else []
+        longest = [group.longest(backwards) for group in self._groups] if backwards else []
         for length in range(max((length for length, _ in longest), default=0), 0, -1):
             ranges = tuple(
-                shard.range_of(backwards[:length], row) if reached >= length else (0, 0)
-                for shard, (reached, row) in zip(self._shards, longest, strict=True)
+                group.range_of(backwards[:length], row) if reached >= length else (0, 0)
+                for group, (reached, row) in zip(self._groups, longest, strict=True)
             )
             match = Match(length, ranges)
             if not len(self.deleted) or len(self.occurrences(match)):
@@ -189,8 +212,8 @@ class SuffixIndex:
         """
         step = max(1, -(-match.count // most))
         ends = [
-            np.asarray(shard.positions[first:stop:step]).astype(np.int64) + shard.first_chunk * self.split.chunk_length
-            for shard, (first, stop) in zip(self._shards, match.ranges, strict=False)
+            np.asarray(group.positions[first:stop:step]).astype(np.int64) + group.first_chunk * self.split.chunk_length
+            for group, (first, stop) in zip(self._groups, match.ranges, strict=False)
         ]
         chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
         return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
@@ -220,7 +243,7 @@ class SuffixIndex:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the longest match of the text up to each token, from the token `first` on.
 
-        The same as the stored votes of a held-out document. Of more than 32 occurrences in several shards, others may be counted.
+        The same as the stored votes of a held-out document. Of more than 32 occurrences in several groups of shards, others may be counted.
 
         Args:
             text: [t] token ids of one document, from its beginning or later.
@@ -248,24 +271,23 @@ class SuffixIndex:
         match = self.longest_match(text[-LONGEST:])
         if not (best := _most_frequent(self._following(match, SAMPLED))):
             return match.length, np.empty(0, np.int64)
-        m, (wanted, _) = self.split.chunk_length, best[0]
-        shard, end = next(pair for pair in self._ends(match, SAMPLED) if pair[0].next_token(pair[1], m) == wanted)
-        tokens = itertools.takewhile(lambda token: token >= 0, (shard.next_token(end + n, m) for n in range(most)))
+        wanted = best[0][0]
+        group, end = next(pair for pair in self._ends(match, SAMPLED) if pair[0].next_token(pair[1]) == wanted)
+        tokens = itertools.takewhile(lambda token: token >= 0, (group.next_token(end + n) for n in range(most)))
         return match.length, np.array(list(tokens), np.int64)
 
-    def _ends(self, match: Match, most: int) -> Iterator[tuple[_Shard, int]]:
-        """Where a match ends, as `occurrences`: shard and position."""
+    def _ends(self, match: Match, most: int) -> Iterator[tuple[_Group, int]]:
+        """Where a match ends, as `occurrences`: group and position."""
         step, ranges = max(1, -(-match.count // most)), self.split.deleted
-        for shard, (first, stop) in zip(self._shards, match.ranges, strict=False):
-            for position in shard.positions[first:stop:step]:
-                chunk = shard.first_chunk + position // self.split.chunk_length
+        for group, (first, stop) in zip(self._groups, match.ranges, strict=False):
+            for position in group.positions[first:stop:step]:
+                chunk = group.first_chunk + position // self.split.chunk_length
                 if not len(ranges) or not inside(np.array(chunk), ranges):
-                    yield shard, position
+                    yield group, position
 
     def _following(self, match: Match, most: int) -> list[int]:
         """The tokens that follow occurrences of a match."""
-        m = self.split.chunk_length
-        return [token for shard, end in self._ends(match, most) if (token := shard.next_token(end, m)) >= 0]
+        return [token for group, end in self._ends(match, most) if (token := group.next_token(end)) >= 0]
 
 
 def _most_frequent(tokens: list[int]) -> list[tuple[int, int]]:

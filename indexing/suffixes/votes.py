@@ -1,6 +1,6 @@
 """The tokens that follow the longest match of every token's text in other documents, for all tokens of a datastore.
 
-    sorted prefixes of all shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
+    sorted prefixes of all groups of shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
     a range ─ order ─► the nearest prefix of another document ─► length of the match ─► all prefixes that share it ─► votes
 
 Every range is sorted once, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
@@ -22,7 +22,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER as SUFFIXES
-from indexing.suffixes.build import document_starts
+from indexing.suffixes.build import document_starts, first_positions, stored_groups
 
 FOLDER = "votes"
 LONGEST = 64
@@ -121,14 +121,12 @@ class Source:
         shard: number of the shard.
         tokens: [chunks · m].
         starts: positions of the first tokens of the documents.
-        sorted_positions: of its prefixes in their order, for `train`; None for held-out documents.
     """
 
     split: Split
     shard: int
     tokens: np.ndarray
     starts: np.ndarray
-    sorted_positions: np.ndarray | None
 
     def text_positions(self) -> np.ndarray:
         """The positions of all tokens, without padding: [n] int64."""
@@ -163,23 +161,57 @@ class Source:
 
     def voting_documents(self, positions: np.ndarray) -> np.ndarray:
         """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
-        if self.sorted_positions is None:
+        if self.split.name != "train":
             return np.full(len(positions), -1)
         first = sum(self.split.document_rows[: self.shard])
         chunks = self.split.tokens.starts[self.shard] + positions // self.split.chunk_length
         return np.where(inside(chunks, self.split.deleted), -1, first + self.document(positions))
 
 
-def sources_of(datastore: Datastore) -> list[Source]:
-    """All shards of all splits; those of `train` have sorted prefixes."""
-    sources = []
-    for split in map(datastore.split, SPLITS):
-        for shard in range(len(split.chunk_rows)):
-            tokens, path = split.tokens.shard(shard), datastore.folder / SUFFIXES / shard_name(shard) / "positions.npy"
-            positions = np.asarray(open_array(path)) if split.name == "train" else None
-            flat = np.asarray(tokens).reshape(-1)
-            sources.append(Source(split, shard, flat, document_starts(split, shard), positions))
-    return sources
+@dataclass(frozen=True)
+class Group:
+    """Shards of `train` whose prefixes are sorted together, or one shard of held-out documents.
+
+    Attributes:
+        sources: its shards.
+        firsts: first position of each shard, [shards] int64.
+        sorted_positions: of all prefixes in their order; None for held-out documents.
+    """
+
+    sources: list[Source]
+    firsts: np.ndarray
+    sorted_positions: np.ndarray | None
+
+    def by_shard(self, positions: np.ndarray) -> list[np.ndarray]:
+        """Positions in the group → for each shard the rows of those in it."""
+        shards = np.searchsorted(self.firsts, positions, side="right") - 1
+        return [np.flatnonzero(shards == shard) for shard in range(len(self.sources))]
+
+    def keys(self, positions: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The last 8 bytes of tokens of prefixes, as numbers: positions [n] → [n] uint64."""
+        keys = np.zeros(len(positions), np.uint64)
+        for source, first, rows in zip(self.sources, self.firsts, self.by_shard(positions), strict=True):
+            if len(rows):
+                keys[rows] = _keys(source.windows(positions[rows] - first, 8 // dtype.itemsize, dtype))[:, 0]
+        return keys
+
+
+def groups_of(datastore: Datastore) -> list[Group]:
+    """All shards of all splits in their order; those of `train` are sorted."""
+    groups = []
+    for shards in stored_groups(datastore.train):
+        path = datastore.folder / SUFFIXES / shard_name(shards.start) / "positions.npy"
+        sources = [_source(datastore.train, shard) for shard in shards]
+        groups.append(Group(sources, first_positions(datastore.train, shards)[:-1], np.asarray(open_array(path))))
+    for split in (datastore.split(name) for name in SPLITS if name != "train"):
+        groups += [
+            Group([_source(split, shard)], np.zeros(1, np.int64), None) for shard in range(len(split.chunk_rows))
+        ]
+    return groups
+
+
+def _source(split: Split, shard: int) -> Source:
+    return Source(split, shard, np.asarray(split.tokens.shard(shard)).reshape(-1), document_starts(split, shard))
 
 
 # --- ranges --------------------------------------------------------------------------------------------------------
@@ -195,37 +227,37 @@ def _keys(window: np.ndarray) -> np.ndarray:
     return window.astype(window.dtype.newbyteorder(">")).view(">u8").astype(np.uint64)
 
 
-def cuts(sources: Sequence[Source], dtype: np.dtype) -> list[int]:
+def num_tokens(groups: Sequence[Group]) -> int:
+    """Number of sorted prefixes."""
+    return sum(len(group.sorted_positions) for group in groups if group.sorted_positions is not None)
+
+
+def cuts(groups: Sequence[Group], dtype: np.dtype) -> list[int]:
     """Keys of the last 8 bytes of tokens at which the sorted prefixes are cut into ranges of similar size."""
-    per_key, keys, total = 8 // dtype.itemsize, [np.zeros(0, np.uint64)], 0
-    for source in sources:
-        if source.sorted_positions is not None:
-            sample = source.sorted_positions[::_PIVOT_STEP].astype(np.int64)
-            keys.append(_keys(source.windows(sample, per_key, dtype))[:, 0])
-            total += len(source.sorted_positions)
-    ordered, count = np.sort(np.concatenate(keys)), -(-total // _RANGE_TOKENS)
+    keys = [np.zeros(0, np.uint64)]
+    for group in groups:
+        if group.sorted_positions is not None:
+            keys.append(group.keys(group.sorted_positions[::_PIVOT_STEP].astype(np.int64), dtype))
+    ordered, count = np.sort(np.concatenate(keys)), -(-num_tokens(groups) // _RANGE_TOKENS)
     chosen = ordered[[len(ordered) * number // count for number in range(1, count)]]
     return [key for key in np.unique(chosen).tolist() if key > 0]
 
 
-def positions_between(source: Source, first: int, stop: int, dtype: np.dtype) -> np.ndarray:
-    """The positions [n] int64 of the prefixes whose key is in [first, stop), in order if they are sorted."""
-    per_key = 8 // dtype.itemsize
-
-    def keys(positions: np.ndarray) -> np.ndarray:
-        return _keys(source.windows(positions, per_key, dtype))[:, 0]
-
-    ordered = source.sorted_positions
+def positions_between(group: Group, first: int, stop: int, dtype: np.dtype) -> list[np.ndarray]:
+    """For each shard the positions [n] int64 of the prefixes whose key is in [first, stop), in order if they are sorted."""
+    ordered = group.sorted_positions
     if ordered is None:
+        (source,) = group.sources
         text = source.text_positions()
-        of_text = keys(text)
-        return text[(of_text >= first) & (of_text <= stop - 1)]
+        keys = group.keys(text, dtype)
+        return [text[(keys >= first) & (keys <= stop - 1)]]
     rows = range(len(ordered))
     low, high = (
-        bisect_left(rows, key, key=lambda row: int(keys(ordered[row : row + 1].astype(np.int64))[0]))
+        bisect_left(rows, key, key=lambda row: int(group.keys(ordered[row : row + 1].astype(np.int64), dtype)[0]))
         for key in (first, stop)
     )
-    return ordered[low:high].astype(np.int64)
+    positions = ordered[low:high].astype(np.int64)
+    return [positions[rows] - first for rows, first in zip(group.by_shard(positions), group.firsts, strict=True)]
 
 
 def order_of(keys: np.ndarray) -> np.ndarray:
@@ -331,8 +363,9 @@ def write_range(work: Path, datastore: Datastore, first: int, stop: int, advance
     Returns:
         the number of tokens.
     """
-    sources, dtype = sources_of(datastore), window_dtype(datastore)
-    places = [positions_between(source, first, stop, dtype) for source in sources]
+    groups, dtype = groups_of(datastore), window_dtype(datastore)
+    sources = [source for group in groups for source in group.sources]
+    places = [rows for group in groups for rows in positions_between(group, first, stop, dtype)]
     pairs = list(zip(sources, places, strict=True))
     window = np.concatenate([source.windows(rows, LONGEST, dtype) for source, rows in pairs])
     order = order_of(_keys(window))
@@ -344,7 +377,7 @@ def write_range(work: Path, datastore: Datastore, first: int, stop: int, advance
     save_array(work / "positions.npy", np.concatenate(places).astype(np.uint32))
     save_array(work / "votes.npy", votes)
     save_array(work / "offsets.npy", np.cumsum([0, *map(len, places)]))
-    trained = sum(len(rows) for source, rows in pairs if source.sorted_positions is not None)
+    trained = sum(len(rows) for source, rows in pairs if source.split.name == "train")
     advance(trained)
     return trained
 

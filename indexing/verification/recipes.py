@@ -4,6 +4,7 @@ A recipe names the fingerprints of its inputs. They must be the fingerprints of 
 """
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ ARTIFACTS = {
     "suffixes": ("suffixes/*",),
     "votes": ("votes/*",),
 }
-"""The artifacts of each finished stage; `*` is every shard."""
+"""The artifacts of each finished stage; `*` is every shard, or the first one of every group (`suffixes`)."""
 
 
 def rank(name: str) -> int:
@@ -60,7 +61,7 @@ def missing(manifests: Manifests, stages: Iterable[str], listed: int) -> set[str
         listed: number of shards in the datastore's manifest; 0 if it cannot be read.
     """
     patterns = [pattern for stage in stages for pattern in ARTIFACTS.get(stage, ())]
-    names = {pattern.replace("*", shard_name(shard)) for pattern in patterns for shard in range(listed)}
+    names = {name for pattern in patterns for name in _names(manifests, pattern, range(listed))}
     if (generations := generations_of(manifests)) and listed > num_shards_of(manifests):
         names.add(f"appended/{shard_name(len(generations))}")
     inputs = {stage: set[str]() for stage in ("chunks", "dedup")}
@@ -96,9 +97,31 @@ def _one(manifests: Manifests, name: str) -> str | None:
     return manifests[name]["fingerprint"] if name in manifests else None
 
 
+def _names(manifests: Manifests, pattern: str, shards: range) -> list[str]:
+    """The artifacts of a stage that hold these shards, all if there is no `*` in the pattern."""
+    if "*" not in pattern:
+        return [pattern]
+    names, shard = list[str](), shards.start
+    while shard < shards.stop:
+        names.append(pattern.replace("*", shard_name(shard)))
+        shard = _stop_of(manifests, names[-1])
+    return names
+
+
+def _stop_of(manifests: Manifests, name: str) -> int:
+    """The shard after those of an artifact. Only `suffixes` hold several; an unknown one ends where the next known one begins."""
+    folder, shard = name.split("/")
+    if folder != "suffixes":
+        return int(shard) + 1
+    if name in manifests:
+        return int(shard) + int(manifests[name]["recipe"]["settings"].get("shards", 1))
+    known = (other.split("/") for other in manifests if other.startswith("suffixes/"))
+    return min((int(start) for _, start in known if start > shard), default=sys.maxsize)
+
+
 def _joint(manifests: Manifests, folder: str, shards: range) -> str | None:
     """One fingerprint over some shards of a stage; None if one is unknown."""
-    prints = [_one(manifests, f"{folder}/{shard_name(shard)}") for shard in shards]
+    prints = [_one(manifests, name) for name in _names(manifests, f"{folder}/*", shards)]
     return fingerprint(prints) if prints and None not in prints else None
 
 
@@ -112,6 +135,8 @@ def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
     if key == "chunks" and name.startswith("ngrams/"):  # made from all shards of a generation
         made_from = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
         return _joint(manifests, key, next(made_from, range(0)))
+    if key == "chunks" and name.startswith("suffixes/"):
+        return _joint(manifests, key, range(int(shard), _stop_of(manifests, name)))
     if key == "suffixes":  # votes are made from all shards
         return _joint(manifests, key, range(num_shards_of(manifests)))
     if key == "corpus" and name.startswith("chunks/"):

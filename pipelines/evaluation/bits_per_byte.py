@@ -20,7 +20,7 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, mode_of
-from retro.evaluation.datastore_fractions import search_fractions
+from retro.evaluation.datastore_fractions import read_fractions
 from retro.evaluation.leakage import (
     by_document_match,
     by_leakage,
@@ -284,12 +284,13 @@ def _leakage_levels(
 
 
 def check_fractions(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> None:
-    """Raise InputError if fractions are set and no model retrieves, or one was trained with random neighbors."""
+    """Raise InputError if fractions are set and no model reads the datastore, or one was trained with random neighbors."""
     if not settings.datastore_fractions:
         return
     retrieving = [checkpoint for checkpoint in checkpoints if checkpoint.model.retrieves]
-    if not (retrieving and settings.k):
-        cause = f"{checkpoints[0].path} does not retrieve (model.retrieval.cca_layers)."
+    copying = any(checkpoint.model.copy_head.datastore for checkpoint in checkpoints)
+    if not (copying or (retrieving and settings.k)):
+        cause = f"{checkpoints[0].path} does not retrieve (model.retrieval.cca_layers, model.copy_head)."
         raise InputError(
             f"evaluation.datastore_fractions = {settings.datastore_fractions}: "
             f"{'--k is empty.' if retrieving else cause}"
@@ -309,7 +310,7 @@ def _fraction_levels(
     settings: PerplexitySettings,
     device: str,
 ) -> Iterator[Row]:
-    """Measure retrieval ON with neighbors from each fraction of the datastore, in ascending order, and add OFF."""
+    """Measure retrieval ON with neighbors and votes from each fraction of the datastore, in ascending order, and add OFF."""
     placement = choose_inference_placement(device, checkpoints[0].settings["train"]["precision"])
     models = [load_model(checkpoint, placement.device) for checkpoint in checkpoints]
     names = list(dict.fromkeys(row.model for row in measured))
@@ -317,13 +318,14 @@ def _fraction_levels(
     scored = int(np.flatnonzero(off[0].result.bytes_by_document)[-1])
     num_chunks = evaluation_set.split.chunk_range(scored)[1]
     uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
-    depth = max(settings.k)
-    if any(use.max_overlap < 1 for use in uses):  # the next neighbors replace those that are skipped
+    depth = max(settings.k, default=0) if any(model.settings.retrieves for model in models) else 0
+    if depth and any(use.max_overlap < 1 for use in uses):  # the next neighbors replace those that are skipped
         depth = max(depth, evaluation_set.split.neighbor_ids.row_shape[0])
+    votes = any(model.settings.copy_head.datastore for model in models)
     fractions, seed = settings.datastore_fractions, settings.seed
     with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
-        searched = search_fractions(
-            evaluation_set, num_chunks, depth, fractions, seed=seed, device=device, advance=advance
+        searched = read_fractions(
+            evaluation_set, num_chunks, depth, votes, fractions, seed=seed, device=device, advance=advance
         )
         parts = list(searched)
     length = checkpoints[0].settings["data"]["sequence_length"]
@@ -331,9 +333,9 @@ def _fraction_levels(
         rows = []
         for name, model, use in zip(names, models, uses, strict=True):
             rows += [row for row in off if row.model == name]
-            for k in settings.k if model.settings.retrieves else ():
-                nearest, note = replace(use, k=k, found=part.found), f" {part.fraction:g}"
-                result = measure(model, evaluation_set, settings, placement, nearest, length, note=note)
+            found = replace(use, found=part.found, found_votes=part.votes)
+            for one in uses_of(model.settings, found, settings.k)[1:]:  # without OFF
+                result = measure(model, evaluation_set, settings, placement, one, length, note=f" {part.fraction:g}")
                 rows.append(Measured(name, result))
         results, changes = _rows_and_changes(rows, seed)
         yield {

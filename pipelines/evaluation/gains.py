@@ -96,7 +96,7 @@ def _fractions_table(levels: Sequence[Row]) -> Table:
         off = {row["model"]: row["bits_per_byte"] for row in level["results"] if row["retrieval"] == "OFF"}
         sizes = [f"{level['datastore_documents']:,}", f"{level['datastore_chunks']:,}"]
         for row in level["results"]:
-            if row["k"]:
+            if row["retrieval"] == "ON":
                 bits, change = row["bits_per_byte"], 100 * (row["bits_per_byte"] / off[row["model"]] - 1)
                 fraction = f"{level['datastore_fraction']:g}"
                 cells.append([level["set"], fraction, *sizes, _label(row), f"{bits:.4f}", f"{change:+.2f}%"])

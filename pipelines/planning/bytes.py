@@ -13,6 +13,7 @@ from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method
 from indexing.sparse.ngram_search import NARROW
 from indexing.store.errors import InputError
+from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
 
 NUM_SPLITS = 3
 _NPY_HEADER = 128
@@ -182,6 +183,8 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
         "neighbors": base + _searched_bytes(size, layout, group),
+        "suffixes": base
+        + SORTING_BYTES[layout.token_bytes] * min(size.train_chunks * layout.chunk_length, GROUP_POSITIONS),
     }
 
 

@@ -19,7 +19,7 @@ from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
 from pipelines.terminal import progress
 
 
@@ -43,7 +43,7 @@ def run_embed(config: Config, executor: Executor) -> str:
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
     datastore, first = Datastore.open(folder), generations(folder)[0]
-    inputs = {"chunks": generation_fingerprint(folder, "chunks", first)}
+    inputs = {"chunks": joint_fingerprint(folder, "chunks", first)}
     if settings.kind == "transformer":
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:

@@ -17,7 +17,7 @@ from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
 
 
 def run_train_index(config: Config, executor: Executor) -> str:
@@ -29,7 +29,7 @@ def run_train_index(config: Config, executor: Executor) -> str:
         stage="train-index",
         version=3,
         settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
-        inputs={"embeddings": generation_fingerprint(folder, "embeddings", first)},
+        inputs={"embeddings": joint_fingerprint(folder, "embeddings", first)},
     )
     out = folder / "index" / "trained"
     if not is_finished(out, recipe):

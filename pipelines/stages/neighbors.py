@@ -34,7 +34,7 @@ from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, generation_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
 
 log = logging.getLogger("retro")
 
@@ -175,7 +175,7 @@ def _generations(config: Config) -> list[SearchedShards]:
     for stage in _searched(config).values():
         Datastore.open(folder).require(stage)
     for generation in generations(folder):
-        prints = {name: generation_fingerprint(folder, name, generation) for name in _searched(config)}
+        prints = {name: joint_fingerprint(folder, name, generation) for name in _searched(config)}
         if not searched:
             prints["index"] = fingerprint_of(folder / "index" / "tuned")
         searched.append(SearchedShards(folder, generation, 0, fingerprint(prints)))

@@ -9,7 +9,7 @@ from indexing.store.datastore import Datastore, shard_name
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, generation_fingerprint, run_tasks, shard_task, shards
+from pipelines.stages.shards import fingerprint_of, joint_fingerprint, run_tasks, shard_task, shards
 
 
 def run_ngrams(config: Config, executor: Executor) -> str:
@@ -18,7 +18,7 @@ def run_ngrams(config: Config, executor: Executor) -> str:
     train = Datastore.open(folder).train
     for numbers in generations(folder):
         generation = Generation(train, numbers)
-        inputs = {"chunks": generation_fingerprint(folder, "chunks", numbers)}
+        inputs = {"chunks": joint_fingerprint(folder, "chunks", numbers)}
         merged = [_merged(folder, shard, numbers, inputs) for shard in numbers]
         missing = {out: recipe for out, recipe in merged if not is_finished(out, recipe)}
         for group in generation.passes():

@@ -22,9 +22,9 @@ def shards(folder: Path, stage: str) -> list[Path]:
     return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
 
 
-def generation_fingerprint(folder: Path, stage: str, generation: range) -> str:
-    """One fingerprint over the shards of a generation."""
-    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in generation])
+def joint_fingerprint(folder: Path, stage: str, numbers: range) -> str:
+    """One fingerprint over some shards of a stage."""
+    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in numbers])
 
 
 def shard_counts(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,16 @@ from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, damage, fingerprint, is_finished, remove
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.files import MANIFEST
-from indexing.suffixes.votes import FOLDER, cuts, deletions_of, sources_of, window_dtype, write_range, write_shard
+from indexing.suffixes.votes import (
+    FOLDER,
+    cuts,
+    deletions_of,
+    groups_of,
+    num_tokens,
+    window_dtype,
+    write_range,
+    write_shard,
+)
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.shards import fingerprint_of, run_tasks, shard_task, shards
@@ -46,14 +55,15 @@ def _is_finished(out: Path, recipe: Recipe) -> bool:
 
 def _ranges(datastore: Datastore, work: Path, common: Recipe, executor: Executor) -> list[Path]:
     """Make the votes of every range of prefixes."""
-    sources, dtype = sources_of(datastore), window_dtype(datastore)
-    borders, outs, todo = [0, *cuts(sources, dtype), _LAST_KEY], [], []
-    tokens = sum(len(source.sorted_positions) for source in sources if source.sorted_positions is not None)
+    groups, dtype = groups_of(datastore), window_dtype(datastore)
+    borders, outs, todo = [0, *cuts(groups, dtype), _LAST_KEY], [], []
     for number, (first, stop) in enumerate(pairwise(borders)):
         recipe = Recipe("votes", 1, {**common.settings, "first": str(first), "stop": str(stop)}, common.inputs)
         outs.append(work / shard_name(number))
         if not _is_finished(outs[-1], recipe):
-            todo.append(shard_task(outs[-1], recipe, datastore, first, stop, size=tokens // (len(borders) - 1)))
+            todo.append(
+                shard_task(outs[-1], recipe, datastore, first, stop, size=num_tokens(groups) // (len(borders) - 1))
+            )
     run_tasks("sparse", "tokens", range_votes_task, todo, executor, name="votes")
     return outs
 

@@ -64,7 +64,8 @@ def read_sequences(
     neighbors = neighbor_lengths = votes = None
     if use.votes:
         votes = np.zeros((*ids.shape, m, 1 + 2 * KEPT), dtype=np.int64)
-        votes[real] = within_limit(as_columns(split.votes.gather(ids[real])), split, use.max_overlap)
+        found = as_columns(split.votes.gather(ids[real])) if use.found_votes is None else use.found_votes[ids[real]]
+        votes[real] = within_limit(found, split, use.max_overlap)
         votes = votes.reshape(len(ids), -1, votes.shape[-1])  # [B, T, 1 + 2 S]
     if use.k:
         own = np.stack(

@@ -1,4 +1,4 @@
-"""Neighbors of held-out chunks in fractions of the datastore, to measure the benefit of a smaller datastore.
+"""Neighbors and votes of held-out text in fractions of the datastore, to measure the benefit of a smaller datastore.
 
     documents ─ hash in [0, 1) ─ below the fraction? ─ embeddings of their chunks ─ exhaustive search ─ merged with the
                                                                                   neighbors in smaller fractions
@@ -9,7 +9,8 @@ largest. Memory does not depend on the size of the datastore: a block of embeddi
 With `neighbors.rerank = "tokens"`, the candidates in each fraction are then ordered by shared tokens, like the stored neighbors.
 
 Neighbors by n-grams depend on how many chunks hold an n-gram. So the lists of each fraction are written to a temporary folder, and
-searched like those of a datastore.
+searched like those of a datastore. Sorted prefixes stay in order when documents are left out: those of each fraction are written to
+a temporary folder too, and the longest match of every held-out token is looked for there.
 """
 
 import tempfile
@@ -42,6 +43,8 @@ from indexing.sparse.ngram_search import NgramIndex
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import KEPT
 from retro.evaluation.sets import EvaluationSet
 
 _BLOCK_CHUNKS = 2**20  # chunks of the datastore in a block
@@ -55,13 +58,87 @@ class PartialDatastore:
     Attributes:
         fraction: fraction of the documents.
         documents, chunks: numbers of documents and chunks in the fraction.
-        found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`.
+        found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`. None: not searched.
+        votes: [n, m, 7] int64 votes for each token; for `NeighborUse.found_votes`. None: not searched.
     """
 
     fraction: float
     documents: int
     chunks: int
-    found: np.ndarray
+    found: np.ndarray | None = None
+    votes: np.ndarray | None = None
+
+
+def read_fractions(
+    evaluation_set: EvaluationSet,
+    num_chunks: int,
+    k: int,
+    votes: bool,
+    fractions: Sequence[float],
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    advance: Advance = lambda _: None,
+) -> Iterator[PartialDatastore]:
+    """Yield the neighbors (unless k = 0) and the votes (if wanted) of each fraction; see `search_fractions` and `votes_in_fractions`."""
+    if not k:
+        yield from votes_in_fractions(evaluation_set, num_chunks, fractions, seed=seed, advance=advance)
+        return
+    searched = search_fractions(evaluation_set, num_chunks, k, fractions, seed=seed, device=device, advance=advance)
+    if not votes:
+        yield from searched
+        return
+    with_votes = votes_in_fractions(evaluation_set, num_chunks, fractions, seed=seed, advance=advance)
+    for part, voting in zip(searched, with_votes, strict=True):
+        yield replace(part, votes=voting.votes)
+
+
+def votes_in_fractions(
+    evaluation_set: EvaluationSet,
+    num_chunks: int,
+    fractions: Sequence[float],
+    *,
+    seed: int = 0,
+    advance: Advance = lambda _: None,
+) -> Iterator[PartialDatastore]:
+    """Find the votes of held-out tokens in growing fractions of their own datastore, as while a text is generated.
+
+    Args:
+        evaluation_set: its datastore needs the stage `suffixes`.
+        num_chunks: n; the first n chunks of the set are searched for, whole documents.
+        fractions: fractions of the documents, above 0 and at most 1, in any order.
+        seed: seed of the documents' hash.
+        advance: called with numbers of searched chunks of the datastore.
+
+    Yields:
+        one `PartialDatastore` for each fraction, smallest first.
+
+    Raises:
+        InputError: the datastore has no sorted prefixes.
+    """
+    index, train = SuffixIndex.open(evaluation_set.datastore.folder), evaluation_set.datastore.train
+    numbers = np.arange(train.num_documents)
+    points, kept = points_of(numbers, 0, seed), ~np.isin(numbers, train.deleted_documents)
+    ranges = train.chunk_ranges(numbers)
+    for fraction in sorted(set(fractions)):
+        chosen = kept & (points < fraction)
+        chunks = int(np.diff(ranges[chosen]).sum())
+        with tempfile.TemporaryDirectory(prefix="retro-fraction-") as folder:
+            part = index.of_documents(chosen, Path(folder))
+            votes = _votes_of(evaluation_set.split, num_chunks, part)
+        advance(chunks)
+        yield PartialDatastore(fraction, int(chosen.sum()), chunks, votes=votes)
+
+
+def _votes_of(split: Split, num_chunks: int, index: SuffixIndex) -> np.ndarray:
+    """The votes of the first chunks of a split, [n, m, 7] int64."""
+    votes = np.zeros((num_chunks, split.chunk_length, 1 + 2 * KEPT), dtype=np.int64)
+    for first, stop in split.chunk_ranges(np.arange(split.num_documents)).tolist():
+        if stop > num_chunks:
+            break
+        is_text = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
+        votes[first:stop][is_text] = index.votes(split.tokens.read(first, stop)[is_text])
+    return votes
 
 
 def search_fractions(

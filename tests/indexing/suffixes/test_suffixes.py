@@ -2,18 +2,21 @@
 
 import shutil
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from indexing.store.datastore import Datastore, Split, delete_documents
+from indexing.store.artifact import Recipe, create
+from indexing.store.datastore import Datastore, Split, delete_documents, shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import save_array
 from indexing.suffixes import build, search
-from indexing.suffixes.build import FOLDER, _heads, _suffix_array, head
+from indexing.suffixes.build import FOLDER, _heads, _suffix_array, first_positions, head, stored_groups
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
 from indexing.suffixes.votes import LONGEST, SAMPLED
+from indexing.verification.datastore import DatastoreProblem, verify_datastore
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
@@ -109,18 +112,19 @@ def test_heads_of_sorted_prefixes_never_fall(dtype: type, width: int) -> None:
     assert heads == sorted(heads)
     assert max(heads) < 2**64
     text = np.concatenate([[0, *(token + 1 for token in document)] for document in documents]).astype(np.uint32)
-    ends = np.flatnonzero(text)
     backwards = [document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1)]
-    assert _heads(text, ends, width).tolist() == [head(own, width) for own in backwards]
+    ends = np.flatnonzero(text[::-1])[::-1]
+    assert _heads(text[::-1], ends, width).tolist() == [head(own, width) for own in backwards]
 
 
-def test_an_index_of_an_older_version_names_the_stage_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no heads."""
-    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20))
-    build_local(config, only="chunk")
-    monkeypatch.setattr(build, "save_array", lambda path, array: path.stem == "heads" or save_array(path, array))
-    folder = build_local(config, only="suffixes").folder
-    with pytest.raises(InputError, match=r"suffixes/00000 .*heads\.npy.* --stage suffixes --rebuild"):
+def test_an_index_of_an_older_version_names_the_stage_to_run(datastore: Datastore, tmp_path: Path) -> None:
+    """It has an array for each shard."""
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    shutil.rmtree(folder / FOLDER)
+    with create(folder / FOLDER / "00000", Recipe("suffixes", 2)):
+        pass
+    with pytest.raises(InputError, match=r"suffixes/00000.* --stage suffixes --rebuild"):
         SuffixIndex.open(folder)
 
 
@@ -151,12 +155,39 @@ def test_a_continuation_follows_the_longest_match_with_its_most_frequent_token(d
 
 def test_positions_are_those_of_all_tokens(datastore: Datastore) -> None:
     split = datastore.train
-    for shard, rows in enumerate(split.chunk_rows):
-        positions = np.load(datastore.folder / "suffixes" / f"{shard:05d}" / "positions.npy")
-        is_text = np.arange(split.chunk_length) < np.asarray(split.lengths.shard(shard))[:, None]
-        assert positions.dtype == np.uint32
-        assert np.array_equal(np.sort(positions), np.flatnonzero(is_text))
-        assert is_text.shape == (rows, split.chunk_length)
+    (group,) = stored_groups(split)
+    assert group == range(len(split.chunk_rows))
+    positions = np.load(datastore.folder / FOLDER / "00000" / "positions.npy")
+    is_text = np.arange(split.chunk_length) < split.lengths.read(0, split.num_chunks)[:, None]
+    assert positions.dtype == np.uint32
+    assert np.array_equal(np.sort(positions), np.flatnonzero(is_text))
+
+
+def problems_of(folder: Path) -> tuple[DatastoreProblem, ...]:
+    return verify_datastore(folder, lambda name, *, total, unit: nullcontext(lambda units: None)).problems
+
+
+@pytest.mark.parametrize("most", [1, 7000])
+def test_several_groups_find_the_same_and_are_verified(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "GROUP_POSITIONS", most)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
+    for stage in ("chunk", "suffixes"):
+        built = build_local(config, only=stage)
+    split, groups = built.train, list(stored_groups(built.train))
+    assert len(groups) > 1
+    assert [shard for group in groups for shard in group] == list(range(len(split.chunk_rows)))
+    assert all(first_positions(split, group)[-1] <= most or len(group) == 1 for group in groups)
+    assert most == 1 or any(len(group) > 1 for group in groups)
+    assert_equal_to_a_search_through_the_text(split)
+    assert not problems_of(built.folder)
+    for group in groups:
+        shutil.rmtree(built.folder / FOLDER / shard_name(group.start))
+        (problem,) = problems_of(built.folder)
+        assert problem.artifact == f"{FOLDER}/{shard_name(group.start)}"
+        build_local(config, only="suffixes")
 
 
 def test_two_builds_and_an_append_give_the_same_files(datastore: Datastore, tmp_path: Path) -> None:
@@ -206,7 +237,7 @@ def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: P
 
 @pytest.mark.parametrize("largest", [2, 300, 70_000])
 def test_the_suffix_array_is_in_the_order_of_the_suffixes(largest: int) -> None:
-    text = np.random.default_rng(0).integers(0, largest, 200).astype(np.uint32)
+    text = np.random.default_rng(0).integers(0, largest, 200).astype(">u2" if largest < 2**16 else ">u4")
     assert _suffix_array(text).tolist() == sorted(range(len(text)), key=lambda start: text[start:].tolist())
 
 

@@ -20,8 +20,8 @@ from indexing.suffixes.votes import (
     SAMPLED,
     as_columns,
     cuts,
+    groups_of,
     order_of,
-    sources_of,
     vote_dtype,
     votes_for,
     window_dtype,
@@ -153,14 +153,19 @@ def test_later_tokens_and_the_own_document_change_nothing() -> None:
 def test_ranges_hold_every_prefix_once_in_order(datastore: Datastore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(votes, "_RANGE_TOKENS", 700)
     monkeypatch.setattr(votes, "_PIVOT_STEP", 16)
-    sources, dtype = sources_of(datastore), window_dtype(datastore)
-    borders = [0, *cuts(sources, dtype), 2**64]
+    groups, dtype = groups_of(datastore), window_dtype(datastore)
+    borders = [0, *cuts(groups, dtype), 2**64]
     assert len(borders) > 4
-    for source in sources:
-        parts = [votes.positions_between(source, *pair, dtype) for pair in pairwise(borders)]
-        assert np.array_equal(np.sort(np.concatenate(parts)), source.text_positions())
-        if source.sorted_positions is not None:
-            assert np.array_equal(np.concatenate(parts), source.sorted_positions)
+    assert max(len(group.sources) for group in groups) > 1
+    for group in groups:
+        ranges = [votes.positions_between(group, *pair, dtype) for pair in pairwise(borders)]
+        for source, first, parts in zip(group.sources, group.firsts, zip(*ranges, strict=True), strict=True):
+            positions = np.concatenate(parts)
+            assert np.array_equal(np.sort(positions), source.text_positions())
+            if group.sorted_positions is not None:
+                ordered = group.sorted_positions
+                own = ordered[(ordered >= first) & (ordered < first + len(source.tokens))]
+                assert np.array_equal(positions, own - first)
 
 
 def test_several_ranges_give_nearly_the_same_votes(

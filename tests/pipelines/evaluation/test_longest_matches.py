@@ -72,6 +72,16 @@ def test_a_limit_on_near_copies_ends_the_gain_of_planted_copies(trained: Path, t
     assert changes_of(limited, "token") == {0: changes_of(free, "token")[0], 9: 0, 30: 0}
 
 
+def test_votes_of_fractions_of_the_datastore_gain_less_than_those_of_all(trained: Path, tmp_path: Path, capsys) -> None:
+    written = measured(trained, tmp_path, "--evaluation.datastore-fractions", "1", "0.2")
+    small, whole = written["datastore_fractions"]
+    assert re.search(r"valid +0\.2 +\d+ +\d+ +ON datastore", capsys.readouterr().out)
+    assert 0 < small["datastore_chunks"] < whole["datastore_chunks"]
+    gains = [level["changes"][0]["percent"] for level in (whole, small)]
+    assert gains[0] < gains[1] <= 0
+    assert whole["results"][1]["bits_per_byte"] == pytest.approx(written["results"][1]["bits_per_byte"], rel=1e-3)
+
+
 def test_without_leakage_tokens_nothing_is_measured_by_match(trained: Path, tmp_path: Path, capsys) -> None:
     written = measured(trained, tmp_path, "--evaluation.leakage-tokens")
     assert written["matches"] == written["longest_matches"] == []

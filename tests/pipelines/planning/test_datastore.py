@@ -233,6 +233,9 @@ def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path
     for name in ("suffixes", "votes"):
         assert plan.bytes[name] == pytest.approx(sizes.folder_bytes(datastore.folder / name), rel=0.05), name
         assert any(step.name.startswith(name) for step in plan.steps)
+    (sorting,) = (step.memory_bytes for step in plan.steps if step.name == "suffixes")
+    (scanning,) = (step.memory_bytes for step in plan.steps if step.name == "sparse")
+    assert sorting - scanning == pytest.approx(20 * plan.size.train_chunks * config.chunks.chunk_length)
 
 
 @pytest.mark.slow

@@ -15,15 +15,24 @@ from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
+from indexing.suffixes.votes import as_columns
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import datastore_fractions
 from retro.evaluation.bits_per_byte import evaluate
-from retro.evaluation.datastore_fractions import PartialDatastore, points_of, search_fractions
+from retro.evaluation.datastore_fractions import (
+    PartialDatastore,
+    points_of,
+    read_fractions,
+    search_fractions,
+    votes_in_fractions,
+)
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config, write_corpus
+from tests.indexing.suffixes.test_suffixes import documents_of as documents_of_split
+from tests.indexing.suffixes.test_votes import expected
 
 FRACTIONS = (0.05, 0.3, 1.0)
 
@@ -213,3 +222,51 @@ def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: Ev
 def test_fractions_outside_0_to_1_are_rejected(fractions: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match="datastore_fractions"):
         EvaluationSettings(datastore_fractions=fractions)
+
+
+def test_votes_in_a_fraction_are_those_of_a_search_through_its_documents(
+    voting_datastore: Datastore, tmp_path: Path
+) -> None:
+    copy = Datastore.open(shutil.copytree(voting_datastore.folder, tmp_path / "copy"))
+    names = [str(row["id"]) for row in copy.train.metadata(range(0, copy.train.num_documents, 5))]
+    delete_documents(copy.folder, names)
+    held_out = EvaluationSet("valid", Datastore.open(copy.folder))
+    train, texts = held_out.datastore.train, documents_of_split(held_out.split)
+    stop = held_out.split.chunk_range(1)[1]
+    kept = np.setdiff1d(np.arange(train.num_documents), train.deleted_documents)
+    points = points_of(kept, 0, 0)
+    random, lengths = np.random.default_rng(0), []
+    for part in votes_in_fractions(held_out, stop, FRACTIONS):
+        documents = [
+            text for text, point in zip(documents_of_split(train), points, strict=True) if point < part.fraction
+        ]
+        assert part.documents == len(documents)
+        assert part.votes is not None
+        assert part.votes.shape == (stop, train.chunk_length, 7)
+        for number in range(2):
+            first, end = held_out.split.chunk_range(number)
+            votes = part.votes[first:end].reshape(-1, 7)
+            for place in random.integers(0, len(texts[number]), 8).tolist():
+                length, following = expected(documents, -1, texts[number][: place + 1])
+                assert votes[place, 0] == (length if following else 0)
+        lengths.append(part.votes[..., 0])
+    assert (lengths[0] <= lengths[-1]).all()
+    assert (lengths[0] < lengths[-1]).any()
+
+
+def test_votes_of_the_whole_datastore_are_the_stored_ones(voting_datastore: Datastore) -> None:
+    held_out = EvaluationSet("valid", voting_datastore)
+    stop = held_out.split.num_chunks
+    nothing, whole = read_fractions(held_out, stop, 0, True, (1e-9, 1.0))
+    assert nothing.votes is not None
+    assert (nothing.documents, nothing.chunks, nothing.votes.any()) == (0, 0, False)
+    stored = as_columns(held_out.split.votes.read(0, stop))
+    assert whole.found is None
+    assert whole.votes is not None
+    assert np.array_equal(whole.votes[..., 0], stored[..., 0])
+    assert (whole.votes == stored).mean() > 0.99  # of more than 32 occurrences, others may be drawn
+
+
+def test_a_datastore_without_sorted_prefixes_names_the_stage(held_out: EvaluationSet) -> None:
+    with pytest.raises(InputError, match="--stage suffixes"):
+        list(votes_in_fractions(held_out, 4, (1.0,)))
