@@ -414,6 +414,16 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\u000a").replace("\t", "\\u0009")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `12,345 tokens`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def times(occurrences: int) -> str:
+    """`once`, or `2 times`."""
+    return "once" if occurrences == 1 else f"{occurrences:,} times"
+
+
 _BAR_STYLES = (
     "bar.complete",
     "bar.finished",

@@ -281,6 +281,10 @@ class Datastore:
         path = folder / "manifest.json"
         if not path.exists():
             at = remote.url_of(folder) or folder
+            if (folder / "checkpoints").is_dir():
+                raise InputError(
+                    f"{at} is not a datastore but the folder of a run: {at}/settings.json names its datastores (data.datastores)."
+                )
             raise InputError(
                 f"{at} is not a datastore ({at}/manifest.json is missing). Build one: `retro index CONFIG`."
             )

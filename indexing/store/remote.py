@@ -46,6 +46,11 @@ def url_of(location: Path | str) -> str | None:
     return parts[at] + root + "/".join(parts[at + 1 :])
 
 
+def datastore_name(folder: Path) -> str:
+    """The name of a datastore for clients: its URL, or the last two parts of its path."""
+    return url_of(folder) or "/".join(folder.resolve().parts[-2:])
+
+
 def local_folder(location: Path | str) -> Path:
     """The local path of a location: itself, or the mirror of its URL in the cache."""
     url = url_of(location)

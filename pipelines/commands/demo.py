@@ -27,7 +27,7 @@ from pipelines.config import Config
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import aligned, echo, echo_shaded, is_colored, one_line
+from pipelines.terminal import aligned, counted, echo, echo_shaded, is_colored, one_line
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings
@@ -134,7 +134,7 @@ def demo(options: DemoOptions) -> int:
     print_passage(compared.passages[0])
 
     _write_report(options.output / "report.html", trained, compared, measured)
-    _print_next(options.output, config.datastore, trained.outcomes["retro"].checkpoint)
+    _print_next(options, config.datastore, trained.outcomes["retro"].checkpoint)
     return 0
 
 
@@ -202,7 +202,7 @@ def percent(change: tuple[float, float, float]) -> str:
 
 def _words(on: "SetResult") -> dict[str, str]:
     """What the rows and columns of the table mean."""
-    documents = f"{on.documents:,} held-out document" + "s" * (on.documents > 1)
+    documents = counted(on.documents, "held-out document")
     words = {
         "bits per byte": "bits that a model needs for a byte of text that it was not trained on; fewer is better",
         "plain baseline": "a transformer of the same size, trained on the same tokens",
@@ -432,11 +432,10 @@ def _training_plots(outcomes: dict[str, Any]) -> list[str]:
     return [report.line_plot(losses, "tokens", "nats per token", "Training loss")]
 
 
-def _print_next(folder: Path, datastore: Path, checkpoint: Path) -> None:
+def _print_next(options: DemoOptions, datastore: Path, checkpoint: Path) -> None:
     """Print the files, and commands to try next."""
-    echo(
-        f'\nreport:     {folder / "report.html"}\ndatastore:  {datastore}   try: retro search {datastore} "open a file"'
-    )
+    folder, words = options.output, "some words" if options.corpus else "open a file"
+    echo(f'\nreport:     {folder / "report.html"}\ndatastore:  {datastore}   try: retro search {datastore} "{words}"')
     echo(f"checkpoint: {checkpoint}")
     echo(f"page:       retro serve {datastore} --checkpoint {folder / 'retro'}")
     echo(f"settings:   {folder / 'demo.toml'}   change them and run: retro train {folder / 'demo.toml'} --run NEW")

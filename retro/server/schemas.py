@@ -155,21 +155,25 @@ class Place(BaseModel):
 
 
 class TracedRun(BaseModel):
-    """A run of tokens that occurs verbatim in the datastore, as long as possible to both sides."""
+    """A run of tokens that occurs verbatim in a datastore, as long as possible to both sides."""
 
     text: tuple[int, int] = Field(description="Characters [start, stop) of the text of all tokens.")
     tokens: int
     occurrences: int
+    datastore: str = Field(description="Name of the datastore, see `GET /datastore`.")
     places: list[Place] = Field(description="One occurrence in each of the first documents that it occurs in.")
 
 
 class TraceResponse(BaseModel):
-    """Runs in the order of the text. They may overlap; none contains another."""
+    """Runs in the order of the text. They may overlap; none contains another run of the same datastore."""
 
     text: str = Field(description="Text of all tokens: that of the request, as the tokenizer normalizes it.")
     runs: list[TracedRun]
     tokens: int = Field(description="Tokens of the text.")
     tokens_in_runs: int
+    datastores: list[str] = Field(
+        description="Names of the datastores that were searched: those with the stage `suffixes`."
+    )
 
 
 class Span(BaseModel):
@@ -280,7 +284,7 @@ class DatastoreResponse(BaseModel):
     dimension: int
     filters: list[str] = Field(description="Metadata columns that `filters` accepts.")
     retrieval: list[Retrieval] = Field(description="Kinds of retrieval that a search accepts.")
-    trace: bool = Field(description="Whether runs can be traced: the first datastore has the stage `suffixes`.")
+    trace: bool = Field(description="Whether runs can be traced: a datastore has the stage `suffixes`.")
     model: dict[str, Any] | None = Field(
         description="Fields: `name`, `fingerprint`, `step`, `parameters`, `context`, `retrieval`. Null without a model."
     )
@@ -339,7 +343,7 @@ class Copy(BaseModel):
 
 
 class GeneratedRun(TracedRun):
-    """A run of at least 8 tokens that occurs verbatim in the datastore and has generated tokens."""
+    """A run of at least 8 tokens that occurs verbatim in a datastore and has generated tokens."""
 
     text: tuple[int, int] = Field(description="Characters [start, stop) of the answer's text that were generated.")
     prompt_tokens: int = Field(description="Tokens of the run that are the end of the prompt.")
@@ -356,7 +360,7 @@ class Sources(BaseModel):
     chunks: list[ReadChunk]
     copies: list[Copy]
     runs: list[GeneratedRun] | None = absent_if_none(
-        "In the order of their ends. Absent if the datastore lacks the stage `suffixes`, and in `/score`."
+        "In the order of their ends. Absent if no datastore has the stage `suffixes`, and in `/score`."
     )
 
 

@@ -22,6 +22,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
+from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.model.presets import count_parameters
 from retro.server import schemas
@@ -35,7 +36,6 @@ from retro.server.service import (
     SearchResult,
     Service,
     ServiceDependency,
-    datastore_name,
 )
 from retro.server.spans import characters, shared_runs, token_ends
 
@@ -290,7 +290,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
         "dimension": retriever.embedder.dimension,
         "filters": retriever.filter_columns,
         "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
-        "trace": service.has_suffixes,
+        "trace": service.traces,
         "model": _model(service),
         "limits": service.settings.limits,
     }

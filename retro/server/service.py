@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,10 +22,8 @@ from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
-from indexing.store.remote import url_of
+from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
-from indexing.suffixes.build import FOLDER
-from indexing.suffixes.search import SuffixIndex
 from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
@@ -39,6 +37,7 @@ from retro.server.generation_queue import GenerationQueue
 from retro.server.limits import Admission
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
+from retro.server.verbatim_runs import TracedDatastore, is_traced, traced_datastores
 
 Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
@@ -113,13 +112,13 @@ class Service:
         self.retriever, self.language_model, self.settings = retriever, language_model, settings
         self.name, self.started = settings.name or _name_of(retriever, language_model), int(time.time())
         self.admission, self.metrics = Admission(), Metrics()
-        self._suffixes: SuffixIndex | None = None if language_model is None else language_model.suffixes
         count, size = self.metrics.count_batch, settings.max_batch
         self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
             "search", _search_with(retriever), size, count("search"), _cost_of_search
         )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
         waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
+        self._traced: list[TracedDatastore] | None = None
         if language_model is not None:
             self.score = Batcher(
                 "score",
@@ -171,19 +170,20 @@ class Service:
         """True if there is a model and it reads neighbors."""
         return self.language_model is not None and self.language_model.retriever is not None
 
-    @property
-    def has_suffixes(self) -> bool:
-        """True if the first datastore has the sorted prefixes that find verbatim runs."""
-        return self.retriever.datastore.has(FOLDER)
+    @cached_property
+    def traces(self) -> bool:
+        """True if a datastore has the sorted prefixes that find verbatim runs."""
+        return any(map(is_traced, self.retriever.retrieval.splits))
 
-    def suffixes(self) -> SuffixIndex:
-        """Return the sorted prefixes of the first datastore; raise ApiError if it has none."""
-        if self._suffixes is None:
+    def traced(self) -> list[TracedDatastore]:
+        """Return the datastores in which verbatim runs are found; raise ApiError if there is none."""
+        if self._traced is None:
+            opened = None if self.language_model is None else self.language_model.suffixes
             try:
-                self._suffixes = SuffixIndex.open(self.retriever.datastore.folder)
+                self._traced = traced_datastores(self.retriever.retrieval, opened)
             except InputError as error:
                 raise ApiError(404, str(error)) from error
-        return self._suffixes
+        return self._traced
 
     def model(self) -> LanguageModel:
         """Return the language model; raise ApiError if there is none."""
@@ -313,11 +313,6 @@ ServiceDependency = Annotated[Service, Depends(service_of)]
 def _cost_of_search(search: SearchKey, query: Query) -> int:
     """Return the cost of one query; a query searched by its vector alone costs 1."""
     return 1 if search.retrieval == "dense" else _COST_WITH_TERMS
-
-
-def datastore_name(folder: Path) -> str:
-    """Return the name of a datastore for clients: its URL, or the last two parts of its path."""
-    return url_of(folder) or "/".join(folder.resolve().parts[-2:])
 
 
 def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list[SearchResult]]:

@@ -2,7 +2,7 @@
 
 GeneratedToken.read, Scores.read ─► ids ─► chunks of the datastore with their documents ─► ReadChunk
 GeneratedToken.copied, Scores.copied ─► characters of the neighbor's text ─► Copy ─► joined to runs
-GeneratedToken.token ─► `trace_api.GeneratedRuns` ─► runs that occur verbatim in the whole datastore
+GeneratedToken.token ─► `GeneratedRuns` ─► runs that occur verbatim in the datastores
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from retro.server.chunk_texts import ChunkTexts
 from retro.server.search_api import hit_fields
 from retro.server.service import Service
 from retro.server.spans import characters
-from retro.server.trace_api import GeneratedRuns, PlaceFinder
+from retro.server.verbatim_runs import GeneratedRuns
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -113,9 +113,9 @@ async def with_sources(
 
 def _finders(service: Service, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
     retriever, texts = service.retriever, ChunkTexts(service.retriever)
-    places = PlaceFinder(service.suffixes(), retriever, texts) if service.has_suffixes else None
+    traced = service.traced() if service.traces else []
     return [
-        SourceFinder(retriever, texts, start, None if places is None else GeneratedRuns(places, prompt, start))
+        SourceFinder(retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
         for prompt, start in zip(prompts, starts, strict=True)
     ]
 

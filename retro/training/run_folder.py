@@ -136,6 +136,10 @@ def _same_learning_rates(before: dict[str, Any], now: dict[str, Any], steps_done
     return all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
+# Endings of the metrics of evaluations; the first one that a line has ranks the checkpoint.
+_HELD_OUT = tuple(f"_{figure}_{mode}" for figure in ("bits_per_byte", "loss") for mode in ("on", "off"))
+
+
 def better(best: dict[str, Any] | None, step: int, line: dict[str, float]) -> dict[str, Any] | None:
     """The better of the best evaluation so far and that of a step."""
     score = score_of(line)
@@ -150,10 +154,19 @@ def score_of(line: dict[str, float]) -> tuple[str, float] | None:
     It is bits per byte of the first evaluation set, with retrieval ON if the model retrieves. For fine-tuning it is the loss of the
     held-out answers.
     """
-    endings = [f"_{figure}_{mode}" for figure in ("bits_per_byte", "loss") for mode in ("on", "off")]
-    names = [name for ending in endings for name in line if name.endswith(ending)]
+    names = [name for ending in _HELD_OUT for name in line if name.endswith(ending)]
     name = next(iter(names), None)
     return (name, line[name]) if name and math.isfinite(line[name]) else None
+
+
+def read_evaluation(run: Path, step: int) -> dict[str, float]:
+    """The metrics of the evaluation of a step; empty if it is not in `metrics.jsonl`.
+
+    Raises:
+        InputError: a line is not JSON.
+    """
+    lines = [line for line in read_metrics(run) if line["step"] == step]
+    return next((line for line in lines if any(name.endswith(_HELD_OUT) for name in line)), {})
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

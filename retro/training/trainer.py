@@ -2,12 +2,15 @@
 
     run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 
-    Trainer ─ restore ─► train ─► train_step ─► log ─► evaluate ─► save ─┐
+    Trainer ─ restore ─► train ─► train_step ─► log ─► save ─► evaluate ─┐
                            └───────────────── next step ◄────────────────┘
 
 The same command resumes a stopped run from its last checkpoint, bit for bit on a CPU: the order of the data is a function
 of the step, and everything else that matters is in the checkpoint. All processes of a run do the same steps; the first one
 writes the files.
+
+A checkpoint is saved before the evaluation of its step, so that a kill during the evaluation loses no step. The line in
+`metrics.jsonl` records that a step is evaluated.
 """
 
 import contextlib
@@ -41,7 +44,7 @@ from retro.training.initial_weights import load_initial_adapter, load_initial_we
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
 from retro.training.optimizer import learning_rate_factors, make_optimizer
-from retro.training.run_folder import better, last_checkpoint, read_metrics
+from retro.training.run_folder import better, last_checkpoint, read_evaluation, read_metrics
 from retro.training.run_settings import RunSettings
 from retro.training.settings import OnNan, TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
@@ -82,7 +85,7 @@ def train(run: Path, settings: RunSettings, *, advance: Advance = lambda _: None
     Raises:
         InputError: settings that do not fit together, the datastores, or the run's earlier settings.
         FloatingPointError: loss or gradient are not finite. The state before that step is saved, and the batch named.
-        Stopped: SIGTERM or SIGINT. The step, and its evaluation if one was due, is finished and saved.
+        Stopped: SIGTERM or SIGINT. The step is finished and saved; its evaluation, if one was due, is left to the resumed run.
     """
     return Trainer(run, DocumentTask, settings, advance=advance).train()
 
@@ -93,6 +96,8 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         tokens: tokens trained on.
+        saved: step of the newest checkpoint, -1 without one.
+        evaluated: whether the current step is evaluated.
         best: `step`, `metric` and `value` of the best evaluation, or None.
         skipped: number of `steps` skipped because of an overflow, and of `batches` skipped because they were not finite.
     """
@@ -117,7 +122,7 @@ class Trainer:
         status("opening the data and the model")
         if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
             log.warning(
-                "train.warmup_steps = %d is more than train.steps: the warm-up has %d steps instead", wanted, warmup
+                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead", wanted, warmup
             )
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
@@ -141,7 +146,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
         on_first(self.group, self._write_settings)
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens, self.saved = 0, 0, -1
+        self.evaluated = True  # there is no step to evaluate
         self.best: dict[str, Any] | None = None
         self.skipped, self.refused_in_a_row = {"steps": 0, "batches": 0}, 0
         self.meter = Meter()
@@ -153,6 +159,7 @@ class Trainer:
         self.utilization = Utilization.of(settings, self.placement, self.processes.count)
         self.saver, self.saver_group = Saver(), open_group()
         self.loggers: list[Logger] = []
+        self.signal_received: Callable[[], int | None] = lambda: None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -167,21 +174,19 @@ class Trainer:
         status("starts at step %s", f"{first_step:,}")
         with contextlib.ExitStack() as stack:
             self._open_loggers(stack)
-            signal_received = stack.enter_context(signals_as_requests())  # before the saver: its last write is safe
+            # Before the saver, whose last write is then safe.
+            self.signal_received = stack.enter_context(signals_as_requests())
             stack.enter_context(contextlib.closing(self.saver))
+            self.evaluate_if_due()  # of a resumed run that was stopped during its evaluation
             while self.step < settings.steps:
-                result = self.train_step()
-                self.log(result)
-                if self.is_due(settings.eval_every):
-                    self.evaluate()
-                signal = self._agreed(signal_received())
-                is_best = self.best is not None and self.best["step"] == self.step
-                if self.is_due(settings.checkpoint_every) or is_best or signal:
+                self.log(self.train_step())
+                if self.is_due(settings.checkpoint_every):
                     self.save()
                 elif self.step == first_step:
                     self.saver.prepare(self.tensors())
-                if signal and self.step < settings.steps:
-                    raise Stopped(self.run, self.step, signal)
+                self.evaluate_if_due()
+                if self.step < settings.steps:
+                    self.stop_if_signaled()
         newest = checkpoints.latest(self.run)
         assert newest is not None  # the last step has saved one
         return Outcome(newest, read_metrics(self.run), self.num_parameters)
@@ -200,7 +205,7 @@ class Trainer:
         else:
             self.refused_in_a_row = 0
             self.meter.add(result.metrics["loss"], result.num_tokens)
-        self.step, self.tokens = self.step + 1, self.tokens + result.num_tokens
+        self.step, self.tokens, self.evaluated = self.step + 1, self.tokens + result.num_tokens, False
         self.skipped["steps"] += result.update == "overflow"
         self.skipped["batches"] += result.update == "refused"
         self.advance(result.num_tokens)
@@ -218,18 +223,40 @@ class Trainer:
         if result.monitored:
             self._write(result.monitored)
 
-    def evaluate(self) -> None:
-        """Measure the model on the task's held-out data, log the metrics, and remember the best evaluation."""
+    def evaluate_if_due(self) -> None:
+        """Measure the model on the task's held-out data, log the metrics, and keep the checkpoint of the best evaluation.
+
+        Raises:
+            Stopped: a signal came; no metrics are logged.
+        """
+        if self.evaluated or not self.is_due(self.settings.train.eval_every):
+            return
         parts = self.model.model_parts
         status("evaluation at step %s", f"{self.step:,}")
         with self.meter.paused():
             for part in parts:
                 part.eval()
-            metrics = self.task.evaluate(parts[0], self.placement, self.model.token_losses)
+            metrics = self.task.evaluate(parts[0], self.placement, self._token_losses)
             for part in parts:
                 part.train()
-        self._write(metrics)
-        self.best = better(self.best, self.step, metrics)
+        if metrics:
+            self._write(metrics)
+        self.evaluated, before = True, self.best
+        self.best = better(before, self.step, metrics)
+        if self.best != before:
+            self._keep_best()
+
+    def _token_losses(self, inputs: Inputs) -> Tensor:
+        """The losses of a batch of the evaluation, unless a signal came."""
+        self.stop_if_signaled()
+        return self.model.token_losses(inputs)
+
+    def stop_if_signaled(self) -> None:
+        """Save the step and raise `Stopped`, in all processes, if one of them received a signal."""
+        if signal := self._agreed(self.signal_received()):
+            if self.saved != self.step:
+                self.save()
+            raise Stopped(self.run, self.step, signal)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -254,6 +281,15 @@ class Trainer:
         keep = self.settings.train.keep_checkpoints
         publish = partial(checkpoints.publish, self.run, keep=keep, group=self.saver_group)
         self.saver.save(self.tensors(), partial(publish, self.state_dict()))
+        self.saved = self.step
+
+    def _keep_best(self) -> None:
+        """Keep the checkpoint of this step as the best one."""
+        if self.saved != self.step:
+            self.save()
+            return
+        self.saver.wait()
+        on_first(self.group, partial(checkpoints.rotate, self.run, self.best, self.settings.train.keep_checkpoints))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run."""
@@ -265,9 +301,11 @@ class Trainer:
             mesh_dims=self.metadata["mesh_dims"],
             stream=self.processes.data_rank,
         )
-        on_first(self.group, partial(checkpoints.name_best, self.run, checkpoint.best))
+        evaluation = on_first(self.group, partial(read_evaluation, self.run, checkpoint.step))
+        self.evaluated, self.best = bool(evaluation), better(checkpoint.best, checkpoint.step, evaluation)
+        on_first(self.group, partial(checkpoints.name_best, self.run, self.best))
         self.optimizer_step.scaler.load_state_dict(checkpoint.scaler)
-        self.step, self.tokens, self.best = checkpoint.step, checkpoint.tokens, checkpoint.best
+        self.step, self.tokens, self.saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.skipped, self.meter = checkpoint.skipped, Meter(**checkpoint.unlogged)
         self.metadata["started_from"] = checkpoint.started_from
         self.advance(FinishedBefore(checkpoint.tokens))
@@ -373,8 +411,7 @@ class Trainer:
         if settings.train.on_nan == "skip" and self.refused_in_a_row <= MAX_REFUSED_IN_A_ROW:
             log.warning("%s; it is skipped", problem)
             return
-        self.saver.wait()
-        if not on_first(self.group, checkpoints.step_folder(self.run, self.step).exists):
+        if self.saved != self.step:
             self.save()
         raise FloatingPointError(f"{self.run}: {problem}. {_advice(settings.train.on_nan, self.step)}")
 

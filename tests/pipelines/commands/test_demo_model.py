@@ -12,8 +12,9 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli import main
-from pipelines.commands.demo_model import Written, fetch_smollm2, one_window_each, side_by_side
+from pipelines.commands.demo_model import Written, fetch_smollm2, marked, one_window_each, side_by_side
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.server.schemas import GeneratedRun, Place
 from tests.retro.huggingface.small_gguf import write_gguf
 
 pytest.importorskip("transformers")
@@ -45,6 +46,20 @@ def test_both_texts_are_whole_and_in_columns() -> None:
     columns = [line.split(" │ ") for line in lines if " │ " in line]
     assert "".join(left.strip() + " " for left, _ in columns).split() == ["retrieval", "OFF", *off.split()]
     assert [right for _, right in columns if right.strip()] == ["retrieval ON", "with neighbors[1]", "  indented"]
+
+
+def test_sources_are_numbered_at_the_ends_of_their_runs_in_the_text() -> None:
+    text = "one two \nthree four  five"
+
+    def run(start: int, stop: int, document: str) -> GeneratedRun:
+        place = Place(document_id=document, title="", source="", start=(0, 0), stop=(0, 1))
+        return GeneratedRun(text=(start, stop), tokens=9, prompt_tokens=0, occurrences=1, datastore="d", places=[place])
+
+    runs = [run(0, 9, "a"), run(4, 14, "b"), run(9, 16, "c"), run(16, 19, "d")]
+    marked_text, lines = marked(text, runs)
+    assert marked_text == "one two[1] \nthree[2] f[3]our[4]  five"
+    assert lines == ['[1] a: "one two"', '[2] b: "two ⏎ three"', '[3] c: "three f"', '[4] d: "our"']
+    assert marked(text, [run(0, 7, "a"), run(4, 9, "b")])[1] == ['[1] a: "one two"']
 
 
 def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datastore) -> None:

@@ -2,17 +2,23 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.commands.generate import in_order
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
+from retro.server.verbatim_runs import TracedDatastore, traced_datastores
 from tests.pipelines.conftest import Terminal
 
 PROMPT = "the index of a chunk and the neighbor in memory with a vector from the store\n"
@@ -76,6 +82,58 @@ def test_copied_words_are_blue_on_a_terminal(arguments, monkeypatch, capsys) -> 
     assert main([*arguments, PROMPT]) == 0
     assert screen.getvalue().count(BLUE) > 1
     assert screen.getvalue().replace(BLUE, "").replace(END, "") == plain
+
+
+@pytest.fixture
+def traced(model: LanguageModel, voting_datastore: Datastore, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    """The same model with a datastore that can be traced."""
+    retriever = Retriever.open(voting_datastore.folder)
+    opened = replace(model, retriever=retriever, _searches={})
+    monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: opened)
+    return opened
+
+
+def test_verbatim_runs_are_those_of_the_server_and_named_after_the_text(arguments, traced, capsys) -> None:
+    assert main([*arguments, PROMPT, "--format", "json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
+    with TestClient(make_app(traced.retriever, traced, settings)) as client:
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "k": 3, "return_sources": True}
+        served = client.post("/generate", json=body).json()
+    assert answer["text"] == served["text"]
+    assert answer["runs"] == served["sources"]["runs"]
+    assert answer["runs"]
+    assert main([*arguments, PROMPT]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == PROMPT + answer["text"] + "\n"
+    _, listed = printed.err.split("occurs verbatim in:\n")
+    named = [run for run in answer["runs"] if run["tokens"] - run["prompt_tokens"] > 1]
+    assert len(listed.splitlines()) == len(named) > 0
+    for line, run in zip(listed.splitlines(), named, strict=True):
+        assert all(place["document_id"] in line for place in run["places"])
+        assert f"({run['tokens']} tokens" in line
+
+
+def test_the_text_is_printed_before_the_datastore_is_opened_for_runs(arguments, traced, monkeypatch, capsys) -> None:
+    seen = []
+
+    def opened(*given: object) -> list[TracedDatastore]:
+        seen.append(capsys.readouterr().out)
+        return traced_datastores(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("retro.server.verbatim_runs.traced_datastores", opened)
+    assert main([*arguments, PROMPT, "a"]) == 0
+    (before,) = seen  # once for all prompts
+    assert before.startswith(PROMPT)
+    assert before.endswith("\n")
+
+
+def test_without_sorted_prefixes_no_runs_are_listed(arguments, capsys) -> None:
+    assert main([*arguments, PROMPT, "--format", "json"]) == 0
+    printed = capsys.readouterr()
+    assert "runs" not in json.loads(printed.out)[0]
+    assert main([*arguments, PROMPT]) == 0
+    assert "verbatim" not in capsys.readouterr().err
 
 
 def test_nothing_is_copied_from_neighbors_that_are_not_read(arguments, monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
+from indexing.store.files import read_json, write_checked
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli import main
 from tests.conftest import build_local, tiny_config
@@ -46,6 +48,45 @@ def test_text_lists_no_run_of_a_text_that_occurs_nowhere(folder: Path, capsys: p
     assert "shorter" not in printed
     assert main(["trace", str(folder), "zq", "--least", "60"]) == 0
     assert "The text is shorter than that" in capsys.readouterr().out
+    assert main(["trace", str(folder), "e", "--least", "1"]) == 0
+    assert "characters 0 to 1 (1 token), " in capsys.readouterr().out
+
+
+def test_the_datastores_that_neighbors_come_from_are_traced_too(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = "seventeen violet walruses whistle on a wednesday in the warm water"
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"id": f"walrus-{n}", "text": f"{words} {n}"}) + "\n" for n in range(9))
+    )
+    config = tiny_config(tmp_path / "other", tmp_path / "corpus.jsonl")
+    model = str(folder / "tokenizer" / "sentencepiece.model")
+    config = replace(config, tokenizer=replace(config.tokenizer, kind="sentencepiece", path=model))
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    other = build_local(config, only="chunk")
+    shutil.copytree(folder, both := tmp_path / "both")
+    manifest = read_json(both / "manifest.json")
+    manifest["extra_datastores"] = [{"folder": str(other.folder), "chunks": other.manifest["fingerprints"]["chunk"]}]
+    write_checked(both / "manifest.json", manifest)
+    train = Datastore.open(folder).train
+    first, _ = train.chunk_range(3)
+    known = Tokenizer.open(folder / "tokenizer").decode(train.tokens.read(first, first + 1)[0, 1:14].astype(int))
+    command = ["trace", str(both), f"{known} {words}"]
+    assert main([*command, "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert "other/datastore is not searched" in err
+    alone = json.loads(out)
+    assert [Path(name).name for name in alone["datastores"]] == ["both"]
+    assert alone["runs"]
+    build_local(config, only="suffixes")
+    assert main([*command, "--format", "json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["datastores"] == [*alone["datastores"], "other/datastore"]
+    theirs = [run for run in printed["runs"] if run["datastore"] == "other/datastore"]
+    assert max(theirs, key=lambda run: run["tokens"])["documents"][0].startswith("walrus-")
+    assert [run for run in printed["runs"] if run not in theirs] == alone["runs"]
+    assert main(command) == 0
+    assert re.search(r"for example in walrus-\d.* of other/datastore\n", capsys.readouterr().out)
 
 
 def test_a_run_of_bytes_is_shown_in_whole_characters(

@@ -4,6 +4,7 @@ One test starts them with torchrun. The others start them as torchrun does, but 
 imported PyTorch, which is faster.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,12 +23,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
+from retro.model.inputs import Inputs
+from retro.parallel.forward_backward import WholeModel
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
 from tests.conftest import PATIENCE, at_operation, tiny_config, wait_until
@@ -46,10 +50,13 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
     return replace(config, model=replace(config.model, dropout=0.1), train=settings)
 
 
-def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: int) -> None:
-    """Run one process with torchrun's environment variables. The first process pauses before operation `pause_at`."""
+def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: int, signal_at: int) -> None:
+    """Run one process with torchrun's environment variables. The first one pauses before operation `pause_at`; only the last one
+    receives SIGTERM, in batch `signal_at` of its evaluations."""
     if rank == 0 and pause_at:
         at_operation(pause_at, run, partial(pause, run.with_suffix(".paused")))
+    if rank == WORLD - 1 and signal_at:
+        signal_in_evaluation(signal_at)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -64,10 +71,22 @@ def pause(mark: Path) -> None:
     wait_until(lambda: not mark.exists())
 
 
+def signal_in_evaluation(number: int) -> None:
+    """Send this process SIGTERM in the n-th batch of its evaluations."""
+    batches, losses = itertools.count(1), WholeModel.token_losses
+
+    def token_losses(model: WholeModel, inputs: Inputs) -> Tensor:
+        if next(batches) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return losses(model, inputs)
+
+    WholeModel.token_losses = token_losses  # type: ignore[method-assign]
+
+
 class Processes:
     """`WORLD` processes that train together. The first creates the file `paused` and waits before operation `pause_at`."""
 
-    def __init__(self, config: Config, pause_at: int = 0) -> None:
+    def __init__(self, config: Config, pause_at: int = 0, signal_at: int = 0) -> None:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )  # outlives the processes, as torchrun's store does
@@ -75,7 +94,7 @@ class Processes:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])
         self.paused = self.run.with_suffix(".paused")
-        rest = (self.store.port, self.said, file, self.run, pause_at)
+        rest = (self.store.port, self.said, file, self.run, pause_at, signal_at)
         self.all = [context.Process(target=worker, args=(rank, *rest)) for rank in range(WORLD)]
         for one in self.all:
             one.start()
@@ -170,6 +189,27 @@ def test_after_kills_the_other_processes_end_and_restarts_give_bit_identical_res
         assert processes.end() == [0, 0], processes.said.read_text()
     assert last_checkpoint(killed.run) == last_checkpoint(calm.run)
     assert losses(killed.run) == losses(calm.run)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_an_evaluation_in_all_at_the_same_batch(config: Config) -> None:
+    settings = replace(config.train, steps=8, eval_every=4, eval_tokens=1000, checkpoint_every=8)
+    stopped, calm = (
+        replace(
+            config, run=config.run.with_name(name), train=settings, evaluation=replace(config.evaluation, batch_size=2)
+        )
+        for name in ("stopped", "calm")
+    )
+    processes = Processes(stopped, signal_at=2)
+    assert processes.end() == [143, 143], processes.said.read_text()
+    assert checkpoints.open_checkpoint(stopped.run).step == 4  # saved because of the signal
+    assert not [line for line in read_metrics(stopped.run) if "valid_bits_per_byte_on" in line]
+    for one in (stopped, calm):
+        processes = Processes(one)
+        assert processes.end() == [0, 0], processes.said.read_text()
+    assert last_checkpoint(stopped.run) == last_checkpoint(calm.run)
+    lines = [[{**line, "tokens_per_second": 0, "mfu": 0} for line in read_metrics(one.run)] for one in (stopped, calm)]
+    assert lines[0] == lines[1]
 
 
 def torchrun_workers(launcher: int) -> list[int]:

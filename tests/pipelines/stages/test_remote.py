@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from indexing.progress import STATUS
 from indexing.retrieval.retriever import Retriever
 from indexing.store import remote
 from indexing.store.datastore import Datastore
@@ -26,6 +27,7 @@ from pipelines.settings.toml_file import to_toml
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
+from retro.server.verbatim_runs import traced_datastores
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
@@ -86,6 +88,22 @@ def test_another_machine_resumes_the_build(
     now = at(f"{bucket}/wiki")
     assert now == here(tiny_datastore)
     assert all(now[name] == data for name, data in made.items() if name != "manifest.json")
+
+
+def test_the_first_trace_fetches_the_sorted_prefixes_and_all_tokens_and_says_so(
+    url: str, config: Config, another_machine: Callable[[], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory mapping needs whole files."""
+    build_local(config, only="suffixes")
+    cache = another_machine()
+    retriever = Retriever.open(url)
+    with caplog.at_level(STATUS):
+        (traced,) = traced_datastores(retriever.retrieval)
+    assert f"fetching all tokens and sorted prefixes of {url} into {cache}" in caplog.text
+    assert traced.index.longest_match(retriever.tokenizer.encode("the index of a chunk")).length
+    stored = {name for name in at(url) if name.startswith("suffixes/") or name.endswith("train/tokens.npy")}
+    mirror = remote.local_folder(url)
+    assert stored == {name for name in stored if (mirror / name).exists()}
 
 
 class ElsewhereExecutor:

@@ -42,7 +42,7 @@ def language_model(tiny_run: Path, retriever: Retriever) -> LanguageModel:
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
-    """Two datastores searched as one: texts about ships, and texts about trains. No document is held out."""
+    """Two datastores searched as one: texts about ships, and texts about trains. No document is held out. Both can be traced."""
     folders = []
     for word in ("ship", "train"):
         folder = tmp_path_factory.mktemp(word)
@@ -55,7 +55,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Retriever:
             model = str(folders[0] / "tokenizer" / "sentencepiece.model")
             config = replace(config, tokenizer=replace(config.tokenizer, kind="sentencepiece", path=model))
             config = replace(config, embedder=replace(config.embedder, path=str(folders[0])))
-        folders.append(build_local(config).folder)
+        build_local(config)
+        folders.append(build_local(config, only="suffixes").folder)
     return Retriever.open(*folders)
 
 

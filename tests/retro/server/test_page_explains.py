@@ -314,7 +314,8 @@ def test_a_text_that_waits_says_so_and_a_model_that_does_not_read_neighbors_writ
         page.route(
             "**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None
         )
-    page.goto(url + form_of("generation"))
+    with page.expect_response("**/datastore"):  # until then the page does not know the model
+        page.goto(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("5")
     submit(page, "generation", TEXT)
     states = page.locator(".pane .state")

@@ -1,11 +1,14 @@
 """The view "Trace" in a real Chromium: runs of a pasted or generated text are marked and lead to their place in a document."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
+from indexing.store.files import read_json, write_checked
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from tests.retro.server.browser import MARKS, PHONE, TEXT, ask, expect, form_of, submit
@@ -45,6 +48,24 @@ def test_a_run_is_marked_and_leads_to_its_place_in_the_document(open_page, url: 
     assert "".join(page.locator("#document mark").all_text_contents()) == quoted
     page.get_by_role("link", name="← Trace").click()
     expect(page.locator(".trace .query pre")).to_have_text(text)
+
+
+def test_with_several_datastores_a_run_names_its_own_and_those_that_were_not_searched_are_named(
+    open_page, two: Retriever, tmp_path: Path
+) -> None:
+    ships, trains = (split.folder for split in two.retrieval.splits)
+    shutil.copytree(ships, bare := tmp_path / "bare")
+    manifest = read_json(bare / "manifest.json")
+    del manifest["fingerprints"]["suffixes"]
+    write_checked(bare / "manifest.json", manifest)
+    name = "/".join(trains.parts[-2:])
+    with listening(make_app(Retriever.open(bare, trains), None, ServeSettings())) as url:
+        page = open_page(url + form_of("trace"))
+        submit(page, "trace", "the train number 21 of the trains leaves")
+        expect(page.locator(".traced").first).to_contain_text(f"in {name},")
+        expect(page.locator("#trace-strip")).to_contain_text(f"searched in {name}; not in ")
+        page.locator(".traced a").first.click()
+        expect(page.locator("#document mark").first).to_be_visible()
 
 
 def test_runs_are_reached_and_opened_by_keyboard(open_page, url: str, retriever: Retriever) -> None:

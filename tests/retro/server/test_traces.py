@@ -1,5 +1,6 @@
 """Verbatim runs over HTTP: of a given text, and of a planted passage that a model with the whole datastore continues."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,17 @@ from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
+from indexing.store.files import read_json, write_checked
 from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
+from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.model.copy_datastore import DatastoreSource
 from retro.server import schemas
 from retro.server.app import make_app
+from retro.server.chunk_texts import ChunkTexts
 from retro.server.settings import ServeSettings
 from retro.server.sources import joined
+from retro.server.verbatim_runs import GeneratedRuns, TracedDatastore, traced_datastores
 from tests.retro.server.conftest import CHAT_TEMPLATE, events_of
 from tests.retro.server.generation_requests import (
     CHAT,
@@ -84,6 +89,76 @@ def test_without_sorted_prefixes_a_trace_names_the_stage_and_sources_have_no_run
     assert "--stage suffixes" in refused.json()["error"]["message"]
     assert set(post(without_suffixes, GENERATE, return_sources=True).json()["sources"]) == {"chunks", "copies"}
     assert [each.get("/datastore").json()["trace"] for each in (client, without_suffixes)] == [True, False]
+
+
+def serving(retriever: Retriever) -> TestClient:
+    return TestClient(make_app(retriever, None, ServeSettings(allowed_hosts=("testserver",))))
+
+
+def test_runs_come_from_all_datastores_and_name_theirs(two: Retriever) -> None:
+    ships, trains = (split.folder for split in two.retrieval.splits)
+    text = "the ship number 7 of the ships leaves the train number 21 of the trains leaves"
+    with serving(two) as client:
+        names = [each["name"] for each in client.get("/datastore").json()["datastores"]]
+        answer = client.post("/trace", json={"text": text, "documents": 1}).json()
+        for run in answer["runs"]:
+            (place,) = run["places"]
+            for chunk, _ in (place["start"], place["stop"]):
+                stored = client.get(f"/chunks/{chunk}").json()
+                assert stored["document_id"] == place["document_id"]
+            assert text_between(two, place) == text[slice(*run["text"])]
+    assert answer["datastores"] == names
+    alone = {folder: trace(SuffixIndex.open(folder), tokens_of(two, text), SHORTEST_RUN) for folder in (ships, trains)}
+    found = [(run["datastore"], run["tokens"], run["occurrences"]) for run in answer["runs"]]
+    expected = [
+        (name, run.stop - run.first, SuffixIndex.open(folder).count(run.match))
+        for name, (folder, runs) in zip(names, alone.items(), strict=True)
+        for run in runs
+    ]
+    assert sorted(found) == sorted(expected)
+    assert {name for name, _, _ in found} == set(names)
+    starts = [run["text"][0] for run in answer["runs"]]
+    assert starts == sorted(starts)
+
+
+def tokens_of(retriever: Retriever, text: str) -> np.ndarray:
+    return retriever.tokenizer.encode(text).astype(np.int64)
+
+
+def test_datastores_without_sorted_prefixes_are_left_out_and_the_answer_names_the_others(
+    two: Retriever, tmp_path: Path
+) -> None:
+    ships, trains = (split.folder for split in two.retrieval.splits)
+    shutil.copytree(ships, bare := tmp_path / "ships" / "bare")
+    manifest = read_json(bare / "manifest.json")
+    del manifest["fingerprints"]["suffixes"]
+    write_checked(bare / "manifest.json", manifest)
+    with serving(Retriever.open(bare, trains)) as client:
+        datastore = client.get("/datastore").json()
+        assert datastore["trace"]
+        answer = client.post("/trace", json={"text": "the train number 21 of the trains leaves"}).json()
+    assert answer["datastores"] == [datastore["datastores"][1]["name"]]
+    assert {run["datastore"] for run in answer["runs"]} == set(answer["datastores"])
+
+
+def test_runs_of_a_generated_text_come_from_all_datastores(two: Retriever) -> None:
+    texts, words = ChunkTexts(two), "the ship number 7 of the ships leaves the train number 21 of the trains leaves"
+    prompt, new = np.split(tokens_of(two, words), [5])
+    tokens = [GeneratedToken(0, int(token), two.tokenizer.decode([int(token)]), 0.0) for token in new]
+    tokens[-1] = replace(tokens[-1], finish_reason="length")
+    datastores = traced_datastores(two.retrieval)
+
+    def runs_in(*searched: TracedDatastore) -> list[schemas.GeneratedRun]:
+        finder = GeneratedRuns(searched, texts, prompt)
+        return [run for token in tokens for run in finder.add(token)]
+
+    both = runs_in(*datastores)
+    assert {run.datastore for run in both} == {each.name for each in datastores}
+    alone = [run for each in datastores for run in runs_in(each)]
+    assert sorted(map(repr, both)) == sorted(map(repr, alone))
+    assert [run.text[1] for run in both] == sorted(run.text[1] for run in both)
+    last = max(both, key=lambda run: run.text[1])
+    assert two.chunk(last.places[0].start[0]).document_id == last.places[0].document_id
 
 
 # --- a generated text ------------------------------------------------------------------------------------------------

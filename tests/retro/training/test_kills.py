@@ -26,7 +26,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder, run=tmp_path / "killed")
     steps = 4 * KILLS * LATEST // 10 + 20  # 10 operations per checkpoint, every 4 steps: the last kill hits too
     settings = replace(
-        config.train, steps=steps, log_every=3, eval_every=20, eval_tokens=100, checkpoint_every=4, num_threads=1
+        config.train, steps=steps, log_every=3, eval_every=6, eval_tokens=100, checkpoint_every=4, num_threads=1
     )
     config = replace(config, model=replace(config.model, dropout=0.1), train=settings)
     context = forkserver()

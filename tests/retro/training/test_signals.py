@@ -1,5 +1,6 @@
 """Signals stop a run after the current step is saved; previous signal handlers are restored."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
+from retro.model.inputs import Inputs
 from retro.parallel.coordination import open_group
+from retro.parallel.forward_backward import WholeModel
+from retro.training.run_folder import read_metrics
 from retro.training.signals import Stopped, signals_as_requests
+from retro.training.task import DocumentTask
 from retro.training.trainer import Outcome, Trainer, train
 from tests.conftest import tiny_config
 
@@ -68,10 +74,7 @@ def test_a_signal_saves_the_step_and_the_resumed_run_equals_an_uninterrupted_one
     resumed = run(config)
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         assert (resumed.checkpoint / name).read_bytes() == (straight.checkpoint / name).read_bytes(), name
-    values = [
-        [{**line, "tokens_per_second": 0, "mfu": 0} for line in outcome.metrics] for outcome in (straight, resumed)
-    ]
-    assert values[0] == values[1]
+    assert without_speed(resumed.metrics) == without_speed(straight.metrics)
 
 
 def test_a_second_sigterm_is_ignored_and_a_second_sigint_stops_at_once(config: Config) -> None:
@@ -83,8 +86,67 @@ def test_a_second_sigterm_is_ignored_and_a_second_sigint_stops_at_once(config: C
     assert checkpoints.open_checkpoint(config.run).step == 4
 
 
-def test_a_signal_in_the_last_step_completes_the_run(config: Config) -> None:
+@pytest.mark.parametrize("step", [3, 6], ids=["without a checkpoint of its own", "of the last step"])
+def test_a_signal_stops_an_evaluation_at_its_next_batch_and_the_resumed_run_equals_an_uninterrupted_one(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    config = replace(config, train=replace(config.train, steps=6, eval_every=3))  # checkpoints: 4 and 6
+    with evaluation_batches(monkeypatch) as counted:
+        straight = run(replace(config, run=tmp_path / "straight"))
+    signaled = 2 if step == 3 else len(counted) // 2 + 2  # the second batch of the evaluation
+    assert signaled < len(counted) * step // 6
+    with evaluation_batches(monkeypatch, signaled) as counted, pytest.raises(Stopped, match=f"step {step}") as stopped:
+        run(config)
+    assert len(counted) == signaled
+    assert stopped.value.exit_status == 143
+    assert checkpoints.open_checkpoint(config.run).step == step
+    assert evaluated(read_metrics(config.run)) == [3][: step // 6]
+    resumed = run(config)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        assert (resumed.checkpoint / name).read_bytes() == (straight.checkpoint / name).read_bytes(), name
+    assert without_speed(resumed.metrics) == without_speed(straight.metrics)
+    best = [folder / "checkpoints" / "best.json" for folder in (config.run, tmp_path / "straight")]
+    assert best[0].read_bytes() == best[1].read_bytes()
+
+
+def test_a_signal_in_the_last_step_leaves_only_the_evaluation_to_the_next_start(config: Config) -> None:
+    with pytest.raises(Stopped, match="step 8"):
+        run(config, advance=signal_in_step(8, signal.SIGTERM))
+    trained: list[int] = []
+    resumed = run(config, advance=trained.append)
+    assert trained == [8 * 2 * 64]  # reported as done before
+    assert evaluated(resumed.metrics) == [4, 8]
+
+
+def test_a_signal_in_the_last_step_completes_a_run_without_an_evaluation(config: Config, monkeypatch) -> None:
+    monkeypatch.setattr(DocumentTask, "evaluate", lambda *_: {})
     assert run(config, advance=signal_in_step(8, signal.SIGTERM)).metrics[-1]["step"] == 8
+
+
+@contextlib.contextmanager
+def evaluation_batches(monkeypatch: pytest.MonkeyPatch, number: int = 0) -> Iterator[list[Inputs]]:
+    """Collect the batches of evaluations. SIGTERM comes in the n-th of them."""
+    batches: list[Inputs] = []
+
+    def token_losses(model: WholeModel, inputs: Inputs) -> Tensor:
+        batches.append(inputs)
+        if len(batches) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return original(model, inputs)
+
+    original = WholeModel.token_losses
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeModel, "token_losses", token_losses)
+        yield batches
+
+
+def evaluated(metrics: list[dict[str, Any]]) -> list[int]:
+    """The steps that have an evaluation."""
+    return [line["step"] for line in metrics if "valid_bits_per_byte_on" in line]
+
+
+def without_speed(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**line, "tokens_per_second": 0, "mfu": 0} for line in metrics]
 
 
 def test_other_threads_install_no_signal_handlers() -> None:

@@ -25,6 +25,7 @@ from retro.model.settings import ModelSettings, updated
 from retro.training.meter import Meter
 from retro.training.run_folder import _changes, score_of
 from retro.training.settings import TrainSettings
+from retro.training.task import DocumentTask
 from retro.training.trainer import Outcome, train
 from tests.conftest import build_local, tiny_config, write_corpus
 
@@ -202,7 +203,7 @@ def test_a_run_shorter_than_its_warmup_trains_and_says_how_it_warms_up(
 ) -> None:
     outcome = run(with_train(config, steps=20, warmup_steps=100, eval_every=0))
     assert [line["lr"] for line in outcome.metrics if "lr" in line][1] == pytest.approx(config.train.lr)
-    assert "train.warmup_steps = 100" in caplog.text
+    assert "train.warmup_steps = 100 is more than train.steps: the warm-up ends at step 2" in caplog.text
 
 
 def test_a_changed_datastore_is_rejected(config: Config, tmp_path: Path) -> None:
@@ -283,6 +284,54 @@ def test_a_resumed_run_finds_the_same_best_checkpoint(config: Config, tmp_path: 
         json.loads((folder / "checkpoints" / "best.json").read_text()) for folder in (config.run, tmp_path / "straight")
     ]
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_the_checkpoint_of_a_step_is_written_before_its_evaluation_which_the_resumed_run_repeats(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    straight = run(replace(config, run=tmp_path / "straight"))
+    evaluations: list[int] = []
+
+    def evaluate(task: DocumentTask, *arguments) -> dict[str, float]:
+        evaluations.append(step)
+        if len(evaluations) == step // 4:
+            raise KeyboardInterrupt  # as a kill, but the writing thread may finish
+        return evaluated(task, *arguments)
+
+    evaluated = DocumentTask.evaluate
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentTask, "evaluate", evaluate)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert checkpoints.open_checkpoint(config.run).step == step
+    resumed = run(config)
+    assert weights(resumed) == weights(straight)
+    assert evaluations_of(resumed) == evaluations_of(straight)
+    best = [folder / "checkpoints" / "best.json" for folder in (config.run, tmp_path / "straight")]
+    assert best[0].read_bytes() == best[1].read_bytes()
+
+
+def test_a_recorded_evaluation_is_not_repeated_and_still_names_the_best_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the kill came between the line of metrics and `best.json`."""
+    first = run(with_train(config, steps=4, lr_schedule="constant"))
+    named = (config.run / "checkpoints" / "best.json").read_bytes()
+    (config.run / "checkpoints" / "best.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentTask, "evaluate", None)  # an error if it were called
+        again = run(with_train(config, steps=4, lr_schedule="constant"))
+    assert again.metrics == first.metrics
+    assert (config.run / "checkpoints" / "best.json").read_bytes() == named
+    longer = run(with_train(config, steps=8, lr_schedule="constant"))
+    assert [step for step, _ in evaluations_of(longer)] == [4, 8]
+
+
+def evaluations_of(outcome: Outcome) -> list[tuple[int, float]]:
+    return [
+        (line["step"], line["valid_bits_per_byte_on"]) for line in outcome.metrics if "valid_bits_per_byte_on" in line
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 // "Trace": the runs of a text that occur word for word in the stored documents, how often, and in which documents.
 
 import { addressOf } from "../lib/address.js";
-import { post, whenServed } from "../lib/api.js";
+import { post, served, whenServed } from "../lib/api.js";
 import { breakable, element, language } from "../lib/elements.js";
 import { roving } from "../lib/keyboard.js";
 import { counted, percent } from "../lib/numbers.js";
@@ -25,14 +25,22 @@ function find(values) {
   fill(results, "Searching the documents for parts of the text…", async (signal) => {
     const body = { text: values.get("text") };
     for (const name of ["least", "documents"]) body[name] = Number(values.get(name) ?? form.elements[name].value);
-    const answer = await post("trace", body, signal);
+    const [answer, { datastores }] = [await post("trace", body, signal), await served()];
     const share = answer.tokens_in_runs / Math.max(1, answer.tokens);
     const sentence = `${percent(share)} of the tokens are in ${counted(answer.runs.length, "run")}`;
     const about = element("span", {}, `${counted(answer.tokens, "token")}, runs of at least ${body.least}`);
     const save = downloadButton("trace", () => ({ request: body, ...answer }));
-    const line = strip("trace-strip", [element("b", { class: "verdict" }, sentence), about], [legend(), element("p", {}, save)]);
-    return { nodes: [line, traced(answer)], summary: `${sentence}.` };
+    const searched = datastores.length > 1 ? [element("span", {}, searchedIn(datastores, answer.datastores))] : [];
+    const line = strip("trace-strip", [element("b", { class: "verdict" }, sentence), about, ...searched], [legend(), element("p", {}, save)]);
+    return { nodes: [line, traced(answer, datastores.length > 1)], summary: `${sentence}.` };
   });
+}
+
+/** Which of several datastores were searched. */
+function searchedIn(datastores, searched) {
+  const others = datastores.map(({ name }) => name).filter((name) => !searched.includes(name));
+  const missing = others.length ? `; not in ${others.join(", ")}, without the stage suffixes` : "";
+  return `searched in ${searched.join(", ")}${missing}`;
 }
 
 function legend() {
@@ -49,10 +57,10 @@ function legend() {
 }
 
 /** The text with its marks on the left and the runs on the right; on a phone, one above the other. */
-function traced({ text, runs }) {
+function traced({ text, runs }, named) {
   const marks = runs.map(({ text: [start, stop], tokens, occurrences }, rank) => ({ start, stop, key: `run.${rank}`, tokens, rank, about: `run ${rank + 1}: ${counted(tokens, "token")}, ${times(occurrences)}` }));
   const shown = element("pre", { class: "text", ...language(text) }, ...marked(cut(text, marks), true));
-  const cards = runs.map((run, rank) => ({ run, card: runCard(run, rank, text) }));
+  const cards = runs.map((run, rank) => ({ run, card: runCard(run, rank, text, named) }));
   const nothing = notice("No runs", "No run of this length occurs in the documents.");
   const card = element(
     "article",
@@ -85,10 +93,11 @@ function folded(cards) {
   return [...nodes, element("details", { class: "fold" }, element("summary", {}, counted(short.length, "shorter run")), ...short.map(({ card }) => card))];
 }
 
-function runCard({ text: [start, stop], tokens, occurrences, places }, rank, text) {
+/** `named`: with the name of the datastore. */
+function runCard({ text: [start, stop], tokens, occurrences, datastore, places }, rank, text, named) {
   const characters = Array.from(text).slice(start, stop);
   const quote = characters.length > LONGEST_QUOTE ? `${characters.slice(0, LONGEST_QUOTE).join("")}…` : characters.join("");
-  const more = occurrences > places.length ? "for example in" : "in";
+  const more = `${named ? `in ${datastore}, ` : ""}${occurrences > places.length ? "for example in" : "in"}`;
   return element(
     "article",
     { class: "neighbor traced", "aria-label": `Run ${rank + 1}`, "data-keys": `run.${rank}` },

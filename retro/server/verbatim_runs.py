@@ -1,0 +1,145 @@
+"""Runs of texts that occur verbatim in the training documents of datastores: of a given text, and of a text while it is generated.
+
+tokens ─► `trace` ─► runs ─► number of occurrences, places in documents
+prompt, then each generated token ─► `Tracer` ─► runs that reach into the answer
+
+Each datastore is searched on its own: a run is as long as possible in its datastore, and another one can have a longer run there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
+from indexing.store.datastore import Datastore, Split
+from indexing.store.remote import datastore_name
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.suffixes.build import FOLDER
+from indexing.suffixes.search import SHORTEST_RUN, Place, Run, SuffixIndex, Tracer
+from retro.server import schemas
+from retro.server.spans import characters
+
+if TYPE_CHECKING:  # `retro trace` needs neither torch nor Faiss
+    from retro.inference.generation import GeneratedToken
+    from retro.server.chunk_texts import ChunkTexts
+
+_PLACES = 3  # of a run of a generated text
+
+
+@dataclass(frozen=True)
+class TracedDatastore:
+    """A datastore whose documents are searched for runs.
+
+    Attributes:
+        name: for clients.
+        number: in the retrieval set.
+        index: its sorted prefixes.
+    """
+
+    name: str
+    number: int
+    index: SuffixIndex
+
+
+def is_traced(split: Split) -> bool:
+    """Whether the datastore of a split has the stage `suffixes`."""
+    return Datastore.open(split.folder).has(FOLDER)
+
+
+def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None) -> list[TracedDatastore]:
+    """Open the datastores of a retrieval set that have the stage `suffixes`.
+
+    Args:
+        retrieval: the datastores.
+        opened: sorted prefixes of the first one, if they are open already.
+
+    Raises:
+        InputError: none has the stage, or a file is damaged.
+    """
+    numbered = [(number, split) for number, split in enumerate(retrieval.splits) if is_traced(split)]
+    if not numbered:
+        Datastore.open(retrieval.own.folder).require(FOLDER)
+    return [
+        TracedDatastore(
+            datastore_name(split.folder), number, opened if opened and number == 0 else open_sorted_prefixes(split)
+        )
+        for number, split in numbered
+    ]
+
+
+class PlaceFinder:
+    """Finds the places of runs in a datastore. `texts`: of the request."""
+
+    def __init__(self, datastore: TracedDatastore, texts: "ChunkTexts") -> None:
+        self.datastore, self._texts = datastore, texts
+
+    def of(self, run: Run, most: int) -> list[schemas.Place]:
+        """Return one place of a run in each of up to `most` documents."""
+        return [self._of_document(place) for place in self.datastore.index.places(run.match, most)]
+
+    def _of_document(self, place: Place) -> schemas.Place:
+        (first, start), (last, end) = place.first, place.last
+        return schemas.Place(
+            document_id=str(place.document["id"]),
+            title=str(place.document.get("title") or ""),
+            source=str(place.document.get("source") or ""),
+            start=(self._id(first), characters(self._ends(first), start, start + 1)[0]),
+            stop=(self._id(last), characters(self._ends(last), end, end + 1)[1]),
+        )
+
+    def _id(self, chunk: int) -> int:
+        return (self.datastore.number << CHUNK_ID_BITS) | chunk
+
+    def _ends(self, chunk: int) -> list[int]:
+        split = self.datastore.index.split
+        tokens, lengths = split.tokens.read(chunk, chunk + 1)[0], split.lengths.read(chunk, chunk + 1)
+        return self._texts.ends(self._id(chunk), tokens[: lengths[0]].astype(np.int64))
+
+
+class GeneratedRuns:
+    """Finds the runs of one generated text, from its first token to its last."""
+
+    def __init__(
+        self,
+        datastores: Sequence[TracedDatastore],
+        texts: "ChunkTexts",
+        prompt: np.ndarray,
+        start: int = 0,
+        least: int = SHORTEST_RUN,
+    ) -> None:
+        """Begin after a prompt.
+
+        Args:
+            datastores: the documents that are searched.
+            texts: of the request.
+            prompt: [t] token ids.
+            start: characters of the answer before the generated text.
+            least: tokens of the shortest run.
+        """
+        self._prompt = len(prompt)
+        self._tracers = [
+            (PlaceFinder(datastore, texts), Tracer(datastore.index, least, prompt)) for datastore in datastores
+        ]
+        self._ends = [start]  # characters of the answer up to each generated token
+
+    def add(self, token: "GeneratedToken") -> list[schemas.GeneratedRun]:
+        """Return the runs that end before the next token; after the last token, also the runs at the end."""
+        self._ends.append(self._ends[-1] + len(token.text))
+        ended = [(places, run) for places, tracer in self._tracers for run in tracer.add(token.token)]
+        if token.finish_reason is not None:
+            ended += [(places, run) for places, tracer in self._tracers for run in tracer.rest()]
+        found = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
+        return [run for run in found if run.text[0] < run.text[1]]
+
+    def _generated(self, places: PlaceFinder, run: Run) -> schemas.GeneratedRun:
+        first = max(0, run.first - self._prompt)
+        return schemas.GeneratedRun(
+            text=(self._ends[first], self._ends[run.stop - self._prompt]),
+            tokens=run.stop - run.first,
+            prompt_tokens=max(0, self._prompt - run.first),
+            occurrences=places.datastore.index.count(run.match),
+            datastore=places.datastore.name,
+            places=places.of(run, _PLACES),
+        )
