@@ -12,13 +12,11 @@ from pipelines import terminal as module
 from pipelines.terminal import (
     Silence,
     StagesView,
-    Step,
     human_bytes,
     human_count,
     human_seconds,
     progress,
     running,
-    summary_rows,
 )
 from tests.conftest import wait_until
 from tests.pipelines.conftest import Terminal
@@ -51,16 +49,6 @@ def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate
         assert [task.completed for task in module._live[-1].tasks] == [750]
 
 
-def test_in_a_terminal_bars_show_and_nest(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    with progress("outer", total=2, unit="chunks") as advance:
-        advance(1)
-        with progress("inner", total=None, unit="bytes") as inner:
-            inner(5000)
-    assert "outer" in screen.getvalue()
-    assert module._live == []
-
-
 def test_messages_appear_unchanged_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     module.setup_logging()
@@ -69,16 +57,6 @@ def test_messages_appear_unchanged_above_a_bar(monkeypatch: pytest.MonkeyPatch) 
     module.log.info("plain")
     assert "warning: this is [bold] and long" + "x" * 200 + "\n" in screen.getvalue()
     assert screen.getvalue().endswith("plain\n")
-
-
-def test_error_inside_a_bar_propagates_and_closes_it() -> None:
-    def fail() -> None:
-        with progress("x", total=1, unit="chunks"):
-            raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        fail()
-    assert module._live == []
 
 
 def test_numbers_are_formatted_for_people() -> None:
@@ -158,19 +136,6 @@ def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
             advance(50)
             assert clock.lines_at(20) == ["score: 50 tokens so far, 5/s"]
         assert clock.lines_at(30) == ["eval: running for 30.0 s"]  # the note was about what came before
-
-
-def test_steps_of_a_quiet_view_are_the_status_of_the_work_around_it(clock: Clock) -> None:
-    lines = []
-    with progress("calibrate", total=None, unit="bytes"):
-        build_with(StagesView(quiet=True), meanwhile=lambda: lines.extend(clock.lines_at(10)))
-    assert lines == ["calibrate: embed; running for 10.0 s"]
-
-
-def test_a_step_logs_its_progress(clock: Clock) -> None:
-    lines = []
-    build_with(StagesView(), meanwhile=lambda: lines.extend(clock.lines_at(10)))
-    assert lines == ["embed: 25%, 1 of 4 chunks, 0.1/s, 30.0 s left"]
 
 
 def test_another_thread_logs_the_lines(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -271,13 +236,3 @@ def test_error_in_a_stage_propagates_and_closes_the_view(caplog) -> None:
     assert module._views == []
     assert view.steps == []
     assert "all" not in caplog.text
-
-
-def test_summary_has_a_rate_for_each_step_and_the_total_time() -> None:
-    steps = [Step("add", "add", 1000, "chunks", 2.0), Step("add", "tune", 10, "queries", 1.0), Step("neighbors", "n")]
-    assert summary_rows(steps)[1:] == [
-        ["add", "add", "1,000 chunks", "2.0 s", "500/s"],
-        ["", "tune", "10 queries", "1.0 s", "10/s"],
-        ["neighbors", "", "", "finished before", ""],
-        ["all", "", "", "3.0 s", ""],
-    ]

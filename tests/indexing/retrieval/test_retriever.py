@@ -24,11 +24,6 @@ RETRIEVALS = get_args(Retrieval)
 
 
 @pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Datastore:
     """A datastore of other documents with the same tokenizer and embedder, and one more column."""
     folder = tmp_path_factory.mktemp("other")

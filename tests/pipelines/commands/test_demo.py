@@ -191,13 +191,6 @@ def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys
     assert "-50.0%" in rows[0]
 
 
-@pytest.mark.parametrize("documents", [1, 3])
-def test_only_the_bar_with_retrieval_is_blue_and_each_has_its_interval(documents: int) -> None:
-    svg = bar_chart(compared(documents).bars, "T")
-    assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 4 + ["with"]
-    assert svg.count('class="interval"') == (5 if documents > 1 else 0)
-
-
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
     models = {name: updated(run.model, {"vocab_size": 300, "chunk_length": 16}) for name, run in runs_of(small).items()}
     sizes = {name: count_parameters(Retro(model)) for name, model in models.items()}

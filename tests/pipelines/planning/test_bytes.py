@@ -59,7 +59,6 @@ def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tin
     "key",
     [
         "IVF16,PQ16x4fs",
-        "IVF16,PQ16x4",
         "IVF8,SQ8",
         "IVF64_HNSW8,Flat",
         pytest.param("OPQ8_16,IVF8,PQ8x4", marks=pytest.mark.slow),
@@ -89,11 +88,6 @@ def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
     assert grown == pytest.approx(
         {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 12}
     )
-
-
-def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
-    wide = artifact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
-    assert wide["chunks"] - artifact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
 
 
 def test_bytes_of_codes_and_quantizers_are_those_of_faiss() -> None:

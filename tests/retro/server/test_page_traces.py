@@ -47,20 +47,6 @@ def test_a_run_is_marked_and_leads_to_its_place_in_the_document(open_page, url: 
     expect(page.locator(".trace .query pre")).to_have_text(text)
 
 
-def test_runs_are_reached_and_opened_by_keyboard(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url + form_of("trace"))
-    submit(page, "trace", passage(retriever))
-    expect(page.locator(".traced").first).to_be_visible()
-    page.locator(".trace .query").focus()
-    page.keyboard.press("Tab")
-    expect(page.locator(".trace .query mark").first).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.locator(".traced a").first).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.locator("#document [aria-current]")).to_be_visible()
-    expect(page.locator("#document mark").first).to_be_visible()
-
-
 def test_a_generated_text_is_traced(open_page, url: str) -> None:
     page = open_page(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("20")

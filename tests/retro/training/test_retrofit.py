@@ -25,6 +25,7 @@ from retro.tuning.adapters import is_adapter
 from retro.tuning.settings import RETRIEVAL, TuningSettings
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together
+from tests.retro.training.runs import interrupt_after
 
 RETROFIT = TuningSettings(weights="retrieval")
 ADAPTERS = {
@@ -85,18 +86,6 @@ def logits_off(checkpoint: Checkpoint) -> Tensor:
 
 def files(outcome: Outcome) -> list[bytes]:
     return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
-
-
-def interrupt_after(steps: int) -> Callable[[int], None]:
-    """An `advance` that raises KeyboardInterrupt after the given number of steps."""
-    seen = [0]
-
-    def advance(tokens: int) -> None:
-        seen[0] += tokens
-        if seen[0] > steps * 2 * 64:
-            raise KeyboardInterrupt
-
-    return advance
 
 
 def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Checkpoint, retro: Checkpoint) -> None:
@@ -197,7 +186,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_without_the_initial_weights(
     export(retro, start)
     straight = run(config, tmp_path / "straight", start, tuning)
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3))
+        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3 * 2 * 64))
     start.unlink()
     assert files(run(config, tmp_path / "stopped", start, tuning)) == files(straight)
 

@@ -20,8 +20,9 @@ from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.parallel.coordination import open_group
 from retro.training.signals import Stopped, signals_as_requests
-from retro.training.trainer import Outcome, Trainer, train
+from retro.training.trainer import Trainer
 from tests.conftest import tiny_config
+from tests.retro.training.runs import run
 
 
 @pytest.fixture
@@ -36,10 +37,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def run(config: Config, **options) -> Outcome:
-    return train(config.run, config.run_settings, **options)
 
 
 def signal_in_step(step: int, *numbers: int):
