@@ -12,9 +12,6 @@ from pipelines import terminal as module
 from pipelines.terminal import (
     Silence,
     StagesView,
-    human_bytes,
-    human_count,
-    human_seconds,
     progress,
     running,
 )
@@ -47,23 +44,6 @@ def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate
     with progress("train", total=1000, unit="tokens") as advance:
         advance(FinishedBefore(750))
         assert [task.completed for task in module._live[-1].tasks] == [750]
-
-
-def test_messages_appear_unchanged_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    module.setup_logging()
-    with progress("embed", total=2, unit="chunks"):
-        module.log.warning("%s is [bold] and long%s", "this", "x" * 200)
-    module.log.info("plain")
-    assert "warning: this is [bold] and long" + "x" * 200 + "\n" in screen.getvalue()
-    assert screen.getvalue().endswith("plain\n")
-
-
-def test_numbers_are_formatted_for_people() -> None:
-    assert human_count(1234567, "chunks", named=True) == "1,234,567 chunks"
-    assert human_count(2.34) == "2.3"
-    assert [human_bytes(x) for x in (5, 1500, 2.5e9)] == ["5 B", "1.5 kB", "2.5 GB"]
-    assert [human_seconds(x) for x in (3.21, 65, 7500)] == ["3.2 s", "1 min 05 s", "2 h 05 min"]
 
 
 # --- silence -----------------------------------------------------------------------------------------------------------
@@ -144,15 +124,6 @@ def test_another_thread_logs_the_lines(monkeypatch: pytest.MonkeyPatch, caplog) 
         wait_until(lambda: caplog.text.count("search: running for") >= 2)
 
 
-def test_a_bar_on_the_screen_shows_the_status_and_no_line_is_logged(clock: Clock, monkeypatch) -> None:
-    screen = terminal(monkeypatch)
-    with progress("train", total=10, unit="tokens"):
-        module._Handler().emit(logging.makeLogRecord({"msg": "loss [1]", "levelno": STATUS}))
-        module._live[-1].refresh()
-        assert clock.lines_at(10) == []
-    assert "loss [1]" in screen.getvalue()
-
-
 # --- the view of all stages ------------------------------------------------------------------------------------------
 
 
@@ -182,27 +153,6 @@ def test_without_a_terminal_each_stage_logs_a_line_and_the_build_a_summary(caplo
     assert [line.split()[0] for line in lines[-6:]] == ["stage", "chunk", "chunk", "embed", "add", "all"]
     assert lines[-2].split() == ["add", "finished", "before"]
     assert capsys.readouterr() == ("", "")
-
-
-def test_view_records_the_steps_of_each_stage() -> None:
-    view = StagesView(quiet=True)
-    build_with(view)
-    made = [(step.stage, step.name, step.units, step.unit) for step in view.steps]
-    assert made == [
-        ("chunk", "scan", 1000, "bytes"),
-        ("chunk", "chunk", 2000, "bytes"),
-        ("embed", "embed", 4, "chunks"),
-        ("add", "add", 0, ""),
-    ]
-
-
-def test_quiet_view_logs_nothing_and_later_bars_log_again(caplog) -> None:
-    with caplog.at_level(logging.INFO, "retro"):
-        build_with(StagesView(quiet=True))
-        assert caplog.text == ""
-        with progress("train", total=1, unit="tokens") as advance:
-            advance(1)
-    assert "train: 1 tokens" in caplog.text
 
 
 def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

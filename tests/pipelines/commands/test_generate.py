@@ -78,13 +78,6 @@ def test_copied_words_are_blue_on_a_terminal(arguments, monkeypatch, capsys) -> 
     assert screen.getvalue().replace(BLUE, "").replace(END, "") == plain
 
 
-def test_nothing_is_copied_from_neighbors_that_are_not_read(arguments, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.stdout", screen := Terminal())
-    assert main([*arguments, PROMPT, "--k", "0"]) == 0
-    assert BLUE not in screen.getvalue()
-    assert "copied from" not in capsys.readouterr().err
-
-
 def test_a_text_is_printed_before_the_next_token_is_computed(arguments, monkeypatch, capsys) -> None:
     seen = []
 

@@ -64,20 +64,6 @@ def test_planted_copies_are_shown_by_document_and_by_token(trained: Path, tmp_pa
     assert by_token[64] < -50
 
 
-def test_a_limit_on_near_copies_ends_the_gain_of_planted_copies(trained: Path, tmp_path: Path) -> None:
-    bands = ["--evaluation.leakage-tokens", "9", "30"]
-    free, limited = (measured(trained, tmp_path, *bands, *limit) for limit in ((), ("--max-overlap", "0.5")))
-    assert changes_of(free, "token")[9] < -20
-    assert changes_of(free, "token")[30] < -20
-    assert changes_of(limited, "token") == {0: changes_of(free, "token")[0], 9: 0, 30: 0}
-
-
-def test_without_leakage_tokens_nothing_is_measured_by_match(trained: Path, tmp_path: Path, capsys) -> None:
-    written = measured(trained, tmp_path, "--evaluation.leakage-tokens")
-    assert written["matches"] == written["longest_matches"] == []
-    assert "longest match" not in capsys.readouterr().out
-
-
 def test_matches_can_come_from_another_datastore_of_the_same_chunks(
     trained: Path, planted_datastore: Datastore, tmp_path: Path, capsys
 ) -> None:

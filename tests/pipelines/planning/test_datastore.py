@@ -19,7 +19,6 @@ from pipelines.planning.datastore import (
     ALONE,
     Sample,
     exponent_of,
-    line,
     per_byte,
     plan_for,
     search_of,
@@ -80,13 +79,6 @@ def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
 def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
     small, large = (timed(one, dedup=one.size.chunks / 1000) for one in (measured().small, measured().large))
     assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
-
-
-def test_line_through_two_points_has_no_negative_part() -> None:
-    assert line((1, 3), (4, 9)) == pytest.approx((2, 1))
-    assert line((1, 3), (4, 2)) == pytest.approx((0, 2))  # a fixed cost
-    assert line((1, 1), (4, 9)) == pytest.approx((9 / 4, 0))
-    assert line((4, 9), (4, 8)) == pytest.approx((0, 8))  # a quantity that both samples reach
 
 
 def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:

@@ -41,20 +41,6 @@ def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever
     expect(page.locator(f"#{view} .results").locator(".neighbor, .token:not(.first), .pane").first).to_be_visible()
 
 
-def test_once_asked_the_form_shrinks_and_the_results_are_in_view(open_page, url: str) -> None:
-    page = open_page(url + form_of("neighbors"), **PHONE)
-    before = page.locator("#neighbors form").bounding_box()["height"]
-    ask(page, "neighbors")
-    form = page.locator("#neighbors form").bounding_box()
-    assert form["height"] < before / 2
-    assert 0 <= form["y"] < 60
-    expect(page.locator("article.chunk").first).to_be_in_viewport(ratio=0.1)
-    expect(page.locator("#neighbors .results")).to_be_focused()
-    page.get_by_role("button", name="Change text").click()
-    expect(page.locator("#neighbors textarea")).to_be_focused()
-    expect(page.locator("#neighbors textarea")).to_have_value(LONG)
-
-
 def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
     page = open_page("about:blank")
     answer_with(page, "**/datastore", lambda body: body["datastores"].append({"name": "b/other", "chunks": 1}))
@@ -293,6 +279,7 @@ def test_a_text_that_waits_says_so_and_a_model_that_does_not_read_neighbors_writ
             "**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None
         )
     page.goto(url + form_of("generation"))
+    expect(page.locator(".served")).to_contain_text("chunks")
     page.get_by_label("Tokens to write").fill("5")
     submit(page, "generation", TEXT)
     states = page.locator(".pane .state")

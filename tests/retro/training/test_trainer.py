@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,13 +70,13 @@ def test_tokens_per_second_include_data_and_checkpoints_but_not_evaluation(monke
     assert meter.read()["tokens_per_second"] == 100 / 5
 
 
-@pytest.mark.parametrize("damaged", [lambda whole: whole[:-1], lambda whole: whole[:-1] + bytes([whole[-1] ^ 1])])
 def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_is_resumed(
-    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[bytes], bytes]
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     straight = run(replace(config, run=tmp_path / "straight"))
     file = run(config).checkpoint / "model.safetensors"
-    file.write_bytes(damaged(file.read_bytes()))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     resumed = run(config)
     assert str(file) in caplog.text
     assert "resuming from step 4" in caplog.text
