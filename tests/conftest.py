@@ -27,6 +27,7 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.neighbors.search import NeighborSettings
+from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import checksum, read_json, write_checked
 from indexing.tokenization.tokenizer import TokenizerSettings
@@ -59,6 +60,9 @@ hypothesis.settings.load_profile("any machine")
 
 # Tests interrupt their own process and its children. A shell that starts pytest in the background disables SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests kill processes, never the machine. Half of the time of a tiny datastore's build is the disk's.
+os.fsync = lambda descriptor: None
 
 # Ray reads its token once per process, so all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
@@ -245,6 +249,12 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_datastore(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Datastore:
     """A finished datastore of `tiny_corpus` in several shards. Read-only."""
     return build_local(tiny_config(tmp_path_factory.mktemp("tiny"), tiny_corpus))
+
+
+@pytest.fixture(scope="session")
+def retriever(tiny_datastore: Datastore) -> Retriever:
+    """Searches `tiny_datastore`. Read-only."""
+    return Retriever.open(tiny_datastore.folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from indexing.store.datastore import Datastore
-from indexing.store.files import write_checked
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines import cli, terminal
 from pipelines.cli import VERBS, main
-from pipelines.reports.datastore import summary_table
 from pipelines.results import Format
 from pipelines.settings.load import leaf_types
 from pipelines.settings.toml_file import to_toml
@@ -160,45 +158,6 @@ def test_json_on_standard_output_equals_the_output_file(trained: Path, tmp_path:
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
-def values_by_heading(printed: str) -> dict[str, dict[str, str]]:
-    """Names and values under each heading of the output of `retro inspect`."""
-    groups = {}
-    for group in printed.rstrip().split("\n\n"):
-        heading, *rows = group.splitlines()
-        groups[heading] = {name: value.strip() for name, _, value in (row.strip().partition("  ") for row in rows)}
-    return groups
-
-
-def test_inspect_groups_the_contents_of_a_checkpoint_by_section(trained: Path, capsys) -> None:
-    assert main(["inspect", str(trained / "run")]) == 0
-    groups = values_by_heading(capsys.readouterr().out)
-    first = groups[str(trained / "run" / "checkpoints" / "00000008")]
-    assert first["step"] == "8"
-    assert "parameters" in first
-    assert groups["[train]"]["lr"] == "0.001"
-    assert groups["[model]"]["d_model"] == "32"
-    assert groups["[model.attention]"]["num_heads"] == "2"
-
-
-def test_inspect_prints_recall_of_index_and_of_stored_neighbors_separately(trained: Path, tmp_path, capsys) -> None:
-    folder = Path(shutil.copytree(trained / "datastore", tmp_path / "inspected"))
-    measured = json.loads((folder / "report.json").read_text())
-    measured["index"] |= {"nprobe": 256, "recall_at_10": 0.856}
-    measured |= {"search": "lists, nprobe 127", "recall": {"recall_at_2": 0.9, "recall_at_10": 0.807}}
-    write_checked(folder / "report.json", measured)
-    assert main(["inspect", str(folder)]) == 0
-    groups = values_by_heading(capsys.readouterr().out)
-    index = next(rows for heading, rows in groups.items() if heading.startswith("index"))
-    stored = next(rows for heading, rows in groups.items() if heading.startswith("stored neighbors"))
-    assert index["searched with"].endswith("nprobe 256")
-    assert index["recall at 10"] == "0.856"
-    assert stored["found by"] == "lists, nprobe 127"
-    assert stored["recall at 10"] == "0.807"
-    assert "chunk" in groups[str(folder)]["finished stages"]
-    table = dict(summary_table(measured).rows)
-    assert (table["index: recall at 10"], table["stored neighbors: recall at 10"]) == ("0.856", "0.807")
-
-
 def test_verify_checks_every_byte_of_checkpoints_and_exported_files(trained: Path, tmp_path, capsys) -> None:
     run, file = Path(shutil.copytree(trained / "run", tmp_path / "run")), tmp_path / "model.safetensors"
     assert main(["export", str(run), "--output", str(file)]) == 0
@@ -312,14 +271,6 @@ def test_ray_executor_is_refused_under_torchrun(trained: Path, monkeypatch, caps
     assert "executor.kind = 'ray': torchrun or Slurm" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str, capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*verb.split(), "--help"])
-    assert caught.value.code == 0
-    assert f"usage: retro {verb}" in capsys.readouterr().out
-
-
 def test_version_names_the_program_its_commit_python_torch_and_faiss(capsys) -> None:
     assert main(["--version"]) == 0
     line = capsys.readouterr().out.strip()
@@ -391,14 +342,6 @@ def test_help_of_the_first_word_of_a_verb_lists_the_second_words(first: str, cap
     assert main([first, "--help"]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert [f"{first} {row}" for row in rows] == [verb for verb in VERBS if verb.startswith(f"{first} ")]
-
-
-def test_process_exits_with_the_status_of_the_command(tmp_path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "inspect", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 2
-    assert process.stderr.startswith("error: ")
 
 
 def test_doctor_runs_when_torch_cannot_be_imported() -> None:

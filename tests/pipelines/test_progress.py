@@ -12,13 +12,8 @@ from pipelines import terminal as module
 from pipelines.terminal import (
     Silence,
     StagesView,
-    Step,
-    human_bytes,
-    human_count,
-    human_seconds,
     progress,
     running,
-    summary_rows,
 )
 from tests.conftest import wait_until
 from tests.pipelines.conftest import Terminal
@@ -49,43 +44,6 @@ def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate
     with progress("train", total=1000, unit="tokens") as advance:
         advance(FinishedBefore(750))
         assert [task.completed for task in module._live[-1].tasks] == [750]
-
-
-def test_in_a_terminal_bars_show_and_nest(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    with progress("outer", total=2, unit="chunks") as advance:
-        advance(1)
-        with progress("inner", total=None, unit="bytes") as inner:
-            inner(5000)
-    assert "outer" in screen.getvalue()
-    assert module._live == []
-
-
-def test_messages_appear_unchanged_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = terminal(monkeypatch)
-    module.setup_logging()
-    with progress("embed", total=2, unit="chunks"):
-        module.log.warning("%s is [bold] and long%s", "this", "x" * 200)
-    module.log.info("plain")
-    assert "warning: this is [bold] and long" + "x" * 200 + "\n" in screen.getvalue()
-    assert screen.getvalue().endswith("plain\n")
-
-
-def test_error_inside_a_bar_propagates_and_closes_it() -> None:
-    def fail() -> None:
-        with progress("x", total=1, unit="chunks"):
-            raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        fail()
-    assert module._live == []
-
-
-def test_numbers_are_formatted_for_people() -> None:
-    assert human_count(1234567, "chunks", named=True) == "1,234,567 chunks"
-    assert human_count(2.34) == "2.3"
-    assert [human_bytes(x) for x in (5, 1500, 2.5e9)] == ["5 B", "1.5 kB", "2.5 GB"]
-    assert [human_seconds(x) for x in (3.21, 65, 7500)] == ["3.2 s", "1 min 05 s", "2 h 05 min"]
 
 
 # --- silence -----------------------------------------------------------------------------------------------------------
@@ -160,32 +118,10 @@ def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
         assert clock.lines_at(30) == ["eval: running for 30.0 s"]  # the note was about what came before
 
 
-def test_steps_of_a_quiet_view_are_the_status_of_the_work_around_it(clock: Clock) -> None:
-    lines = []
-    with progress("calibrate", total=None, unit="bytes"):
-        build_with(StagesView(quiet=True), meanwhile=lambda: lines.extend(clock.lines_at(10)))
-    assert lines == ["calibrate: embed; running for 10.0 s"]
-
-
-def test_a_step_logs_its_progress(clock: Clock) -> None:
-    lines = []
-    build_with(StagesView(), meanwhile=lambda: lines.extend(clock.lines_at(10)))
-    assert lines == ["embed: 25%, 1 of 4 chunks, 0.1/s, 30.0 s left"]
-
-
 def test_another_thread_logs_the_lines(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(module, "_LONGEST_SILENCE", 0.02)
     with caplog.at_level(logging.INFO, "retro"), running("search"):
         wait_until(lambda: caplog.text.count("search: running for") >= 2)
-
-
-def test_a_bar_on_the_screen_shows_the_status_and_no_line_is_logged(clock: Clock, monkeypatch) -> None:
-    screen = terminal(monkeypatch)
-    with progress("train", total=10, unit="tokens"):
-        module._Handler().emit(logging.makeLogRecord({"msg": "loss [1]", "levelno": STATUS}))
-        module._live[-1].refresh()
-        assert clock.lines_at(10) == []
-    assert "loss [1]" in screen.getvalue()
 
 
 # --- the view of all stages ------------------------------------------------------------------------------------------
@@ -219,27 +155,6 @@ def test_without_a_terminal_each_stage_logs_a_line_and_the_build_a_summary(caplo
     assert capsys.readouterr() == ("", "")
 
 
-def test_view_records_the_steps_of_each_stage() -> None:
-    view = StagesView(quiet=True)
-    build_with(view)
-    made = [(step.stage, step.name, step.units, step.unit) for step in view.steps]
-    assert made == [
-        ("chunk", "scan", 1000, "bytes"),
-        ("chunk", "chunk", 2000, "bytes"),
-        ("embed", "embed", 4, "chunks"),
-        ("add", "add", 0, ""),
-    ]
-
-
-def test_quiet_view_logs_nothing_and_later_bars_log_again(caplog) -> None:
-    with caplog.at_level(logging.INFO, "retro"):
-        build_with(StagesView(quiet=True))
-        assert caplog.text == ""
-        with progress("train", total=1, unit="tokens") as advance:
-            advance(1)
-    assert "train: 1 tokens" in caplog.text
-
-
 def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
     module.setup_logging()
@@ -271,13 +186,3 @@ def test_error_in_a_stage_propagates_and_closes_the_view(caplog) -> None:
     assert module._views == []
     assert view.steps == []
     assert "all" not in caplog.text
-
-
-def test_summary_has_a_rate_for_each_step_and_the_total_time() -> None:
-    steps = [Step("add", "add", 1000, "chunks", 2.0), Step("add", "tune", 10, "queries", 1.0), Step("neighbors", "n")]
-    assert summary_rows(steps)[1:] == [
-        ["add", "add", "1,000 chunks", "2.0 s", "500/s"],
-        ["", "tune", "10 queries", "1.0 s", "10/s"],
-        ["neighbors", "", "", "finished before", ""],
-        ["all", "", "", "3.0 s", ""],
-    ]

@@ -47,8 +47,7 @@ SETTINGS = ModelSettings(
 SCHEMES: dict[str, dict[str, Any]] = {
     "rope": {},
     "transformer-xl": {"attention.positions": "transformer-xl"},
-    "smeared": {"attention.smeared_keys": True},
-    "smeared-far": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
+    "smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
     "alibi": {
         "attention.positions": "alibi",
         "attention.num_kv_heads": 1,

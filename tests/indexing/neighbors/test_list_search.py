@@ -63,13 +63,17 @@ def opened(folder: Path, embeddings: ShardedArray, device: str = "cpu", shards: 
     return index
 
 
-PLAIN, CODED = ("{},Flat", "{}_HNSW8,Flat"), ("OPQ8_32,{},PQ8x4", "{},PQ8x4fs")
+SEARCHED = [
+    *((size, key) for size in (40, 5000) for key in ("{},Flat", "{}_HNSW8,Flat")),
+    *((1000, "OPQ8_32,{},PQ8x4"), (5000, "{},PQ8x4fs")),
+]
+"""Numbers of vectors and their index. Product quantizers cannot be trained on 40 vectors."""
 
 
 @pytest.mark.parametrize(
     ("embeddings", "key"),
-    [(size, key.format(f"IVF{LISTS}")) for size in (40, 1000, 5000) for key in (*PLAIN, *(CODED if size > 40 else ()))],
-    indirect=["embeddings"],  # product quantizers cannot be trained on 40 vectors
+    [(size, key.format(f"IVF{LISTS}")) for size, key in SEARCHED],
+    indirect=["embeddings"],
 )
 def test_list_search_finds_the_exact_nearest_of_the_visited_lists(tmp_path, embeddings: ShardedArray, key: str) -> None:
     whole = written(tmp_path / "index", embeddings, key)

@@ -1,5 +1,6 @@
 """The retriever searches by texts, tokens or vectors, in one or several datastores, by any ranking, from any thread."""
 
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,11 +22,6 @@ from indexing.store.retrieval_set import CHUNK_ID_BITS
 from tests.conftest import build_local, tiny_config, write_corpus
 
 RETRIEVALS = get_args(Retrieval)
-
-
-@pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +313,8 @@ def test_a_truncated_file_is_refused_by_name_unless_search_does_not_read_it(
     query, refused = [text_of(retriever, 5)], set()
     wanted = retriever.search(query, 3, retrieval="hybrid")
     parts = ("chunks", "embedder", "embeddings", "index", "sparse", "tokenizer")
-    for file in [path for part in parts for path in sorted((folder / part).rglob("*")) if path.is_file()]:
+    files = [path for part in parts for path in sorted((folder / part).rglob("*")) if path.is_file()]
+    for file in (path for path in files if not re.search("/0000[1-9]/", str(path))):  # of the first shard
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
         try:

@@ -18,7 +18,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
 from pipelines.reports.datastore import measure
-from tests.conftest import build_local, contents, tiny_config, write_corpus
+from tests.conftest import build_local, tiny_config, write_corpus
 
 SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")
 
@@ -106,16 +106,6 @@ def test_live_search_returns_the_stored_neighbors(ordered: Datastore) -> None:
     tokens, _ = Retriever.open(ordered.folder).neighbors(ordered.valid.tokens.gather(full).astype(np.int64), 3)
     stored, _ = ordered.train.with_continuation(ordered.valid.neighbor_ids.gather(full)[:, :3].ravel())
     assert (tokens == stored.reshape(tokens.shape)).all(axis=2).mean() > 0.95  # equal scores, candidates in bfloat16
-
-
-def test_appended_datastore_equals_a_rebuild(tmp_path: Path) -> None:
-    files = [write_corpus(tmp_path / f"{seed}.jsonl", 40, seed) for seed in (1, 2)]
-    build_local(config_of(tmp_path, files[0]))
-    appended = build_local(config_of(tmp_path, *files), append=True)
-    before = contents(appended.folder)
-    build_local(config_of(tmp_path, *files), only="neighbors", rebuild=True)
-    build_local(config_of(tmp_path, *files))
-    assert contents(appended.folder) == before
 
 
 def test_report_has_no_recall_because_the_best_are_not_the_nearest(ordered: Datastore) -> None:

@@ -93,8 +93,8 @@ def test_number_of_segments_changes_no_result(
     tiny_datastore: Datastore, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = tiny_datastore.train
-    monkeypatch.setattr(segments, "_SEGMENT_TOKENS", 20 * split.chunk_length)
-    monkeypatch.setattr(segments, "_BLOCK_CHUNKS", 7)
+    monkeypatch.setattr(segments, "_SEGMENT_TOKENS", 150 * split.chunk_length)
+    monkeypatch.setattr(segments, "_BLOCK_CHUNKS", 40)
     for shard in range(len(split.chunk_rows)):
         rows = (int(split.tokens.starts[shard]), int(split.tokens.starts[shard + 1]))
         work = tmp_path / "sparse" / f"{shard:05d}"

@@ -1,7 +1,6 @@
 """`retro demo`: its models train for the same steps, as many as fit; a stopped demo resumes; a passage shows what was copied."""
 
 import json
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexing.progress import STATUS, status
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -23,8 +21,7 @@ from pipelines.commands import demo_training
 from pipelines.commands.demo import Compared, DemoOptions, _words, demo, difference, print_chart
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
-from pipelines.evaluation.passages import CopiedRun, colored, copied_runs, print_passage
-from pipelines.launch.in_process import run_training
+from pipelines.evaluation.passages import CopiedRun, colored, copied_runs
 from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece, Section, bar_chart, write_report
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.token_gains import Passage
@@ -123,22 +120,6 @@ def test_a_stopped_training_resumes_with_the_stored_round(small: Config, monkeyp
     assert machine.runs == [*before, *((name, steps) for name in runs_of(small))]
 
 
-def test_of_a_run_the_demo_logs_only_warnings_and_the_status(small: Config, monkeypatch, caplog) -> None:
-    log = logging.getLogger("retro")
-
-    def train(config: Config, advance: Any) -> None:
-        status("step 1 of 5")
-        log.info("resuming from step 3")
-        log.warning("the loss is high")
-
-    monkeypatch.setattr(demo_training, "train_quietly", train)
-    caplog.set_level(STATUS, "retro")
-    run_training(small, "train plain", demo_training.train_silently)
-    log.info("the next phase")
-    messages = [record.getMessage() for record in caplog.records if not record.getMessage().startswith("train plain: ")]
-    assert messages == ["step 1 of 5", "the loss is high", "the next phase"]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -175,27 +156,6 @@ def test_a_single_document_has_no_interval(capsys) -> None:
     assert "95% interval" not in shown
     assert " to " not in shown.partition("\n\n")[0]
     assert "no interval" in bar_chart(one.bars, "T")
-
-
-def test_the_chart_of_the_terminal_has_the_numbers_and_explains_every_row(capsys) -> None:
-    three = compared(3)
-    print_chart(three.bars, three.table, three.words)
-    table, words = capsys.readouterr().out.split("\n\n")
-    rows = table.splitlines()[1:]
-    lengths = [row.count("█") for row in rows]
-    assert lengths == sorted(lengths, reverse=True) != [lengths[0]] * 4
-    for bar, row in zip(three.bars, rows, strict=True):
-        assert "░" in row
-        assert f"{bar.value:.4f}" in row
-        assert row.split("  ")[0].strip() in words or bar.name in words
-    assert "-50.0%" in rows[0]
-
-
-@pytest.mark.parametrize("documents", [1, 3])
-def test_only_the_bar_with_retrieval_is_blue_and_each_has_its_interval(documents: int) -> None:
-    svg = bar_chart(compared(documents).bars, "T")
-    assert re.findall(r'rect class="(with|without)"', svg) == ["without"] * 4 + ["with"]
-    assert svg.count('class="interval"') == (5 if documents > 1 else 0)
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
@@ -259,15 +219,6 @@ VIEW = ColoredPassage(
     [Piece("same "), Piece("copied\n<b>", 2.5, neighbor=1), Piece(" lost", -0.6)],
     [CopiedNeighbor(1, "doc.py", [("x" * 100, False), ("copied\n<b>", True), (" y", False)])],
 )
-
-
-def test_a_passage_is_printed_with_the_neighbor_that_it_was_copied_from(capsys) -> None:
-    print_passage(VIEW)
-    legend, passage = capsys.readouterr().out.split("\n\n")
-    assert "{+likelier+} or [-less likely-]" in legend
-    text, source = passage.split("   [1]")
-    assert text == "   same {+copied\n   <b>+}[1] [-lost-]\n"
-    assert source == f" doc.py: …{'x' * 60}{{+copied ⏎ <b>+}} y…\n"
 
 
 def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) -> None:

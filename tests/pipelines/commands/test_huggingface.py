@@ -125,16 +125,6 @@ def test_invalid_import_options_are_refused_before_weights_are_read(
     assert not list(tmp_path.iterdir())
 
 
-def test_importing_a_folder_twice_gives_equal_weights_and_fingerprints(
-    imported: Path, folder: Path, tmp_path: Path
-) -> None:
-    again = tmp_path / "again.safetensors"
-    assert main(["import", str(folder), "--output", str(again), "--chunk-length", "16", "--no-verify"]) == 0
-    one, two = open_checkpoint(imported), open_checkpoint(again)
-    assert one.fingerprint == two.fingerprint
-    assert one.model == two.model
-
-
 def test_retrieval_is_added_to_an_imported_model_and_off_scores_as_before(
     imported: Path, datastore: Datastore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from mcp import Client, StdioServerParameters
 from mcp_types import TextContent
 
@@ -18,11 +17,6 @@ from tests.conftest import PATIENCE
 
 QUERY = "the index of a chunk and the neighbor in memory 检索模型"
 COMMAND = [sys.executable, "-m", "pipelines.cli", "mcp"]
-
-
-@pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
 
 
 def answers(server: Any, *calls: tuple[str, dict[str, Any]]) -> list[Any]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.retriever import Retriever
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.evaluation.question_answering import ModePrompts, all_modes, answer, found_passages, open_model
 from pipelines.evaluation.settings import QaSettings
@@ -20,11 +19,6 @@ from retro.inference.settings import GenerationSettings
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
 SHOTS = [Question("a", "what is a chunk?", ("a token",)), Question("b", "what is a layer?", ("a head",))]
-
-
-@pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
 
 
 @pytest.fixture(scope="module")

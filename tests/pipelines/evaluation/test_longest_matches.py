@@ -64,14 +64,6 @@ def test_planted_copies_are_shown_by_document_and_by_token(trained: Path, tmp_pa
     assert by_token[64] < -50
 
 
-def test_a_limit_on_near_copies_ends_the_gain_of_planted_copies(trained: Path, tmp_path: Path) -> None:
-    bands = ["--evaluation.leakage-tokens", "9", "30"]
-    free, limited = (measured(trained, tmp_path, *bands, *limit) for limit in ((), ("--max-overlap", "0.5")))
-    assert changes_of(free, "token")[9] < -20
-    assert changes_of(free, "token")[30] < -20
-    assert changes_of(limited, "token") == {0: changes_of(free, "token")[0], 9: 0, 30: 0}
-
-
 def test_votes_of_fractions_of_the_datastore_gain_less_than_those_of_all(trained: Path, tmp_path: Path, capsys) -> None:
     written = measured(trained, tmp_path, "--evaluation.datastore-fractions", "1", "0.2")
     small, whole = written["datastore_fractions"]
@@ -80,12 +72,6 @@ def test_votes_of_fractions_of_the_datastore_gain_less_than_those_of_all(trained
     gains = [level["changes"][0]["percent"] for level in (whole, small)]
     assert gains[0] < gains[1] <= 0
     assert whole["results"][1]["bits_per_byte"] == pytest.approx(written["results"][1]["bits_per_byte"], rel=1e-3)
-
-
-def test_without_leakage_tokens_nothing_is_measured_by_match(trained: Path, tmp_path: Path, capsys) -> None:
-    written = measured(trained, tmp_path, "--evaluation.leakage-tokens")
-    assert written["matches"] == written["longest_matches"] == []
-    assert "longest match" not in capsys.readouterr().out
 
 
 def test_matches_can_come_from_another_datastore_of_the_same_chunks(

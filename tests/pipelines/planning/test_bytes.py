@@ -7,7 +7,6 @@ import pytest
 
 from indexing.index.build import IndexSettings
 from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
 from pipelines.planning.bytes import (
     Layout,
     Workload,
@@ -15,7 +14,6 @@ from pipelines.planning.bytes import (
     index_bytes,
     key_for,
     memory_bytes,
-    with_lists_for,
 )
 from tests.conftest import build_local, tiny_config
 from tests.pipelines.planning.sizes import LAYOUT, SIZE, assert_bytes_close
@@ -59,7 +57,6 @@ def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tin
     "key",
     [
         "IVF16,PQ16x4fs",
-        "IVF16,PQ16x4",
         "IVF8,SQ8",
         "IVF64_HNSW8,Flat",
         pytest.param("OPQ8_16,IVF8,PQ8x4", marks=pytest.mark.slow),
@@ -91,21 +88,6 @@ def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
     )
 
 
-def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
-    wide = artifact_bytes(SIZE, replace(LAYOUT, token_bytes=4))
-    assert wide["chunks"] - artifact_bytes(SIZE, LAYOUT)["chunks"] == 2 * 64 * SIZE.chunks
-
-
-def test_bytes_of_codes_and_quantizers_are_those_of_faiss() -> None:
-    assert index_bytes("Flat", 32) == (128, 200)
-    assert index_bytes("IVF16,SQ8", 32)[0] == 32
-    code, trained = index_bytes("IVF1024,PQ128x4", 256)
-    assert code == 64
-    assert trained == 4 * 256 * 1024 + 8 * 1024 + 4 * 256 * 16 + 200
-    with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Nonsense'"):
-        index_bytes("IVF16,Nonsense", 32)
-
-
 def test_memory_of_neighbors_workers_is_twice_the_index_up_to_a_limit() -> None:
     memory = memory_bytes(SIZE, LAYOUT, base=1e9)
     code, trained = index_bytes(SIZE.key, 32)
@@ -124,9 +106,3 @@ def test_planned_index_is_that_of_retro_index_with_more_memory_if_none_fits() ->
     key, settings = key_for(28e9, 256, IndexSettings())
     assert key.startswith("IVF131072_HNSW32,PQ128x4")
     assert settings.memory == "512GB"
-
-
-def test_number_of_lists_of_a_smaller_index_is_four_times_the_root_of_its_chunks() -> None:
-    assert with_lists_for("IVF16384_HNSW32,PQ128x4", 40_000) == "IVF512_HNSW32,PQ128x4"
-    assert with_lists_for("IVF128,PQ8", 10**6) == "IVF128,PQ8"
-    assert with_lists_for("Flat", 1000) == "Flat"

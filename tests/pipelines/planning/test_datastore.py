@@ -1,6 +1,5 @@
 """`retro plan datastore`: the plan of a corpus, and the samples that it scales."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,20 +18,15 @@ from pipelines.planning.bytes import key_for
 from pipelines.planning.datastore import (
     ALONE,
     Sample,
-    as_json,
     exponent_of,
-    line,
     per_byte,
     plan_for,
-    plan_tables,
-    scaling,
     search_of,
     seconds_of,
     size_of,
 )
 from pipelines.planning.measure import measure
 from pipelines.planning.sample import draw_sample
-from pipelines.terminal import long_time
 from retro.model.settings import CopyHeadSettings
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.planning import sizes
@@ -85,13 +79,6 @@ def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
 def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
     small, large = (timed(one, dedup=one.size.chunks / 1000) for one in (measured().small, measured().large))
     assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
-
-
-def test_line_through_two_points_has_no_negative_part() -> None:
-    assert line((1, 3), (4, 9)) == pytest.approx((2, 1))
-    assert line((1, 3), (4, 2)) == pytest.approx((0, 2))  # a fixed cost
-    assert line((1, 1), (4, 9)) == pytest.approx((9 / 4, 0))
-    assert line((4, 9), (4, 8)) == pytest.approx((0, 8))  # a quantity that both samples reach
 
 
 def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
@@ -159,23 +146,6 @@ def test_bytes_of_ngrams_follow_the_logarithm_of_the_chunks() -> None:
 def test_an_index_that_fits_into_no_memory_names_the_setting() -> None:
     plan = plan_for(CONFIG, measured(), 64 * 28e9)
     assert set(plan.settings) == {"index.memory"}
-
-
-def test_tables_and_json_contain_the_same_plan() -> None:
-    plan = plan_for(CONFIG, measured(), 2e8, machines=2)
-    _, what, artifacts, steps = plan_tables(plan, measured(), 2)
-    assert what[0][0] == "tokens"
-    assert [row[0] for row in artifacts] == ["artifact", *plan.bytes, "all"]
-    assert [row[0] for row in steps] == ["step", *(step.name for step in plan.steps), "all"]
-    written = json.loads(json.dumps(as_json(measured(), plan)))
-    assert written["plan"]["bytes"] == plan.bytes
-    assert written["plan"]["size"]["key"] == plan.size.key
-    assert "50 times" in scaling(plan, measured())
-    assert "1.50" in scaling(plan, measured())
-
-
-def test_long_times_are_days_and_years() -> None:
-    assert [long_time(x) for x in (3.2, 90_000, 3e5, 1e9)] == ["3.2 s", "25 h 00 min", "3.5 days", "31.7 years"]
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

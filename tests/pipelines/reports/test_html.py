@@ -12,9 +12,7 @@ from pipelines.reports.html import (
     NeighborExample,
     NeighborText,
     Piece,
-    PlotLine,
     Section,
-    _tick,
     bar_chart,
     histogram,
     line_plot,
@@ -72,12 +70,6 @@ def test_marking_escapes_text_and_loses_none() -> None:
     assert "<x>" not in html
 
 
-def test_columns_of_numbers_are_right_aligned_and_columns_of_text_are_not() -> None:
-    table = Table(["name", "value", "note"], [["a1", "-0.5%", "x"], ["b", "1,234 ms", ""], ["c", "other", "1"]])
-    assert table.numeric == [False, True, False]
-    assert Table(["empty"], []).numeric == [False]
-
-
 def test_report_loads_nothing_from_outside(tmp_path) -> None:
     plot = line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")
     write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[plot])])
@@ -96,31 +88,9 @@ def test_plots_on_one_page_have_distinct_ids_and_use_its_colors() -> None:
     assert "var(--ink" in plots[0]
 
 
-def test_ticks_are_short() -> None:
-    labels = [_tick(value) for value in (0, 0.25, 512, 1024, 20_000, 1_500_000, 2e9)]
-    assert labels == ["0", "0.25", "512", "1024", "20k", "1.5M", "2B"]
-
-
 def test_log_axes_work_for_one_point_and_for_many() -> None:
     assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
     assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True)
-
-
-def test_lines_can_share_a_color_and_be_dashed() -> None:
-    lines = {"ON": PlotLine([1, 2], [3, 4], color=2), "OFF": PlotLine([1, 2], [5, 6], color=2, dashed=True)}
-    svg = line_plot(lines, "x", "y", "t")
-    assert svg.count("stroke: #10b981") >= 2
-    assert "stroke-dasharray" in svg
-    assert "stroke-dasharray" not in line_plot({"ON": ([1, 2], [3, 4])}, "x", "y", "t")
-
-
-def test_long_name_does_not_squeeze_the_plot() -> None:
-    def height_of_legend(length: int) -> int:
-        svg = line_plot({"a" * length + str(n): ([1, 2], [3, 4]) for n in range(3)}, "x", "y", "t")
-        return len(set(re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>a+\d', svg)))
-
-    assert height_of_legend(5) == 1
-    assert height_of_legend(50) == 3
 
 
 def test_gains_are_blue_and_losses_orange_as_on_the_page_of_the_server(tmp_path) -> None:

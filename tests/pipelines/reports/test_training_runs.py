@@ -4,11 +4,10 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from pipelines.reports.training_runs import _thinned, open_run, plot_runs, smoothed
+from pipelines.reports.training_runs import open_run, plot_runs
 
 
 def write_run(folder: Path, steps: int = 20, *, sets=("valid",), modes=("off", "on")) -> Path:
@@ -71,18 +70,6 @@ def test_incomplete_lines_and_values_that_are_not_finite_numbers_are_omitted(tmp
     run = open_run(folder, "retro")
     assert len(run.curve("loss")[0]) == len(run.curve("lr")[0]) == 7
     assert plot_runs([folder], tmp_path / "curves.svg").rows[0][1] == "8 of 20"
-
-
-def test_long_curves_are_thinned_and_smoothing_keeps_constants_and_the_length() -> None:
-    tokens = np.arange(10_001.0)
-    kept, _ = _thinned(tokens, tokens)
-    assert kept[[0, -1]].tolist() == [0, 10_000]
-    for size in (0, 1, 2, 400, 401):
-        assert len(_thinned(tokens[:size], tokens[:size])[0]) == min(size, 400)
-    assert smoothed(np.full(500, 3.0)) == pytest.approx(np.full(500, 3.0))
-    assert smoothed(np.array([1.0, 2.0])).tolist() == [1, 2]
-    noise = np.random.default_rng(0).normal(size=5000)
-    assert smoothed(noise).std() < 0.2 * noise.std()
 
 
 def test_folder_without_a_run_run_named_twice_and_damaged_metrics_are_refused(tmp_path: Path) -> None:

@@ -248,23 +248,6 @@ def test_settings_without_fields_accept_no_options():
         load(Empty, None, ["--x"], verb="doctor")
 
 
-def test_help_shows_each_option_with_its_text_and_the_default_from_the_file(tmp_path: Path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        load_text(tmp_path, "[train]\nlr = 0.5\n", "--help")
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "retro train CONFIG",
-        "--train.lr",
-        "Peak learning rate.",
-        "0.5",
-        "--train.inner.depth",
-        "How deep.",
-        "train options",
-    ):
-        assert part in shown
-
-
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: text != "None")
 numbers = st.floats(allow_nan=False)
 trees = st.builds(

@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings
-from pipelines.commands.model import InspectOptions, inspect
 from pipelines.config import Config
-from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages import dedup as dedup_stage
 from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.corpus.test_megatron import write_megatron
 from tests.indexing.verification.contents import check_contents
-from tests.pipelines.stages.test_table import changed_since
 
 SPLIT = (800, 100, 100)
 
@@ -138,16 +134,6 @@ def test_removed_documents_are_in_no_chunk_and_all_others_are_kept(built, corpus
         assert ids(datastore, split) == ids(plain, split)
 
 
-def test_same_settings_give_the_same_bytes_and_a_second_run_writes_nothing(built, corpus, tmp_path) -> None:
-    again = config_of(tmp_path, corpus[0], **everything(corpus[1]))
-    build_local(again, only="chunk")
-    assert made(again.datastore) == made(built[0].datastore)
-    time.sleep(0.05)
-    moment = time.time()
-    build_local(again, only="chunk")
-    assert changed_since(again.datastore, moment) == []
-
-
 def test_datastore_without_dedup_does_not_depend_on_its_settings(corpus, tmp_path, built) -> None:
     """Other settings of `[dedup]` have no effect while it is off. Corpus and tokenizer never depend on it."""
     plain, other = config_of(tmp_path / "a", corpus[0]), config_of(tmp_path / "b", corpus[0], ngram=5, threshold=0.5)
@@ -200,8 +186,6 @@ def test_restarted_dedup_keeps_finished_artifacts_and_gives_the_same_bytes(
     ("change", "named"),
     [
         ({"threshold": 0.9}, "dedup.threshold was 0.8, now 0.9"),
-        ({"ngram": 5}, "dedup.ngram was 13, now 5"),
-        ({"within": False}, "dedup.within was True, now False"),
         ({"within": False, "held_out": False, "paths": ()}, "dedup.ngram was 13, now 'not set'"),
     ],
 )
@@ -290,32 +274,3 @@ def test_documents_stored_as_tokens_are_compared_by_their_text(built, corpus, tm
         (row["line"], row["reason"]) for row in removed_rows(config)
     ]
     assert again.train.num_documents == datastore.train.num_documents
-
-
-def test_inspect_and_the_log_report_the_number_of_removed_documents(
-    built, corpus, tiny_datastore, capsys, caplog
-) -> None:
-    config, datastore = built
-    number, documents = len(removed_rows(config)), len(ids(datastore, "train"))
-    expected = f"removed {number} of {documents + number} training documents (5 near train, 2 near valid, 2 near test, 2 near evaluation)"
-    with caplog.at_level(logging.INFO, "retro"):
-        build_local(config, only="chunk")
-    assert any(expected in message and "removed.jsonl" in message for message in caplog.messages)
-    inspect(str(datastore.folder), InspectOptions())
-    assert expected in capsys.readouterr().out
-    inspect(str(tiny_datastore.folder), InspectOptions())
-    assert "removed.jsonl" not in capsys.readouterr().out
-
-
-@pytest.mark.cluster
-@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
-def test_ray_removes_the_same_documents(built, corpus, tmp_path, cluster) -> None:
-    import ray
-
-    config = config_of(tmp_path, corpus[0], **everything(corpus[1]))
-    config = replace(config, executor=ExecutorSettings(kind="ray", ray_address=cluster.address))
-    try:
-        build_local(config, only="chunk")
-    finally:
-        ray.shutdown()
-    assert made(config.datastore) == made(built[0].datastore)

@@ -50,8 +50,10 @@ def times(folder: Path) -> dict[str, int]:
 # --- damaged artifacts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["cut short", "missing", "manifest"])
-@pytest.mark.parametrize("artifact", ARTIFACTS)
+@pytest.mark.parametrize(
+    ("artifact", "damage"),
+    [*((artifact, "cut short") for artifact in ARTIFACTS), ("chunks/00001", "missing"), ("index/tuned", "manifest")],
+)
 def test_only_the_damaged_artifact_is_named_and_rebuilt(
     config, tiny_datastore, caplog, artifact: str, damage: str
 ) -> None:
@@ -89,13 +91,8 @@ def test_changed_settings_are_refused_even_if_a_file_is_damaged(config) -> None:
 
 DAMAGES = {
     "chunks/00000/train/tokens.npy": ("train", b""),
-    "neighbors/00000/train/ids.npy": ("train", b""),
-    "index/00001/vectors.faiss": ("search", b""),
     "sparse/00000/chunks-0.pos": ("search", None),
-    "sparse/00000/passages-0.fast": ("search", 5),
-    "sparse/00000/segments.json": ("search", 9),
     "tokenizer/meta.json": ("search", 5),
-    "embedder/embedder.json": ("search", 5),
     "index/tuned/tuned.json": ("search", b"nprobe"),
     "index/00000/vectors.faiss": ("search", 0),
     "chunks/00000/manifest.json": ("search", None),

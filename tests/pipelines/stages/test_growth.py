@@ -37,7 +37,7 @@ def config_of(folder: Path, files: list[Path], method: str = "exact") -> Config:
         config,
         corpus=replace(config.corpus, paths=tuple(map(str, files))),
         index=replace(config.index, factory=INDEXES[method], recall_target=0.5),
-        neighbors=replace(config.neighbors, search=method),
+        neighbors=replace(config.neighbors, search=method, rerank="tokens" if method == "ngrams" else "embeddings"),
     )
 
 
@@ -47,6 +47,12 @@ def grown(folder: Path, method: str) -> tuple[Config, Datastore]:
     build_local(config_of(folder, files[:1], method))
     build_local(config_of(folder, files[:2], method), append=True)
     return config_of(folder, files, method), build_local(config_of(folder, files, method), append=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Datastore]:
+    """A grown datastore with exact search. Read-only."""
+    return grown(tmp_path_factory.mktemp("whole"), "exact")
 
 
 @pytest.mark.parametrize("method", INDEXES)
@@ -91,10 +97,9 @@ def merge_and_search(config: Config, datastore: Datastore) -> None:
     assert (found >= datastore.train.num_chunks).any()  # the index merged earlier lacks these chunks
 
 
-def test_appended_datastore_with_exact_search_equals_one_build(tmp_path) -> None:
+def test_appended_datastore_with_exact_search_equals_one_build(tmp_path, whole) -> None:
     """With the same documents, order, tokenizer and embedder weights, the neighbors are the same."""
-    _, datastore = grown(tmp_path / "grown", "exact")
-    fresh = config_of(tmp_path / "grown", corpora(tmp_path / "grown"))
+    fresh, datastore = whole
     fresh = replace(
         fresh,
         datastore=tmp_path / "fresh",
@@ -103,23 +108,13 @@ def test_appended_datastore_with_exact_search_equals_one_build(tmp_path) -> None
         ),
         embedder=replace(fresh.embedder, path=str(datastore.folder)),
     )
-    whole = build_local(fresh)
+    other = build_local(fresh)
     for name in ("train", "valid"):
-        ours, theirs = datastore.split(name), whole.split(name)
+        ours, theirs = datastore.split(name), other.split(name)
         assert ours.num_chunks == theirs.num_chunks
         assert np.array_equal(ours.tokens.read(0, ours.num_chunks), theirs.tokens.read(0, theirs.num_chunks))
         found = [split.neighbor_distances.read(0, split.num_chunks) for split in (ours, theirs)]
         assert np.isclose(*found, atol=1e-5).mean() > 0.999  # candidates are selected in bfloat16
-
-
-def test_append_keeps_existing_artifacts(tmp_path) -> None:
-    files = corpora(tmp_path)
-    first = build_local(config_of(tmp_path, files[:1]))
-    before = contents(first.folder)
-    after = contents(build_local(config_of(tmp_path, files[:2]), append=True).folder)
-    kept = ("corpus", "tokenizer", "embedder", "chunks", "embeddings", "index")
-    assert all(after[name] == data for name, data in before.items() if name.startswith(kept))
-    assert not any("before" in name for name in after)
 
 
 def test_materialized_neighbors_are_updated_by_append(tmp_path) -> None:
@@ -135,11 +130,10 @@ def test_materialized_neighbors_are_updated_by_append(tmp_path) -> None:
     assert contents(grown.folder) == before
 
 
-def test_killed_append_resumes_to_the_same_bytes(tmp_path) -> None:
-    config, datastore = grown(tmp_path / "whole", "exact")
+def test_killed_append_resumes_to_the_same_bytes(tmp_path, whole) -> None:
+    config, datastore = whole
     expected = contents(datastore.folder)
-    files = corpora(tmp_path / "whole")
-    cut = config_of(tmp_path / "cut", files[:2])
+    cut = config_of(tmp_path / "cut", corpora(datastore.folder.parent)[:2])
     build_local(replace(cut, corpus=replace(cut.corpus, paths=cut.corpus.paths[:1])))
     build_local(cut, append=True)
     cut = replace(cut, corpus=config.corpus)
@@ -168,9 +162,8 @@ def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog) ->
     assert contents(tmp_path / "datastore") == before
 
 
-def test_new_files_alone_can_be_appended(tmp_path, caplog) -> None:
+def test_new_files_alone_can_be_appended(tmp_path, caplog, whole) -> None:
     files = corpora(tmp_path)
-    _, whole = grown(tmp_path / "whole", "exact")
     build_local(config_of(tmp_path, files[:1]))
     caplog.set_level("INFO", "retro")
     for file in files[1:]:
@@ -178,7 +171,7 @@ def test_new_files_alone_can_be_appended(tmp_path, caplog) -> None:
         assert "append: 1 new files with 60 documents" in caplog.text
         caplog.clear()
         build_local(config_of(tmp_path, files[:1]))  # the original command
-    ours, theirs = (contents(folder) for folder in (tmp_path / "datastore", whole.folder))
+    ours, theirs = (contents(folder) for folder in (tmp_path / "datastore", whole[1].folder))
     described = ("files.json", "plan.json", "manifest.json", "report.json")  # with paths and times of the files
     assert {name: data for name, data in ours.items() if not name.endswith(described)} == {
         name: data for name, data in theirs.items() if not name.endswith(described)
@@ -243,19 +236,20 @@ def test_append_refuses_before_it_writes(tmp_path, make) -> None:
     assert contents(tmp_path / "datastore") == before
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("corpus", "text_key", "title"), ("tokenizer", "vocab_size", 500), ("neighbors", "stored", 5)],
-)
-def test_append_with_other_settings_writes_nothing(tmp_path, section: str, key: str, value: object) -> None:
+def test_append_with_other_settings_writes_nothing(tmp_path) -> None:
     files = corpora(tmp_path)
     build_local(config_of(tmp_path, files[:1]))
     before = contents(tmp_path / "datastore")
     config = config_of(tmp_path, files[1:2])
-    config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    with pytest.raises(InputError, match=f"{section}.{key} was"):
-        build_local(config, append=True)
-    assert contents(tmp_path / "datastore") == before
+    for section, key, value in (
+        ("corpus", "text_key", "title"),
+        ("tokenizer", "vocab_size", 500),
+        ("neighbors", "stored", 5),
+    ):
+        changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+        with pytest.raises(InputError, match=f"{section}.{key} was"):
+            build_local(changed, append=True)
+        assert contents(tmp_path / "datastore") == before
 
 
 def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsys) -> None:

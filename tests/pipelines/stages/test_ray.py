@@ -175,15 +175,6 @@ def test_restart_after_a_killed_driver_gives_the_same_bytes(cluster, tmp_path, c
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
-def test_ray_refuses_changed_settings_like_the_local_executor(cluster, tmp_path, corpus) -> None:
-    config = replace(
-        chunk_config(tmp_path, corpus), corpus=replace(tiny_config(tmp_path, corpus).corpus, split=(1, 10**7, 0))
-    )
-    driver = Driver(cluster, config)
-    assert driver.process.wait(PATIENCE) == 2
-    assert "every document is held out" in driver.log.read_text()
-
-
 @pytest.fixture
 def executor(cluster) -> Iterator[RayExecutor]:
     """An executor in this process."""

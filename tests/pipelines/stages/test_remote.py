@@ -235,8 +235,7 @@ def test_deletion_at_a_url_is_visible_from_every_machine(url, another_machine, c
     assert "Copy the datastore" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reading", ["mmap", "pread"])
-@pytest.mark.parametrize("materialized", [False, True])
+@pytest.mark.parametrize(("reading", "materialized"), [("mmap", False), ("pread", False), ("pread", True)])
 def test_batches_from_a_url_equal_those_of_the_local_datastore(
     config, url, tiny_datastore, another_machine, reading: str, materialized: bool
 ) -> None:

@@ -20,6 +20,8 @@ CONFIG = """
 datastore = "ours"
 corpus.paths = ["corpus/"]
 index.flat_below = 100
+neighbors.materialized = 2
+model.copy_head.datastore = true # sorted prefixes and votes
 """
 
 

@@ -120,12 +120,6 @@ def test_random_neighbors_depend_on_the_epoch_and_not_on_the_batch(tiny_datastor
     assert np.array_equal(across.neighbors[4:], now.neighbors[:4])
 
 
-def test_a_batch_depends_only_on_its_sample_numbers(tiny_datastore: Datastore, data: TrainingData) -> None:
-    again = TrainingData([tiny_datastore.folder], DataSettings(sequence_length=64, k=3), retrieval=True)
-    for name in ("tokens", "labels", "neighbors", "neighbor_lengths"):
-        assert np.array_equal(getattr(data.batch(range(10, 14)), name), getattr(again.batch(range(10, 14)), name))
-
-
 def test_pickled_data_contains_no_arrays_and_reopens_the_datastore(data: TrainingData) -> None:
     data.batch(range(4))
     packed = pickle.dumps(data)

@@ -68,7 +68,8 @@ def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_process
 
 
 def test_tensor_parallelism_divides_only_the_blocks() -> None:
-    model, halves = build("smeared"), Retro(divided(updated(SETTINGS, {"attention.smeared_keys": True}), 2))
+    smeared = {"attention.smeared_keys": True}
+    model, halves = build(**smeared), Retro(divided(updated(SETTINGS, smeared), 2))
     for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
         is_divided = ".block." in name
         assert half.numel() * (2 if is_divided else 1) == whole.numel(), name

@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.retriever import Retriever
-from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.answer_metrics import Language
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
 
 M = 16
-
-
-@pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,10 @@ import pytest
 
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS
 from retro.evaluation.question_sets import Question
 from retro.evaluation.retrieval_metrics import RetrievalSettings, measure, ranks_of, right_documents, summarize
-
-
-@pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
 
 
 def test_a_document_is_ranked_by_its_best_chunk() -> None:

@@ -34,11 +34,6 @@ M, K = 16, 2
 
 
 @pytest.fixture(scope="module")
-def retriever(tiny_datastore: Datastore) -> Retriever:
-    return Retriever.open(tiny_datastore.folder)
-
-
-@pytest.fixture(scope="module")
 def tokenizer(retriever: Retriever) -> Tokenizer:
     return retriever.tokenizer
 

@@ -1,7 +1,6 @@
 """Fine-tuning learns answers, also from passages, resumes bit for bit, and rejects incompatible settings."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from retro.training.trainer import Outcome, train
 from retro.tuning.settings import Adapter, TuningSettings
 from tests.conftest import tiny_config
 from tests.retro.finetuning.examples import INSTRUCTIONS, run, with_finetune, write_lines
+from tests.retro.training.runs import interrupt_after, losses, weights, with_train
 
 
 @pytest.fixture
@@ -43,29 +43,6 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
         data=replace(config.data, sequence_length=128),
         finetune=FinetuneSettings((examples,), held_out=0.2),
     )
-
-
-def with_train(config: Config, **changes) -> Config:
-    return replace(config, train=replace(config.train, **changes))
-
-
-def weights(outcome: Outcome) -> list[bytes]:
-    return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
-
-
-def losses(outcome: Outcome) -> list[float]:
-    return [line["loss"] for line in outcome.metrics if "loss" in line]
-
-
-def interrupt_after(tokens: int) -> Callable[[int], None]:
-    seen = [0]
-
-    def advance(more: int) -> None:
-        seen[0] += more
-        if seen[0] > tokens:
-            raise KeyboardInterrupt
-
-    return advance
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(config: Config, tmp_path: Path) -> None:
@@ -203,7 +180,7 @@ def test_answers_found_only_in_passages_are_read_from_them(
     model = updated(config.model, {"dropout": 0.0, "num_layers": 2, "retrieval.cca_layers": (1, 2)})
     config = replace(config, model=model, data=replace(config.data, sequence_length=48, k=1, retrieval_dropout=0.0))
     outcome = run(with_finetune(config, examples=(path,), format="questions", held_out=0.0, packed=False))
-    assert losses(outcome)[-1] < 0.1
+    assert losses(outcome)[-1][1] < 0.1
     tokenizer = Tokenizer.open(tiny_datastore.folder / "tokenizer")
     form = QuestionFormat(tokenizer, 16)
     given = [form.neighbors(each, 1) for each in passages[::-1]]

@@ -90,7 +90,7 @@ def check_steps(
         logits = decoder.read(new)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 3])
 @every_scheme_and_reader
 def test_every_step_gives_the_logits_of_a_full_forward_pass(
     scheme: str, k: int, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +165,7 @@ def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapte
     check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 2 * M, keep_at=M)
 
 
-@pytest.mark.parametrize("context", [M, 2 * M, 8 * M])
+@pytest.mark.parametrize("context", [M, 2 * M])
 @every_scheme_and_reader
 def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, context: int) -> None:
     model, retrieve = cached_model(scheme), retriever(2)

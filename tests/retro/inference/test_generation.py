@@ -239,11 +239,6 @@ def test_a_biased_token_is_always_or_never_drawn_and_keeps_its_log_probability(m
     assert always[0].log_probability == pytest.approx(dict(plain.top)[9])
 
 
-def test_the_largest_penalties_repeat_no_token(model: Retro) -> None:
-    tokens = continue_prompt(model, temperature=0, presence_penalty=2, frequency_penalty=2, max_tokens=30)
-    assert len(set(tokens)) == 30
-
-
 def test_stop_tokens_end_the_text_and_the_end_of_document_can_be_ignored(model: Retro) -> None:
     free = generate_pieces(model, [(1, 5, 6)], seed=1, max_tokens=20)[0]
     token = free[6].token

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
-from retro.device import Placement
 from retro.model.inputs import Inputs
 from retro.model.loss import loss
 from retro.model.mixture_of_experts import (
@@ -22,7 +21,6 @@ from retro.model.mixture_of_experts import (
     Queues,
     queues_of,
     routing_loss,
-    running_load,
     share_experts,
 )
 from retro.model.retro import ModelSettings, Retro
@@ -171,13 +169,6 @@ def test_dropped_tokens_get_no_output_and_no_gradient() -> None:
     assert x.grad[:, 1:].eq(0).all()
 
 
-def test_choices_are_counted_in_token_order() -> None:
-    chosen = torch.tensor([[2, 0, 2, 2, 1], [0, 0, 0, 1, 1]])
-    so_far = running_load(chosen, torch.tensor([[True] * 5, [True, False, True, True, True]]), 3)
-    assert so_far.gather(2, chosen[..., None])[..., 0].tolist() == [[1, 1, 2, 3, 1], [1, 1, 2, 1, 2]]
-    assert so_far[:, -1].tolist() == [[1, 1, 3], [2, 2, 0]]
-
-
 @top_k
 def test_a_sequences_output_does_not_depend_on_its_batch(k: int) -> None:
     experts, x = make_experts(k), activations(rows=4)
@@ -310,20 +301,6 @@ def test_under_bfloat16_autocast_routing_equals_float32() -> None:
     assert torch.equal(routing, same)
     assert rounded.dtype == torch.bfloat16
     assert (rounded.float() - exact).abs().mean() < 0.02 * exact.std()
-
-
-@torch.no_grad()
-def test_a_model_cast_for_serving_computes_the_same() -> None:
-    model, placement = (
-        build(**{"experts.num_experts": E, "experts.every": 1}),
-        Placement(torch.device("cpu"), torch.bfloat16),
-    )
-    tokens, neighbors, lengths = batch()
-    with placement.autocast():
-        before = model(Inputs(tokens, None, neighbors, lengths))
-        placement.cast(model)
-        assert model.attention["0"].block.q_proj.weight.dtype == torch.bfloat16
-        assert torch.equal(model(Inputs(tokens, None, neighbors, lengths)), before)
 
 
 def test_compilation_and_checkpointing_give_the_same_gradients() -> None:

@@ -95,12 +95,6 @@ def test_settings_of_unused_parts_have_no_effect(
     assert found < set(flatten(settings))
 
 
-@pytest.mark.parametrize("key", [key for key, value in flatten(ModelSettings()).items() if type(value) in (int, float)])
-def test_no_number_is_negative(key: str) -> None:
-    with pytest.raises(InputError, match=rf"model\.{key} = -1"):
-        updated(ModelSettings(), {key: -1})
-
-
 @pytest.mark.parametrize("stored", [{}, {"copy_head": {"content_width": 0}}])
 def test_a_model_stored_before_copy_heads_existed_has_none(stored: dict[str, Any]) -> None:
     assert resolve(from_json(stored)).copy_head == from_json(stored).copy_head == NO_COPY_HEAD

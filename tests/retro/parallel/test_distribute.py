@@ -77,7 +77,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "parallel_residual": True,
         "attention.sliding_window": 20,
     },
-    "transformer-xl": {"attention.positions": "transformer-xl", "tied_embeddings": False},
     "experts": {"experts.num_experts": 4, "experts.every": 2},
     "float16": {},
     "copying": COPYING,
@@ -97,16 +96,13 @@ TUNED = {
     "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "data": ("plain", {}),
     "float16": ("float16", {"zero": 3}),
     "zero-1": ("plain", {"zero": 1}),
     "zero-2": ("copying", {"zero": 2, "activation_checkpointing": "selective"}),
-    "zero-3-offload": ("plain", {"zero": 3, "cpu_offload": True}),
     "tensor": ("learned", {"tensor": 4}),
     "tensor-zero-3": ("alibi", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
     "pipeline": ("alibi", {"pipeline": 4}),
     "pipeline-zero-3": ("learned", {"pipeline": 2, "zero": 3}),
-    "interleaved-tensor": ("transformer-xl", {"pipeline": 2, "pipeline_schedule": "interleaved", "tensor": 2}),
     "interleaved-zero-1": (
         "experts",
         {"pipeline": 2, "pipeline_schedule": "interleaved", "zero": 1, "activation_checkpointing": "full"},
@@ -120,15 +116,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "copying": ("copying", {}),
     "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
     "copying-tensor": ("copying", {"tensor": 4}),
-    "copying-tensor-zero-3": ("copying", {"tensor": 2, "zero": 3, "activation_checkpointing": "full"}),
-    "copying-pipeline-zero-2": ("copying", {"pipeline": 2, "zero": 2}),
     "copying-interleaved-tensor": (
         "copying, untied",
         {"pipeline": 2, "pipeline_schedule": "interleaved", "tensor": 2},
     ),
     "copying-experts-pipeline": ("copying, experts", {"pipeline": 2}),
     "copying-context-pipeline": ("copying from the context", {"pipeline": 4}),
-    "reading": ("reading", {}),
     "reading-zero-3": ("reading", {"zero": 3, "activation_checkpointing": "selective"}),
     "copying-neighbors-pipeline-tensor": ("copying without cross-attention", {"pipeline": 2, "tensor": 2}),
 }

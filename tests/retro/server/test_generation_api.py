@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 from indexing.retrieval.retriever import Retriever
 from retro.inference import scoring
 from retro.inference.decoder import Decoder
-from retro.inference.generation import Batch
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
 from retro.server import schemas, search_api
@@ -38,10 +37,7 @@ OFF: dict[str, Any] = {"retrieval": False}  # under /v1 a name of the model
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     (OFF, {"k": 0}),
-    ({"k": 4}, {"k": 4}),
-    ({"temperature": 1e-300}, {}),
-    ({"temperature": 1, "seed": 7, "max_tokens": 40}, {"temperature": 1, "seed": 7, "max_tokens": 40}),
-    ({"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ["e", "a"]}, {"temperature": 1, "seed": 8, "max_tokens": 40, "stop": ("e", "a")}),
+    ({"k": 4, "temperature": 1, "seed": 8, "max_tokens": 40, "stop": ["e", "a"]}, {"k": 4, "temperature": 1, "seed": 8, "max_tokens": 40, "stop": ("e", "a")}),
     ({"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}, {"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}),
 ]  # fmt: skip
 """Fields of every endpoint, and the settings of the model."""
@@ -68,9 +64,8 @@ def test_a_continuation_is_that_of_the_model_with_the_fields_as_settings(
     assert len(tokens) == (answer["tokens"] if path == GENERATE else answer["usage"]["completion_tokens"])
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_texts_without_a_seed_differ(client: TestClient, path: str) -> None:
-    sampled = [choices_of(path, post(client, path, temperature=1).json()) for _ in range(3)]
+def test_texts_without_a_seed_differ(client: TestClient) -> None:
+    sampled = [choices_of(COMPLETIONS, post(client, COMPLETIONS, temperature=1).json()) for _ in range(3)]
     assert sampled[0] != sampled[1] or sampled[1] != sampled[2]
 
 
@@ -303,7 +298,6 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (GENERATE, {"prompt": "龘" * 10_000}, "prompt"),
         ("/score", {"text": "a", "k": 17}, "k"),
         ("/score", {"text": "龘" * 10_000}, "text"),
-        (COMPLETIONS, {"n": 300}, "n"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"suffix": "end"}, "suffix"),
         (COMPLETIONS, {"logit_bias": {"100000": 1}}, "logit_bias"),
@@ -311,7 +305,6 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (COMPLETIONS, {"max_tokens": 100_000}, "max_tokens"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[10**6]]}, "prompt"),
-        (COMPLETIONS, {"prompt": [5] * 20_000}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
         (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages.0.role"),
         (CHAT, {"messages": [IMAGE]}, "messages"),
@@ -385,26 +378,9 @@ def test_work_stops_after_a_timeout(
     assert gate.calls == 1 + calls_of_the_next
 
 
-def test_an_error_of_a_stream_is_an_event(app_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, step = [], Batch.step
+def test_usage_and_metrics_count_the_tokens_of_drafts(client: TestClient, language_model: LanguageModel) -> None:
+    path = COMPLETIONS
 
-    def broken(batch: Batch) -> Any:
-        """The first token arrives."""
-        if tokens:
-            raise RuntimeError("no memory")
-        tokens.extend(new := step(batch))
-        return new
-
-    monkeypatch.setattr(Batch, "step", broken)
-    with TestClient(app_with()) as client:
-        *_, error = events_of(post(client, CHAT, stream=True))
-    assert error["error"]["type"] == "server_error"
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_usage_and_metrics_count_the_tokens_of_drafts(
-    client: TestClient, language_model: LanguageModel, path: str
-) -> None:
     def counts() -> list[float]:
         text = client.get("/metrics").text
         names = (f'retro_draft_tokens_total{{result="{result}"}}' for result in ("accepted", "rejected"))
@@ -436,12 +412,11 @@ def test_token_latency_and_process_memory_are_measured(client: TestClient) -> No
     assert count("process_resident_memory_bytes") > 1e6
 
 
-@pytest.mark.parametrize("k", [0, 2])
 def test_a_short_score_waits_for_a_few_windows_of_long_ones(
-    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch, k: int
+    app_with: Make, language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six long texts arrive first. The short one arrives while their first windows are scored."""
-    context, scored, score_windows = language_model.context, list[int](), LanguageModel.score_windows
+    k, context, scored, score_windows = 2, language_model.context, list[int](), LanguageModel.score_windows
 
     def noted(model: LanguageModel, windows: list[Window], *args: Any) -> None:
         scored.extend(len(window.sequence.tokens) for window in windows)

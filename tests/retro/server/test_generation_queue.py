@@ -68,16 +68,15 @@ def rounded(value: Any) -> Any:
     return pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
 
 
-@pytest.mark.parametrize("places", [3, 32])
 def test_concurrent_answers_equal_sequential_ones(
-    retriever: Retriever, language_model: LanguageModel, tmp_path: Path, places: int
+    retriever: Retriever, language_model: LanguageModel, tmp_path: Path
 ) -> None:
     """In float32: in bfloat16, rounding could choose the other one of two almost equally likely tokens."""
     placement = choose_placement("cpu", "float32")
     model = load_model(language_model.checkpoint, placement.device)
     template = tmp_path / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
-    settings = ServeSettings(name="tiny", chat_template=str(template), max_num_seqs=places)
+    settings = ServeSettings(name="tiny", chat_template=str(template), max_num_seqs=3)
     app = make_app(retriever, replace(language_model, model=model, placement=placement), settings)
     with listening(app) as url, ThreadPoolExecutor(2 * len(REQUESTS)) as clients:
         expected = [answer_of(url, *each) for each in REQUESTS]

@@ -53,19 +53,6 @@ def test_invalid_embedding_requests_are_rejected(client: TestClient, changes: di
     assert client.post("/v1/embeddings", json=body).status_code == 400
 
 
-def test_lm_eval_uses_the_servers_tokenizer(url: str, retriever: Retriever) -> None:
-    from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
-
-    base = url + "/v1/completions"
-    assert check_remote_tokenizer_support(base)
-    remote = RemoteTokenizer(base)
-    assert remote.encode(TEXT) == retriever.tokenizer.encode(TEXT).tolist()
-    assert remote.decode(remote.encode(TEXT)) == TEXT
-    assert remote.eos_token_id == retriever.tokenizer.eos_id
-    assert remote.bos_token_id == retriever.tokenizer.bos_id
-    remote.session.close()
-
-
 def test_tokenize_adds_bos_on_request(client: TestClient, retriever: Retriever) -> None:
     answer = client.post("/tokenize", json={"prompt": "index", "add_special_tokens": True}).json()
     assert answer["tokens"][0] == retriever.tokenizer.bos_id

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, VIEWS, Page, ask, expect, form_of
+from tests.retro.server.browser import BUTTONS, LONG, MARKS, PHONE, Page, ask, expect, form_of
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytestmark = MARKS
@@ -18,8 +18,7 @@ def violations(page: Page) -> list[str]:
     return [f"{each['impact']}: {each['id']} {each['nodes'][0]['target']}" for each in found]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("context", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("scheme", "context"), [("light", DESKTOP), ("dark", PHONE)], ids=["desktop", "phone"])
 def test_axe_finds_no_violation_and_no_view_scrolls_sideways(open_page, url: str, scheme: str, context: dict) -> None:
     page = open_page(url + form_of("neighbors"), color_scheme=scheme, **context)
 
@@ -128,11 +127,3 @@ def test_borders_and_signs_have_the_contrast_of_wcag_aa(open_page, url: str, sch
     page.locator("#tab-generation").click()
     expect(page.locator(".first-difference").first).to_be_visible()
     assert least(".first-difference", "color") >= 4.5
-
-
-def test_a_tab_name_is_never_broken_inside_a_word(open_page, url: str) -> None:
-    page = open_page(url, viewport={"width": 360, "height": 700})
-    for view in VIEWS:
-        tab = page.locator(f"#tab-{view}")
-        assert tab.evaluate("node => node.scrollWidth <= node.clientWidth")
-        assert tab.evaluate("node => getComputedStyle(node).overflowWrap") == "normal"

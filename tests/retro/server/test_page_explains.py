@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexing.retrieval.retriever import Retriever
-from tests.retro.server.browser import ASKED, BUTTONS, LONG, MARKS, PHONE, Page, ask, download, expect, form_of, submit
+from tests.retro.server.browser import ASKED, LONG, MARKS, PHONE, Page, ask, download, expect, form_of, submit
 from tests.retro.server.conftest import TEXT
 
 pytestmark = MARKS
@@ -29,8 +29,8 @@ def answer_with(page: Page, path: str, change: Callable[[dict[str, Any]], None])
 # --- the form --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("view", list(BUTTONS))
-def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever: Retriever, view: str) -> None:
+def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever: Retriever) -> None:
+    view = "passage"
     page = open_page(url + form_of(view))
     examples = page.locator(f"#{view} .examples")
     expect(examples).to_contain_text("Not in the datastore")
@@ -39,21 +39,6 @@ def test_examples_are_texts_of_held_out_documents(open_page, url: str, retriever
     assert {each.get_attribute("title") for each in examples.locator("button").all()} <= ids
     examples.locator("button").first.click()
     expect(page.locator(f"#{view} .results").locator(".neighbor, .token:not(.first), .pane").first).to_be_visible()
-
-
-@pytest.mark.parametrize("context", [{"viewport": {"width": 1280, "height": 900}}, PHONE], ids=["desktop", "phone"])
-def test_once_asked_the_form_shrinks_and_the_results_are_in_view(open_page, url: str, context: dict) -> None:
-    page = open_page(url + form_of("neighbors"), **context)
-    before = page.locator("#neighbors form").bounding_box()["height"]
-    ask(page, "neighbors")
-    form = page.locator("#neighbors form").bounding_box()
-    assert form["height"] < before / 2
-    assert 0 <= form["y"] < 60
-    expect(page.locator("article.chunk").first).to_be_in_viewport(ratio=0.1)
-    expect(page.locator("#neighbors .results")).to_be_focused()
-    page.get_by_role("button", name="Change text").click()
-    expect(page.locator("#neighbors textarea")).to_be_focused()
-    expect(page.locator("#neighbors textarea")).to_have_value(LONG)
 
 
 def test_one_of_several_datastores_can_be_chosen(open_page, url: str) -> None:
@@ -116,18 +101,7 @@ def test_near_copies_are_folded_below_the_first_of_them(open_page, url: str) -> 
     expect(folded.locator("article.neighbor")).to_be_visible()
 
 
-def test_more_like_this_searches_for_the_neighbor(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url + form_of("neighbors"))
-    ask(page, "neighbors")
-    neighbor = page.locator("article.neighbor").first
-    text = neighbor.locator("pre.text").text_content()
-    with page.expect_request("**/neighbors") as sent:
-        neighbor.get_by_role("link", name="More like this").click()
-    assert sent.value.post_data_json["text"] == text
-    expect(page.locator(".badge").first).to_have_text("almost the same text as yours")
-
-
-@pytest.mark.parametrize("view", list(BUTTONS))
+@pytest.mark.parametrize("view", ["passage", "generation"])
 def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
     page = open_page(url + form_of(view))
     if view == "generation":
@@ -140,7 +114,7 @@ def test_the_answer_can_be_downloaded(open_page, url: str, view: str) -> None:
         shown = page.locator(".generated").all_text_contents()
         assert [stored["with_neighbors"]["text"], stored["without_neighbors"]["text"]] == shown
     else:
-        assert stored[{"neighbors": "chunks", "passage": "tokens", "trace": "runs"}[view]]
+        assert stored["tokens"]
 
 
 # --- where it helps --------------------------------------------------------------------------------------------------
@@ -275,16 +249,6 @@ def test_a_generated_text_shows_what_it_read(open_page, url: str) -> None:
     expect(page.locator("#generation .generated .border")).to_have_count(len(rows) - 1)
 
 
-def test_a_prompt_of_less_than_a_chunk_says_why_both_texts_begin_alike(open_page, url: str) -> None:
-    page = open_page(url + form_of("generation"))
-    page.get_by_label("Tokens to write").fill("30")
-    ask(page, "generation", "the index")
-    first = page.locator("#generation .chunk-row").first
-    expect(first).to_contain_text("the first chunk has none and is the same in both texts")
-    alike = first.locator(".text").text_content()
-    assert all(text.startswith(alike) for text in page.locator(".generated").all_text_contents())
-
-
 def test_an_error_is_in_view_above_the_text_that_broke_off(open_page, url: str) -> None:
     page = open_page(url + form_of("generation"), errors=True, **PHONE)
     event = json.dumps({"text": "long line\n" * 200, "finish_reason": None})
@@ -314,8 +278,8 @@ def test_a_text_that_waits_says_so_and_a_model_that_does_not_read_neighbors_writ
         page.route(
             "**/generate", lambda route: route.continue_() if route.request.post_data_json["retrieval"] else None
         )
-    with page.expect_response("**/datastore"):  # until then the page does not know the model
-        page.goto(url + form_of("generation"))
+    page.goto(url + form_of("generation"))
+    expect(page.locator(".served")).to_contain_text("chunks")
     page.get_by_label("Tokens to write").fill("5")
     submit(page, "generation", TEXT)
     states = page.locator(".pane .state")

@@ -30,8 +30,7 @@ def opened(open_page, url: str, **context) -> Page:
 # --- where it helps --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("context", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(("scheme", "context"), [("light", LAPTOP), ("dark", PHONE)], ids=["laptop", "phone"])
 def test_the_page_opens_with_colored_tokens_above_the_fold(open_page, url: str, context: dict, scheme: str) -> None:
     page = opened(open_page, url, color_scheme=scheme, **context)
     expect(page.locator("#tab-passage")).to_have_attribute("aria-selected", "true")
@@ -54,50 +53,6 @@ def test_the_best_example_is_first_named_by_its_path_and_shown(open_page, url: s
     expect(first).to_contain_text(best["document_id"])
     expect(first).to_have_attribute("aria-pressed", "true")
     expect(page.locator("#passage .examples [aria-pressed=true]")).to_have_count(1)
-
-
-def test_first_chunk_legend_and_all_neighbors_but_the_first_are_folded(open_page, url: str) -> None:
-    page = opened(open_page, url)
-    first, *rows = page.locator(".chunk-row").all()
-    expect(first.locator(".token").first).to_be_hidden()
-    first.locator("summary").click()
-    expect(first.locator(".token").first).to_be_visible()
-    expect(page.locator("#passage-strip .legend-list")).to_be_hidden()
-    page.locator("#passage-strip summary").click()
-    expect(page.locator("#passage-strip .legend-list")).to_be_visible()
-    read = [row for row in rows if row.locator(".neighbor").count() > 1]
-    assert read
-    for row in read:
-        opens = [each.get_attribute("open") is not None for each in row.locator(".neighbor").all()]
-        assert opens == [True] + [False] * (len(opens) - 1)
-
-
-@pytest.mark.parametrize("context", [LAPTOP, PHONE], ids=["laptop", "phone"])
-def test_your_text_stays_in_view_while_its_neighbors_scroll(open_page, url: str, context: dict) -> None:
-    page = opened(open_page, url, **context)
-    row = page.locator("article.chunk-row").first
-    row.locator(".neighbor pre").first.evaluate("node => node.append('\\n'.repeat(80))")  # longer than the window
-    text, neighbor = row.locator(".query"), row.locator(".neighbor").first
-    before = neighbor.bounding_box()["y"]
-    page.evaluate("y => window.scrollTo(0, y)", text.bounding_box()["y"] + 300)
-    assert neighbor.bounding_box()["y"] < before - 100
-    assert text.bounding_box()["y"] == pytest.approx(0, abs=1)
-
-
-def test_a_click_on_a_copied_token_unfolds_the_neighbor_that_has_it(open_page, url: str) -> None:
-    def copy_from_the_second(body: dict) -> None:
-        start = sum(len(token["text"]) for token in body["tokens"] if token["chunk"] == 0)
-        word = next(token["text"] for token in body["tokens"] if token["chunk"] == 1)
-        copy = {"text": [start, start + len(word)], "chunk": 0, "neighbor": 1, "neighbor_text": [0, 3]}
-        body["sources"]["copies"] = [copy | {"tokens": 1, "share": 0.9}]
-
-    page = open_page("about:blank")
-    answer_with(page, "**/score", copy_from_the_second)
-    page.goto(url)
-    second = page.locator("article.chunk-row").first.locator(".neighbor").nth(1)
-    expect(second.locator("pre").first).to_be_hidden()
-    page.locator(".token.copied").click()
-    expect(second.locator("mark.copied")).to_be_visible()
 
 
 def test_an_address_with_a_text_and_a_form_in_use_are_left_alone(open_page, url: str) -> None:

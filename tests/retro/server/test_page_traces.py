@@ -68,20 +68,6 @@ def test_with_several_datastores_a_run_names_its_own_and_those_that_were_not_sea
         expect(page.locator("#document mark").first).to_be_visible()
 
 
-def test_runs_are_reached_and_opened_by_keyboard(open_page, url: str, retriever: Retriever) -> None:
-    page = open_page(url + form_of("trace"))
-    submit(page, "trace", passage(retriever))
-    expect(page.locator(".traced").first).to_be_visible()
-    page.locator(".trace .query").focus()
-    page.keyboard.press("Tab")
-    expect(page.locator(".trace .query mark").first).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.locator(".traced a").first).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.locator("#document [aria-current]")).to_be_visible()
-    expect(page.locator("#document mark").first).to_be_visible()
-
-
 def test_a_generated_text_is_traced(open_page, url: str) -> None:
     page = open_page(url + form_of("generation"))
     page.get_by_label("Tokens to write").fill("20")

@@ -80,7 +80,7 @@ def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
         ({"texts": ["a"], "k": 101}, "k", "max_k"),
         ({"texts": ["a"], "k": "5"}, "k", "integer"),
         ({"texts": ["a"] * 257}, "texts", "max_queries"),
-        *(({"texts": [blank]}, "texts.0", "empty") for blank in ("", " ", "\n\t \u3000")),
+        ({"texts": ["\n\t \u3000"]}, "texts.0", "empty"),
         ({"tokens": [[]]}, None, "empty"),
         ({"tokens": [[10**6]]}, None, "1000000"),
         ({"tokens": [[5] * 17_000]}, "tokens", "max_input_tokens"),
@@ -265,12 +265,11 @@ def test_values_contain_the_text_in_any_case(client: TestClient) -> None:
 # --- one of several datastores ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [True, False])
-def test_a_search_can_be_limited_to_one_datastore(two: Retriever, text: bool) -> None:
+def test_a_search_can_be_limited_to_one_datastore(two: Retriever) -> None:
     with TestClient(make_app(two, None, ServeSettings(allowed_hosts=("testserver",)))) as client:
         names = [each["name"] for each in client.get("/datastore").json()["datastores"]]
         for name, word in zip(names, ("ship", "train"), strict=True):
-            body = {"texts": ["the train number 3"], "datastore": name, "k": 9, "text": text}
+            body = {"texts": ["the train number 3"], "datastore": name, "k": 9}
             hits = client.post("/search", json=body).json()["results"][0]
             assert len(hits) == 9
             for hit in hits:

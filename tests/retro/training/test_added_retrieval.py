@@ -52,6 +52,11 @@ def base(request: pytest.FixtureRequest, config: Config) -> Checkpoint:
     return trained(config, request.param, BASES[request.param])
 
 
+@pytest.fixture(scope="module")
+def plain(config: Config) -> Checkpoint:
+    return trained(config, "alone", BASES["plain"])
+
+
 def added(base: Checkpoint, folder: Path, file: Path, **options: Any) -> tuple[Checkpoint, CopyFit]:
     fit = add_retrieval(base, folder, file, HERE, **{"k": 2, "num_tokens": 1000} | options)
     return open_checkpoint(file), fit
@@ -108,7 +113,10 @@ def test_the_decoder_can_read_the_neighbors_too(base: Checkpoint, tiny_datastore
     np.testing.assert_allclose([token.log_probability for token in new], again, rtol=1e-3, atol=1e-3)
 
 
-def test_the_file_names_its_base_and_its_datastore(base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path) -> None:
+def test_the_file_names_its_base_and_its_datastore(
+    plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    base = plain
     found, fit = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
     assert (found.started_from, found.datastores) == (base.fingerprint, [tiny_datastore.fingerprint])
     assert found.folders == [str(tiny_datastore.folder.resolve())]
@@ -120,9 +128,10 @@ def test_the_file_names_its_base_and_its_datastore(base: Checkpoint, tiny_datast
         added(found, tiny_datastore.folder, tmp_path / "twice.safetensors")
 
 
-def test_a_retrofit_goes_on_from_the_fitted_tables(config: Config, tiny_datastore: Datastore, tmp_path: Path) -> None:
-    base = trained(config, "start", BASES["plain"])
-    found, _ = added(base, tiny_datastore.folder, tmp_path / "added.safetensors")
+def test_a_retrofit_goes_on_from_the_fitted_tables(
+    config: Config, plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
+) -> None:
+    found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors")
     still = replace(config.train, steps=2, lr=1e-30, warmup_steps=0, init_from=str(found.path))
     changes = {"copy_head.neighbors": True, **BASES["plain"]}
     on = trained(config, "on", changes, train=still, tuning=TuningSettings(weights="retrieval"))
@@ -132,11 +141,10 @@ def test_a_retrofit_goes_on_from_the_fitted_tables(config: Config, tiny_datastor
 
 
 def test_a_base_without_retrieval_takes_the_chunk_length_of_the_datastore(
-    tiny_corpus: Path, config: Config, tmp_path: Path
+    tiny_corpus: Path, config: Config, plain: Checkpoint, tmp_path: Path
 ) -> None:
-    other = tiny_config(tmp_path, tiny_corpus, chunks=replace(config.chunks, chunk_length=8))
+    base, other = plain, tiny_config(tmp_path, tiny_corpus, chunks=replace(config.chunks, chunk_length=8))
     build_local(other)
-    base = trained(config, "short", BASES["plain"])
     found, _ = added(base, other.datastore, tmp_path / "added.safetensors")
     assert (base.model.chunk_length, found.model.chunk_length) == (16, 8)
     assert torch.equal(logits(found), logits(base))
@@ -154,9 +162,9 @@ def test_a_base_without_retrieval_takes_the_chunk_length_of_the_datastore(
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(
-    base: Checkpoint, tiny_datastore: Datastore, tmp_path: Path, change: Callable, words: str
+    plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path, change: Callable, words: str
 ) -> None:
-    options = {"base": base, **change(base)}
+    options = {"base": plain, **change(plain)}
     with pytest.raises(InputError, match=words):
         added(options.pop("base"), tiny_datastore.folder, tmp_path / "refused.safetensors", **options)
     assert not list(tmp_path.iterdir())
@@ -181,10 +189,9 @@ def test_a_datastore_with_votes_adds_both_sources_of_retrieval(
 
 
 def test_a_model_that_copies_from_the_datastore_scores_live_what_it_is_evaluated_with(
-    config: Config, voting_datastore: Datastore, tmp_path: Path
+    plain: Checkpoint, voting_datastore: Datastore, tmp_path: Path
 ) -> None:
-    base = trained(config, "whole", BASES["plain"])
-    found, _ = added(base, voting_datastore.folder, tmp_path / "added.safetensors", names=["datastore"])
+    found, _ = added(plain, voting_datastore.folder, tmp_path / "added.safetensors", names=["datastore"])
     assert not found.model.retrieves
     split = voting_datastore.valid
     real = np.arange(split.chunk_length) < split.lengths.read(*split.chunk_range(0))[:, None]

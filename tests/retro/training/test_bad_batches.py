@@ -14,8 +14,9 @@ from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.data.batches import TrainingData
 from retro.parallel import forward_backward as passes
-from retro.training.trainer import MAX_REFUSED_IN_A_ROW, Outcome, train
+from retro.training.trainer import MAX_REFUSED_IN_A_ROW
 from tests.conftest import tiny_config
+from tests.retro.training.runs import run
 
 BAD = 6  # the step with the bad batch, counted from 1; a batch has 2 sequences
 
@@ -44,11 +45,6 @@ def nan_losses(bad_tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
         return real(hidden, weight, labels, *arguments, **options) * (math.nan if bad else 1)
 
     monkeypatch.setattr(passes, "summed_loss", summed_loss)
-
-
-def run(config: Config, **changes) -> Outcome:
-    settings = replace(config.train, **changes)
-    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def weights(folder: Path) -> list[bytes]:

@@ -15,20 +15,16 @@ from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.device import Placement, choose_inference_placement, choose_placement
 from retro.training import step as training_step
-from retro.training.step import GradScaler, judge, make_scaler
-from retro.training.trainer import Outcome, train
+from retro.training.step import GradScaler, judge
+from retro.training.trainer import Outcome
 from tests.conftest import tiny_config
+from tests.retro.training.runs import run
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     return replace(config, train=replace(config.train, eval_every=0, precision="float16", lr=5e-3))
-
-
-def run(config: Config, **changes) -> Outcome:
-    settings = replace(config.train, **changes)
-    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def lines(outcome: Outcome) -> list[dict]:
@@ -112,11 +108,6 @@ def test_updates_are_applied_skipped_as_overflow_or_refused(
     loss: float, norm: float, scale: float | None, update: str
 ) -> None:
     assert judge(loss, norm, scale) == update
-
-
-def test_only_float16_has_a_loss_scale() -> None:
-    types = (torch.float32, torch.bfloat16, torch.float16)
-    assert [make_scaler(Placement(torch.device("cpu"), dtype)).is_enabled() for dtype in types] == [False, False, True]
 
 
 def test_tf32_is_rejected_for_training_on_a_cpu_and_evaluated_there_in_float32() -> None:

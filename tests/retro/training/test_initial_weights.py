@@ -14,7 +14,6 @@ from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
 from retro.model.inputs import Inputs
-from retro.model.presets import baseline_of
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from retro.training.initial_weights import load_initial_weights
@@ -160,8 +159,3 @@ def test_weights_of_another_tokenizer_are_rejected(retro: Checkpoint, tiny_datas
     assert "check that its tokenizer is the same" not in caplog.text
     with pytest.raises(InputError, match=r"init_from.*tokenizer.*data\.datastores"):
         load_initial_weights(retro, Retro(retro.model), ["another"], tokenizer="x")
-
-
-def test_a_baseline_of_equal_size_does_not_fit_a_retro(retro: Checkpoint) -> None:
-    with pytest.raises(InputError, match="feed_forward"):
-        weights_before_and_after(retro, baseline_of(retro.model))

@@ -13,8 +13,8 @@ from indexing.store.datastore import Datastore
 from pipelines.config import Config
 from retro.model.retro import Retro
 from retro.training.monitor import _QUIET_STEPS, PREFIX, Monitor, gradient_figures, group_of, update_ratios
-from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
+from tests.retro.training.runs import run
 
 
 @pytest.fixture
@@ -30,11 +30,6 @@ def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Conf
         precision="float32",
     )
     return replace(config, train=settings)
-
-
-def run(config: Config, **changes) -> Outcome:
-    settings = replace(config.train, **changes)
-    return train(config.run, replace(config, train=settings).run_settings)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -108,11 +103,6 @@ def test_monitoring_changes_no_weights(config: Config, tmp_path: Path) -> None:
     not_looked = run(replace(config, run=tmp_path / "other"), steps=8, warmup_steps=2, monitor_every=0)
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (looked.checkpoint / name).read_bytes() == (not_looked.checkpoint / name).read_bytes()
-
-
-def test_a_learning_rate_100_times_too_high_causes_a_warning(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    run(config, lr=100 * config.train.lr)
-    assert any("a step changes the weights by" in warning for warning in warnings_in(caplog))
 
 
 def test_the_warning_precedes_a_nan_loss(config: Config, caplog: pytest.LogCaptureFixture) -> None:

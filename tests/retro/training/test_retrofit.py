@@ -25,6 +25,7 @@ from retro.tuning.adapters import is_adapter
 from retro.tuning.settings import RETRIEVAL, TuningSettings
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together
+from tests.retro.training.runs import interrupt_after
 
 RETROFIT = TuningSettings(weights="retrieval")
 ADAPTERS = {
@@ -87,18 +88,6 @@ def files(outcome: Outcome) -> list[bytes]:
     return [(outcome.checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-def interrupt_after(steps: int) -> Callable[[int], None]:
-    """An `advance` that raises KeyboardInterrupt after the given number of steps."""
-    seen = [0]
-
-    def advance(tokens: int) -> None:
-        seen[0] += tokens
-        if seen[0] > steps * 2 * 64:
-            raise KeyboardInterrupt
-
-    return advance
-
-
 def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Checkpoint, retro: Checkpoint) -> None:
     before, after = tensors(base), tensors(retro)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -126,8 +115,7 @@ def check_added(before: Checkpoint, after: Checkpoint, prefixes: tuple[str, ...]
         )
 
 
-@pytest.mark.parametrize("own_context", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("own_context", "alone"), [(False, True), (True, False)])
 def test_a_retrofit_with_a_copy_head_is_fitted_and_keeps_the_base(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, own_context: bool, alone: bool
 ) -> None:
@@ -144,7 +132,7 @@ def test_a_retrofit_with_a_copy_head_is_fitted_and_keeps_the_base(
     assert off[0] == off[1]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_retrofit_of_an_imported_model_keeps_the_base(config: Config, tmp_path: Path, family: str) -> None:
     pytest.importorskip("transformers")
     from tests.retro.huggingface.small_bases import make, save
@@ -197,7 +185,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_without_the_initial_weights(
     export(retro, start)
     straight = run(config, tmp_path / "straight", start, tuning)
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3))
+        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3 * 2 * 64))
     start.unlink()
     assert files(run(config, tmp_path / "stopped", start, tuning)) == files(straight)
 

@@ -26,8 +26,9 @@ from retro.parallel.forward_backward import WholeModel
 from retro.training.run_folder import read_metrics
 from retro.training.signals import Stopped, signals_as_requests
 from retro.training.task import DocumentTask
-from retro.training.trainer import Outcome, Trainer, train
+from retro.training.trainer import Trainer
 from tests.conftest import tiny_config
+from tests.retro.training.runs import run
 
 
 @pytest.fixture
@@ -42,10 +43,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def run(config: Config, **options) -> Outcome:
-    return train(config.run, config.run_settings, **options)
 
 
 def signal_in_step(step: int, *numbers: int):
