@@ -22,7 +22,7 @@ from retro.model.settings import updated
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
-OPTIONS = Namespace(tokens=10**9, fitted_tokens=256)
+OPTIONS = Namespace(tokens=10**9, fitted_tokens=256, k=0)
 MODELS = {
     "context": {"retrieval.cca_layers": (), "copy_head.context": True, "tied_embeddings": True},
     "all": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
