@@ -1,23 +1,24 @@
 """Open the sorted prefixes of a datastore, with a status for the progress."""
 
+from pathlib import Path
+
 from indexing.progress import status
-from indexing.store.datastore import Split
 from indexing.store.remote import cache_folder, datastore_name, url_of
 from indexing.suffixes.search import SuffixIndex
 
 
-def open_sorted_prefixes(split: Split) -> SuffixIndex:
-    """Open the sorted prefixes of a training split.
+def open_sorted_prefixes(folder: Path) -> SuffixIndex:
+    """Open the sorted prefixes of a datastore.
 
     They are memory-mapped, with all tokens. So of a datastore at a URL both are fetched whole, shard by shard, unless the cache
     has them.
 
     Raises:
-        InputError: a file is missing or damaged, or the URL cannot be read.
+        InputError: there are none, a file is missing or damaged, or the URL cannot be read.
     """
-    name = datastore_name(split.folder)
-    if url_of(split.folder) is None:
+    name = datastore_name(folder)
+    if url_of(folder) is None:
         status("opening the sorted prefixes of %s", name)
     else:
         status("fetching all tokens and sorted prefixes of %s into %s", name, cache_folder())
-    return SuffixIndex(split)
+    return SuffixIndex.open(folder)

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.settings import settings
-from indexing.suffixes.search import SHORTEST_RUN, trace
+from indexing.suffixes.search import SHORTEST_RUN, Run, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.commands.datastore import indented
 from pipelines.results import Format, print_result
@@ -76,7 +75,7 @@ class TracedRun:
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     """`retro trace DATASTORE "text"`."""
-    from retro.server.verbatim_runs import traced_datastores
+    from retro.server.verbatim_runs import in_order, tokens_in, traced_datastores
 
     opened = Datastore.open(datastore)
     retrieval, tokenizer = RetrievalSet.of(opened), Tokenizer.open(opened.folder / "tokenizer")
@@ -87,31 +86,24 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
             log.warning("%s is not searched: it has no stage `suffixes`", name)
     tokens = tokenizer.encode(_read(datastore, text)).astype(np.int64)
     whole, ends = token_ends(tokenizer.decode_batch, tokens)
-    runs = [run for each in traced for run in _runs(each, tokens, whole, ends, options)]
-    runs.sort(key=lambda run: (run.first_token, run.tokens))
-    in_run = np.zeros(len(tokens), dtype=bool)
-    for run in runs:
-        in_run[run.first_token : run.first_token + run.tokens] = True
-    found = {"tokens": len(tokens), "tokens_in_runs": int(in_run.sum()), "datastores": names}
+    found = in_order(traced, [trace(each.index, tokens, options.least) for each in traced])
+    runs = [_traced_run(*pair, whole, ends, options.documents) for pair in found]
+    share = {"tokens": len(tokens), "tokens_in_runs": tokens_in(run for _, run in found), "datastores": names}
     places = datastore if len(retrieval.splits) == 1 else " and ".join(names)
-    summary = f"{found['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
+    summary = f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
     if len(tokens) < options.least:
         summary += f"\nThe text is shorter than that: --least {len(tokens)} looks for all of it."
     lines = [run.line(named=len(retrieval.splits) > 1) for run in runs]
-    print_result(found | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *lines]), options.format)
+    print_result(share | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *lines]), options.format)
     return 0
 
 
-def _runs(
-    datastore: "TracedDatastore", tokens: np.ndarray, text: str, ends: list[int], options: TraceOptions
-) -> Iterator[TracedRun]:
-    """The runs of a text [t] in a datastore; `ends` are the ends of its tokens, see `token_ends`."""
-    index = datastore.index
-    for run in trace(index, tokens, options.least):
-        start, stop = characters(ends, run.first, run.stop)
-        documents = [str(place.document["id"]) for place in index.places(run.match, options.documents)]
-        size, count = run.stop - run.first, index.count(run.match)
-        yield TracedRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, documents)
+def _traced_run(datastore: "TracedDatastore", run: Run, text: str, ends: list[int], documents: int) -> TracedRun:
+    """A run of a text whose tokens end at these characters, with up to so many documents."""
+    index, (start, stop) = datastore.index, characters(ends, run.first, run.stop)
+    names = [str(place.document["id"]) for place in index.places(run.match, documents)]
+    size, count = run.stop - run.first, index.count(run.match)
+    return TracedRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, names)
 
 
 def _read(datastore: str, text: str) -> str:

@@ -13,7 +13,6 @@ from indexing.retrieval.retriever import Retriever
 from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from indexing.suffixes.build import FOLDER
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
@@ -102,10 +101,7 @@ class LanguageModel:
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
         copies = retriever is not None and opened.model.copy_head.datastore
-        suffixes = None
-        if copies and retriever is not None:
-            retriever.datastore.require(FOLDER)
-            suffixes = open_sorted_prefixes(retriever.datastore.train)
+        suffixes = open_sorted_prefixes(retriever.datastore.folder) if copies and retriever is not None else None
         model = load_model(opened, placement.device)
         placement.cast(model)
         pack(model, placement)

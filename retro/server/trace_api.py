@@ -3,7 +3,6 @@
 text ─► tokens ─► `trace`, datastore by datastore ─► runs ─► characters, number of occurrences, places in documents
 """
 
-import numpy as np
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
@@ -13,7 +12,7 @@ from retro.server.chunk_texts import ChunkTexts
 from retro.server.errors import error_responses
 from retro.server.service import JsonRoute, ServiceDependency
 from retro.server.spans import characters, token_ends
-from retro.server.verbatim_runs import PlaceFinder
+from retro.server.verbatim_runs import PlaceFinder, in_order, tokens_in
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -25,19 +24,18 @@ async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) 
     tokens = (await service.encoded([request.text], "text"))[0]
     datastores, retriever = await run_in_threadpool(service.traced), service.retriever
     text, ends = await run_in_threadpool(token_ends, retriever.tokenizer.decode_batch, tokens)
-    is_in_run, texts, found = np.zeros(len(tokens), dtype=bool), ChunkTexts(retriever), list[tuple[PlaceFinder, Run]]()
-    for datastore in datastores:
-        for run in await run_in_threadpool(trace, datastore.index, tokens, request.least):
-            is_in_run[run.first : run.stop] = True
-            found.append((PlaceFinder(datastore, texts), run))
-    found.sort(key=lambda pair: (pair[1].first, pair[1].stop))
-    # Run by run, so that the work stops when the client disconnects or the time is over.
-    runs = [await run_in_threadpool(_traced, places, run, ends, request.documents) for places, run in found]
+    # Datastore by datastore and run by run, so that the work stops when the client disconnects or the time is over.
+    found = [await run_in_threadpool(trace, datastore.index, tokens, request.least) for datastore in datastores]
+    runs, texts = in_order(datastores, found), ChunkTexts(retriever)
+    traced = [
+        await run_in_threadpool(_traced, PlaceFinder(datastore, texts), run, ends, request.documents)
+        for datastore, run in runs
+    ]
     return schemas.TraceResponse(
         text=text,
-        runs=runs,
+        runs=traced,
         tokens=len(tokens),
-        tokens_in_runs=int(is_in_run.sum()),
+        tokens_in_runs=tokens_in(run for _, run in runs),
         datastores=[datastore.name for datastore in datastores],
     )
 

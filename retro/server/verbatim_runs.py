@@ -1,12 +1,12 @@
 """Runs of texts that occur verbatim in the training documents of datastores: of a given text, and of a text while it is generated.
 
-tokens ─► `trace` ─► runs ─► number of occurrences, places in documents
+tokens ─► `trace`, datastore by datastore ─► runs in the order of the text ─► number of occurrences, places in documents
 prompt, then each generated token ─► `Tracer` ─► runs that reach into the answer
 
 Each datastore is searched on its own: a run is as long as possible in its datastore, and another one can have a longer run there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.datastore import Datastore, Split
 from indexing.store.remote import datastore_name
-from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.build import FOLDER
 from indexing.suffixes.search import SHORTEST_RUN, Place, Run, SuffixIndex, Tracer
 from retro.server import schemas
@@ -63,10 +63,23 @@ def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None
         Datastore.open(retrieval.own.folder).require(FOLDER)
     return [
         TracedDatastore(
-            datastore_name(split.folder), number, opened if opened and number == 0 else open_sorted_prefixes(split)
+            datastore_name(split.folder),
+            number,
+            opened if opened and number == 0 else open_sorted_prefixes(split.folder),
         )
         for number, split in numbered
     ]
+
+
+def in_order(datastores: Sequence[TracedDatastore], runs: Sequence[Sequence[Run]]) -> list[tuple[TracedDatastore, Run]]:
+    """The runs of a text in each of the datastores, all in the order of the text."""
+    pairs = [(datastore, run) for datastore, own in zip(datastores, runs, strict=True) for run in own]
+    return sorted(pairs, key=lambda pair: (pair[1].first, pair[1].stop))
+
+
+def tokens_in(runs: Iterable[Run]) -> int:
+    """How many tokens of a text are in one of its runs."""
+    return len({token for run in runs for token in range(run.first, run.stop)})
 
 
 class PlaceFinder:
@@ -90,7 +103,7 @@ class PlaceFinder:
         )
 
     def _id(self, chunk: int) -> int:
-        return (self.datastore.number << CHUNK_ID_BITS) | chunk
+        return int(neighbor_ids(self.datastore.number, np.array(chunk)))
 
     def _ends(self, chunk: int) -> list[int]:
         split = self.datastore.index.split
