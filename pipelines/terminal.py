@@ -205,7 +205,8 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
         finally:
             if display is not None and task is not None:
                 display.remove_task(task)
-    log.info("%s: %s", name, _finished(work.done, unit, _silence.clock() - work.started))
+    if work.done:  # a resumed run may have nothing left but an evaluation
+        log.info("%s: %s", name, _finished(work.done, unit, _silence.clock() - work.started))
 
 
 def _finished(units: int, unit: str, seconds: float) -> str:

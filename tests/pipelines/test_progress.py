@@ -46,6 +46,12 @@ def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate
         assert [task.completed for task in module._live[-1].tasks] == [750]
 
 
+def test_nothing_is_said_about_work_of_which_nothing_was_left(caplog) -> None:
+    with caplog.at_level(logging.INFO, "retro"), progress("train", total=1000, unit="tokens") as advance:
+        advance(FinishedBefore(1000))
+    assert "train" not in caplog.text
+
+
 # --- silence -----------------------------------------------------------------------------------------------------------
 
 
