@@ -20,7 +20,7 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement, choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, mode_of
-from retro.evaluation.datastore_fractions import read_fractions
+from retro.evaluation.datastore_fractions import PartialDatastore, search_fractions, votes_in_fractions
 from retro.evaluation.leakage import (
     by_document_match,
     by_leakage,
@@ -322,14 +322,8 @@ def _fraction_levels(
     if depth and any(use.max_overlap < 1 for use in uses):  # the next neighbors replace those that are skipped
         depth = max(depth, evaluation_set.split.neighbor_ids.row_shape[0])
     votes = any(model.settings.copy_head.datastore for model in models)
-    fractions, seed = settings.datastore_fractions, settings.seed
-    with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
-        searched = read_fractions(
-            evaluation_set, num_chunks, depth, votes, fractions, seed=seed, device=device, advance=advance
-        )
-        parts = list(searched)
     length = checkpoints[0].settings["data"]["sequence_length"]
-    for part in parts:
+    for part in _fractions(evaluation_set, num_chunks, depth, votes, settings, device):
         rows = []
         for name, model, use in zip(names, models, uses, strict=True):
             rows += [row for row in off if row.model == name]
@@ -337,7 +331,7 @@ def _fraction_levels(
             for one in uses_of(model.settings, found, settings.k)[1:]:  # without OFF
                 result = measure(model, evaluation_set, settings, placement, one, length, note=f" {part.fraction:g}")
                 rows.append(Measured(name, result))
-        results, changes = _rows_and_changes(rows, seed)
+        results, changes = _rows_and_changes(rows, settings.seed)
         yield {
             "set": evaluation_set.name,
             "datastore_fraction": part.fraction,
@@ -346,6 +340,17 @@ def _fraction_levels(
             "results": results,
             "changes": changes,
         }
+
+
+def _fractions(
+    evaluation_set: EvaluationSet, num_chunks: int, k: int, votes: bool, settings: PerplexitySettings, device: str
+) -> list[PartialDatastore]:
+    """Search k neighbors of each chunk (0 = none), and votes if they are wanted, in each fraction of the datastore."""
+    with progress(f"search {evaluation_set.name}", total=None, unit="chunks") as advance:
+        common: dict[str, Any] = {"fractions": settings.datastore_fractions, "seed": settings.seed, "advance": advance}
+        searches = [search_fractions(evaluation_set, num_chunks, k, device=device, **common)] if k else []
+        searches += [votes_in_fractions(evaluation_set, num_chunks, **common)] if votes else []
+        return [replace(parts[0], votes=parts[-1].votes) for parts in zip(*searches, strict=True)]
 
 
 def _rows_and_changes(measured: Sequence[Measured], seed: int) -> tuple[list[Row], list[Row]]:

@@ -69,30 +69,6 @@ class PartialDatastore:
     votes: np.ndarray | None = None
 
 
-def read_fractions(
-    evaluation_set: EvaluationSet,
-    num_chunks: int,
-    k: int,
-    votes: bool,
-    fractions: Sequence[float],
-    *,
-    seed: int = 0,
-    device: str = "auto",
-    advance: Advance = lambda _: None,
-) -> Iterator[PartialDatastore]:
-    """Yield the neighbors (unless k = 0) and the votes (if wanted) of each fraction; see `search_fractions` and `votes_in_fractions`."""
-    if not k:
-        yield from votes_in_fractions(evaluation_set, num_chunks, fractions, seed=seed, advance=advance)
-        return
-    searched = search_fractions(evaluation_set, num_chunks, k, fractions, seed=seed, device=device, advance=advance)
-    if not votes:
-        yield from searched
-        return
-    with_votes = votes_in_fractions(evaluation_set, num_chunks, fractions, seed=seed, advance=advance)
-    for part, voting in zip(searched, with_votes, strict=True):
-        yield replace(part, votes=voting.votes)
-
-
 def votes_in_fractions(
     evaluation_set: EvaluationSet,
     num_chunks: int,

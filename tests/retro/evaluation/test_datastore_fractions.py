@@ -23,7 +23,6 @@ from retro.evaluation.bits_per_byte import evaluate
 from retro.evaluation.datastore_fractions import (
     PartialDatastore,
     points_of,
-    read_fractions,
     search_fractions,
     votes_in_fractions,
 )
@@ -257,7 +256,7 @@ def test_votes_in_a_fraction_are_those_of_a_search_through_its_documents(
 def test_votes_of_the_whole_datastore_are_the_stored_ones(voting_datastore: Datastore) -> None:
     held_out = EvaluationSet("valid", voting_datastore)
     stop = held_out.split.num_chunks
-    nothing, whole = read_fractions(held_out, stop, 0, True, (1e-9, 1.0))
+    nothing, whole = votes_in_fractions(held_out, stop, (1e-9, 1.0))
     assert nothing.votes is not None
     assert (nothing.documents, nothing.chunks, nothing.votes.any()) == (0, 0, False)
     stored = as_columns(held_out.split.votes.read(0, stop))
