@@ -27,12 +27,12 @@ GROUP_POSITIONS = 1 << 27
 SORTING_BYTES = {2: 20, 4: 30}
 """Memory that sorting takes for each token, by bytes of a token id."""
 ROWS_OF_HEAD = 256
-"""Sorted prefixes from one head to the next. Heads are small and stay in the cache: they replace the first steps of a binary search,
-each of which would read another page of the prefixes and of the tokens."""
+"""Sorted prefixes from one head to the next. Heads are small and stay in the cache. They replace the first steps of a binary search:
+each of those would read a page of the prefixes and a page of the tokens."""
 _BLOCK = 1 << 20
 
 
-def groups_of(split: Split, shards: range) -> Iterator[range]:
+def planned_groups(split: Split, shards: range) -> Iterator[range]:
     """Divide the shards of a generation into groups."""
     first, positions = shards.start, 0
     for shard in shards:

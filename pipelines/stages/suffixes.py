@@ -5,7 +5,7 @@ from pathlib import Path
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import Datastore, Split, shard_name
-from indexing.suffixes.build import FOLDER, groups_of, write_sorted_prefixes
+from indexing.suffixes.build import FOLDER, planned_groups, write_sorted_prefixes
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations
@@ -17,7 +17,7 @@ def run_suffixes(config: Config, executor: Executor) -> str:
     folder = config.datastore
     train = Datastore.open(folder).train
     outs, todo = [], []
-    for group in (group for shards in generations(folder) for group in groups_of(train, shards)):
+    for group in (group for shards in generations(folder) for group in planned_groups(train, shards)):
         inputs = {"chunks": joint_fingerprint(folder, "chunks", group)}
         recipe = Recipe("suffixes", 3, {"shards": len(group)}, inputs)
         outs.append(folder / FOLDER / shard_name(group.start))

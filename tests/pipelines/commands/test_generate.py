@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,9 +118,9 @@ def test_verbatim_runs_are_those_of_the_server_and_named_after_the_text(argument
 def test_the_text_is_printed_before_the_datastore_is_opened_for_runs(arguments, traced, monkeypatch, capsys) -> None:
     seen = []
 
-    def opened(*given: object) -> list[TracedDatastore]:
+    def opened(*given: Any) -> list[TracedDatastore]:
         seen.append(capsys.readouterr().out)
-        return traced_datastores(*given)  # type: ignore[arg-type]
+        return traced_datastores(*given)
 
     monkeypatch.setattr("retro.server.verbatim_runs.traced_datastores", opened)
     assert main([*arguments, PROMPT, "a"]) == 0
