@@ -25,6 +25,7 @@ import torch
 from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.suffixes.votes import LONGEST
 from pipelines.results import Table
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
@@ -33,6 +34,7 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.windows import document_windows, window_batches
 from retro.model.copy_datastore import DatastoreVotes
@@ -56,8 +58,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "all three": ALL,
 }
 OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
-BANDS = (0, 2, 4, 8, 16, 32, 10**9)
-"""Lengths of the longest match in the datastore at which a band begins."""
+TOKEN_BANDS = (0, 2, 4, 8, 16, 32)
+"""Lengths of the longest match in the datastore before a token at which a band begins."""
+DOCUMENT_BANDS = (0, 16, 32, LONGEST)
+"""The same for the longest match of a whole document."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,9 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
         np.concatenate([getattr(window, name) for window in windows])[scored] for name in ("bytes", "matches")
     )
 
+    documents, rows = np.unique(document, return_inverse=True)
+    longest = LongestMatches.of(held_out.split, DOCUMENT_BANDS).of_documents(documents)
+
     def losses_of(inputs: Inputs, hidden: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), place.autocast():
             return model.token_losses(inputs, hidden)
@@ -195,21 +202,29 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
             | {"off": compare(one, results[OFF]), "context": compare(one, results["own context"])}
             for name, one in results.items()
         ],
-        "bands": list(bands_of(by_row, document, sizes, lengths)),
+        "bands": {
+            "token": list(bands_of(by_row, document, sizes, lengths, TOKEN_BANDS)),
+            "document": list(bands_of(by_row, document, sizes, longest[rows], DOCUMENT_BANDS)),
+        },
     }
 
 
 def bands_of(
-    by_row: dict[str, np.ndarray], document: np.ndarray, sizes: np.ndarray, lengths: np.ndarray
+    by_row: dict[str, np.ndarray],
+    document: np.ndarray,
+    sizes: np.ndarray,
+    lengths: np.ndarray,
+    starts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Changes against OFF among the tokens whose longest match has a length of each band."""
-    band = np.searchsorted(BANDS, lengths, side="right") - 1
+    """Changes against OFF among the tokens whose length of a match [n] lies in each band."""
+    band = np.searchsorted(starts, lengths, side="right") - 1
     for number in np.unique(band).tolist():
         own = band == number
         results = {name: result_of(values[own], document[own], sizes[own]) for name, values in by_row.items()}
         changes = {name: compare(results[name], results[OFF]) for name in ("neighbors", "datastore", "all three")}
         yield {
-            "first": BANDS[number],
+            "first": starts[number],
+            "documents": len(np.unique(document[own])),
             "share": float(own.mean()),
             "nats": float(by_row[OFF][own].mean()),
             "rows": changes,
@@ -247,14 +262,14 @@ def summary(folder: Path) -> None:
         body.append(["datastore", *(f"{one['datastore']['tokens']:,} tokens" for one in found.values())])
         say(f"\n{title}\n\n" + markdown(Table(["sources", *found], body)))
     for name, one in found.items():
-        rows = [
-            [str(band["first"]), f"{band['share']:.1%}", f"{band['nats']:.2f}", *map(percent, band["rows"].values())]
-            for band in one["bands"]
-        ]
-        say(
-            f"\n{name}\n\n"
-            + markdown(Table(["longest match from", "tokens", "nats, OFF", *one["bands"][0]["rows"]], rows))
-        )
+        for kind, bands in one["bands"].items():
+            rows = [
+                [str(band["first"]), f"{band['documents']}", f"{band['share']:.1%}", f"{band['nats']:.2f}"]
+                + [percent(change) for change in band["rows"].values()]
+                for band in bands
+            ]
+            columns = [f"longest match of the {kind} from", "documents", "tokens", "nats, OFF", *bands[0]["rows"]]
+            say(f"\n{name}\n\n" + markdown(Table(columns, rows)))
     say(
         json.dumps({name: {key: one[key] for key in ("machine", "commit", "precision")} for name, one in found.items()})
     )
