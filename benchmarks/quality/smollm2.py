@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
+from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
@@ -43,15 +44,17 @@ CONTEXTS = (256, 512, 2048)
 LEAKAGE = (4, 8, 16, 32)
 
 
-def build(name: str, corpus: str, base: Path, folder: Path, search: Any) -> Path:
+def build(name: str, corpus: str, base: Path, options: argparse.Namespace) -> Path:
     """Build a datastore with the model's tokenizer, and add retrieval to the model. Returns the model's file."""
+    folder = options.output
     datastore, file = folder / name, folder / f"{name}.safetensors"
     tokenizer = open_checkpoint(base).settings["imported"]["folder"]
     config = Config(
         datastore=datastore,
         corpus=CorpusSettings(paths=(corpus,)),
         tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
-        neighbors=NeighborSettings(rerank="tokens", search=search),
+        chunks=ChunkSettings(chunk_length=options.chunk_length),
+        neighbors=NeighborSettings(rerank="tokens", search=options.search),
     )
     if not datastore.exists():
         (folder / f"{name}.toml").write_text(to_toml(config))
@@ -106,7 +109,7 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
     parts = [part for part in parts if part not in finished]
     if not parts:
         return
-    file = build(name, corpus, base, options.output, options.search)
+    file = build(name, corpus, base, options)
     datastore = Datastore.open(options.output / name)
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
     totals = datastore.manifest["splits"]["train"]
@@ -217,6 +220,8 @@ def main() -> None:
     parser.add_argument(
         "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
     )
+    parser.add_argument("--chunk-length", type=int, default=32, help="of new datastores")
+    parser.add_argument("--parts", nargs="+", default=["k", "context"], choices=["k", "context"])
     parser.add_argument("--search", default="auto", help="neighbors.search of new datastores (default: auto)")
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
@@ -224,9 +229,8 @@ def main() -> None:
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    work = [
-        (entry, parts) for parts in (["k"], [f"context {window}" for window in CONTEXTS]) for entry in options.corpus
-    ]
+    parts_of = {"k": ["k"], "context": [f"context {window}" for window in CONTEXTS]}
+    work = [(entry, parts_of[part]) for part in options.parts for entry in options.corpus]
     for entry, parts in budget(options).each(work, "part"):
         name, _, path = entry.partition("=")
         run(Path(options.base), name, path, parts, options)
