@@ -37,7 +37,7 @@ from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 
 LISTS, NPROBE = 1024, 32
-TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+TEMPERATURES = (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 3)
 """In units of the mean squared distance to the nearest key."""
 _BATCH = 4
 _QUERIES = 1024
