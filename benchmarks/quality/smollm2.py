@@ -44,17 +44,16 @@ CONTEXTS = (256, 512, 2048)
 LEAKAGE = (4, 8, 16, 32)
 
 
-def build(name: str, corpus: str, base: Path, options: argparse.Namespace) -> Path:
+def build(name: str, corpus: str, base: Path, folder: Path, search: Any, chunk_length: int = 32) -> Path:
     """Build a datastore with the model's tokenizer, and add retrieval to the model. Returns the model's file."""
-    folder = options.output
     datastore, file = folder / name, folder / f"{name}.safetensors"
     tokenizer = open_checkpoint(base).settings["imported"]["folder"]
     config = Config(
         datastore=datastore,
         corpus=CorpusSettings(paths=(corpus,)),
         tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
-        chunks=ChunkSettings(chunk_length=options.chunk_length),
-        neighbors=NeighborSettings(rerank="tokens", search=options.search),
+        chunks=ChunkSettings(chunk_length=chunk_length),
+        neighbors=NeighborSettings(rerank="tokens", search=search),
     )
     if not datastore.exists():
         (folder / f"{name}.toml").write_text(to_toml(config))
@@ -109,7 +108,7 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
     parts = [part for part in parts if part not in finished]
     if not parts:
         return
-    file = build(name, corpus, base, options)
+    file = build(name, corpus, base, options.output, options.search, options.chunk_length)
     datastore = Datastore.open(options.output / name)
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
     totals = datastore.manifest["splits"]["train"]
