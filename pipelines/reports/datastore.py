@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,14 @@ from pipelines.terminal import Step, human_bytes, summary_rows
 
 log = logging.getLogger("retro")
 
+_STORED = ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors", "suffixes", "votes")
+"""Folders whose bytes are reported."""
 _SAMPLE = 500
 _EXAMPLES = 3
 
 
 def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
-    """Measure a finished datastore and write both reports, or read them if the datastore has not changed.
+    """Measure a finished datastore and write both reports. What has not changed is read from them.
 
     Args:
         datastore: with neighbors.
@@ -43,11 +46,13 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
         the content of `report.json`.
     """
     path = datastore.folder / "report.json"
-    known = read_report(datastore.folder)
-    if known and known["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists():
+    known, sizes = read_report(datastore.folder), {name: _bytes(datastore.folder / name) for name in _STORED}
+    if known and not (known["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists()):
+        known = None
+    if known and known["bytes"] == sizes:
         return known
     retriever = Retriever.open(datastore.folder)
-    measured = measure(retriever) | {"build": [asdict(step) for step in steps]}
+    measured = (known or measure(retriever) | {"build": [asdict(step) for step in steps]}) | {"bytes": sizes}
     write_html(retriever, measured)
     write_checked(path, measured)
     for file in (path.with_suffix(".html"), path):
@@ -75,9 +80,6 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "index": index,
         "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "bytes": {
-            name: _bytes(retriever, name) for name in ("chunks", "embeddings", "index", "sparse", "ngrams", "neighbors")
-        },
         "recall": {
             f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
             for k in sorted({1, 2, 10, stored.shape[1]})
@@ -107,8 +109,8 @@ def _totals(datastore: Datastore, name: str) -> dict[str, int]:
     return {key: int(sum(rows)) for key, rows in datastore.manifest["splits"][name].items()}
 
 
-def _bytes(retriever: Retriever, stage: str) -> int:
-    folders = [path.parent for path in (retriever.datastore.folder / stage).glob(f"*/{MANIFEST}")]
+def _bytes(artifacts: Path) -> int:
+    folders = [path.parent for path in artifacts.glob(f"*/{MANIFEST}")]
     return sum(file["bytes"] for folder in folders for file in read_manifest(folder)["files"].values())
 
 

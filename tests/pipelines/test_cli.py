@@ -48,6 +48,20 @@ def test_index_writes_reports_and_prints_the_same_when_run_again(trained: Path, 
     )
 
 
+def test_the_report_has_the_bytes_of_stages_that_run_later(tmp_path: Path, tiny_corpus: Path, capsys) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(tiny_config(tmp_path, tiny_corpus)))
+    assert main(["index", str(tmp_path / "config.toml")]) == 0
+    assert "votes on disk" not in capsys.readouterr().out
+    before = json.loads((tmp_path / "datastore" / "report.json").read_text())
+    for stage in ("suffixes", "votes"):
+        assert main(["index", str(tmp_path / "config.toml"), "--stage", stage]) == 0
+        assert f"{stage} on disk" in capsys.readouterr().out
+    after = json.loads((tmp_path / "datastore" / "report.json").read_text())
+    assert after["bytes"]["votes"] > 0
+    assert {name for name in after if after[name] != before[name]} == {"bytes", "checksum"}
+    assert "votes on disk" in (tmp_path / "datastore" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("documents", "split", "warns"), [(3, (980, 20, 0), True), (3, (1, 0, 0), False), (60, (500, 500, 0), False)]
 )
