@@ -14,7 +14,7 @@ same votes: one weight if all votes agree, and one if they do not.
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import LONGEST
 from pipelines.results import Table
@@ -36,7 +36,7 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.windows import document_windows, window_batches
+from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
 from retro.model.copy_datastore import DatastoreVotes
 from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs
@@ -80,6 +80,21 @@ class Window:
         return (self.inputs.labels[0] != IGNORED_LABEL).numpy()
 
 
+def chosen_windows(split: Split, tokens: int, length: int, stride: int) -> list[ScoringWindow]:
+    """Draw windows of all documents in a fixed random order, until they score this number of tokens."""
+    m = split.chunk_length
+    windows = list(document_windows(split, length // m, stride // m))
+    order, chosen, total = np.random.default_rng(0).permutation(len(windows)), list[ScoringWindow](), 0
+    for number in order.tolist():
+        if total >= tokens:
+            break
+        window = windows[number]
+        chosen.append(window)
+        begins = window.scored == split.chunk_range(window.text)[0]  # nothing predicts the first token of a document
+        total += int(split.lengths.gather(np.arange(window.scored, window.stop)).sum()) - begins
+    return chosen
+
+
 def held_out_windows(
     model: Retro,
     held_out: EvaluationSet,
@@ -88,22 +103,17 @@ def held_out_windows(
     limit: Budget,
     length: int = WINDOW,
 ) -> Iterator[Window]:
-    """Read windows of held-out documents in a fixed random order until they have `options.tokens` tokens."""
-    split, m, retrieval = held_out.split, held_out.split.chunk_length, RetrievalSet.of(held_out.datastore)
-    windows = list(document_windows(split, length // m, length // m // 2))
-    order, sizes, total = np.random.default_rng(0).permutation(len(windows)), held_out.token_bytes, 0
-    for number in limit.each(order.tolist(), "window"):
-        if total >= options.tokens:
-            return
-        ((_, batch),) = window_batches(split, retrieval, [windows[number]], 1, NeighborUse(options.k, votes=True))
+    """Read windows of held-out documents with `options.tokens` tokens."""
+    split, retrieval, sizes = held_out.split, RetrievalSet.of(held_out.datastore), held_out.token_bytes
+    for window in limit.each(chosen_windows(split, options.tokens, length, length // 2), "window"):
+        ((_, batch),) = window_batches(split, retrieval, [window], 1, NeighborUse(options.k, votes=True))
         inputs = place.put(as_tensors(batch))
         with place.autocast():
             hidden, _ = model.hidden(inputs)
             off = model.hidden(inputs.off())[0] if model.settings.activations_read else hidden
         labels = batch.labels[0]
         of_labels = np.where(labels != IGNORED_LABEL, sizes[labels.clip(0)], 0)
-        yield Window(inputs, hidden, off, windows[number].text, of_labels, batch.votes[0, :, 0])
-        total += int((labels != IGNORED_LABEL).sum())
+        yield Window(inputs, hidden, off, window.text, of_labels, batch.votes[0, :, 0])
 
 
 def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
@@ -117,18 +127,27 @@ def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = Non
     return model
 
 
+def mixture_weight(own: np.ndarray, copied: np.ndarray) -> float:
+    """The weight of what is copied that minimizes the loss, by expectation maximization.
+
+    Arguments are probabilities of the right tokens, [n]: the model's and those of what is copied. Without tokens it is 0.
+    """
+    weight = 0.2
+    for _ in range(100 if len(own) else 0):
+        weight = float((weight * copied / ((1 - weight) * own + weight * copied).clip(1e-30)).mean())
+    return weight if len(own) else 0.0
+
+
 def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Nats [n] of the interpolation: two weights, fitted by expectation maximization.
+    """Nats [n] of the interpolation with two weights, fitted to other tokens.
 
     Each argument has the model's probability of the label, that of the votes, whether they agree, and whether there are any.
     """
     p, copied, agree, has = (np.concatenate(parts) for parts in zip(*fitted, strict=True))
     out, (q, votes, same, there) = scored[0].copy(), scored
     for value in (True, False):
-        rows, weight = has & (agree == value), 0.2
-        for _ in range(100):
-            both = (1 - weight) * p[rows] + weight * copied[rows]
-            weight = float((weight * copied[rows] / both.clip(1e-30)).mean()) if rows.any() else 0.0
+        rows = has & (agree == value)
+        weight = mixture_weight(p[rows], copied[rows])
         own = there & (same == value)
         out[own] = (1 - weight) * q[own] + weight * votes[own]
     return -np.log(out.clip(1e-30))
@@ -216,7 +235,7 @@ def bands_of(
     lengths: np.ndarray,
     starts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Changes against OFF among the tokens whose length of a match [n] lies in each band."""
+    """For each band of lengths of a match: changes against OFF over its tokens. `lengths` [n] has the length for each token."""
     band = np.searchsorted(starts, lengths, side="right") - 1
     for number in np.unique(band).tolist():
         own = band == number
@@ -275,20 +294,21 @@ def summary(folder: Path) -> None:
     )
 
 
-def main() -> None:
-    """Measure some datastores, or print the tables."""
-    parser = model_parser(__doc__)
+def datastore_parser(about: str) -> argparse.ArgumentParser:
+    """A parser for measurements of a trained model with some datastores."""
+    parser = model_parser(about)
     parser.add_argument("datastores", nargs="*", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens of each datastore")
-    parser.add_argument(
-        "--fitted-tokens", type=int, default=20_000, help="tokens of training text that gates are fitted to"
-    )
-    parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
-    parser.add_argument(
-        "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
-    )
     parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
-    options = parser.parse_args()
+    return parser
+
+
+def measure_datastores(
+    options: argparse.Namespace,
+    run: Callable[[Path, Path, argparse.Namespace, Budget], dict[str, Any]],
+    summary: Callable[[Path], None],
+) -> None:
+    """Measure the datastores that have no file in the folder of figures, and print the tables of all that have one."""
     options.output.mkdir(parents=True, exist_ok=True)
     limit = budget(options)
     for number, folder in enumerate(options.datastores):
@@ -296,6 +316,19 @@ def main() -> None:
         if not stored.exists():
             write(stored, run(Path(options.base), folder, options, limit.share(len(options.datastores) - number)))
     summary(options.output)
+
+
+def main() -> None:
+    """Measure some datastores, or print the tables."""
+    parser = datastore_parser(__doc__)
+    parser.add_argument(
+        "--fitted-tokens", type=int, default=20_000, help="tokens of training text that gates are fitted to"
+    )
+    parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
+    parser.add_argument(
+        "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
+    )
+    measure_datastores(parser.parse_args(), run, summary)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Keys are kept in FOLDER: two bytes for each of their dimensions.
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,16 @@ import faiss
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
-from benchmarks.quality.datastore_copying import OFF, WINDOW, result_of, with_head
+from benchmarks.common import Budget, markdown, percent, placement, say
+from benchmarks.quality.datastore_copying import (
+    WINDOW,
+    chosen_windows,
+    datastore_parser,
+    measure_datastores,
+    mixture_weight,
+    result_of,
+    with_head,
+)
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.results import Table
@@ -52,19 +60,20 @@ class Tokens:
     documents: np.ndarray
     nats: np.ndarray
 
-    @classmethod
-    def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
-        return cls(*(np.concatenate(columns) for columns in zip(*(vars(part).values() for part in parts), strict=True)))
-
 
 @torch.inference_mode()
 def read_tokens(
-    model: Retro, datastore: Datastore, split: Split, windows: Sequence[ScoringWindow], place: Placement, scored: bool
+    model: Retro,
+    datastore: Datastore,
+    split: Split,
+    windows: Sequence[ScoringWindow],
+    place: Placement,
+    scored: bool = False,
 ) -> Iterator[Tokens]:
     """Read windows in batches. Without `scored` the output layer is not computed, and the nats are 0."""
-    retrieval, kept = RetrievalSet.of(datastore), []
+    kept: list[torch.Tensor] = []
     hook = model.layers[-1].feed_forward.norm.register_forward_hook(lambda _module, _input, output: kept.append(output))
-    for batch_windows, batch in window_batches(split, retrieval, windows, _BATCH, NeighborUse(0)):
+    for batch_windows, batch in window_batches(split, RetrievalSet.of(datastore), windows, _BATCH, NeighborUse(0)):
         inputs = place.put(as_tensors(batch))
         with place.autocast():
             hidden, _ = model.hidden(inputs)
@@ -80,24 +89,38 @@ def read_tokens(
     hook.remove()
 
 
-def write_keys(model: Retro, datastore: Datastore, folder: Path, place: Placement) -> None:
-    """Write `keys.npy`, `labels.npy` and `documents.npy` of all training tokens."""
-    split = datastore.train
-    windows = list(document_windows(split, WINDOW // split.chunk_length, WINDOW // split.chunk_length))
+def stored_tokens(model: Retro, datastore: Datastore, folder: Path, place: Placement, limit: Budget) -> Tokens:
+    """The tokens of the training documents, with memory-mapped keys in half precision and without nats.
+
+    They are read from FOLDER, or written there; then as many as half of the time allows.
+    """
+    split, m = datastore.train, datastore.chunk_length
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / "labels.npy"  # written last, with all tokens
+    if whole.exists():
+        labels, documents = np.load(whole), np.load(folder / "documents.npy")
+        return Tokens(
+            np.load(folder / "keys.npy", mmap_mode="r")[: len(labels)], labels, documents, np.zeros(len(labels))
+        )
     size = sum(datastore.manifest["splits"]["train"]["tokens"])
     keys = np.lib.format.open_memmap(folder / "keys.npy", "w+", np.float16, (size, model.settings.d_model))
-    labels, documents = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
-    done, began, told = 0, time.monotonic(), time.monotonic()
-    for part in read_tokens(model, datastore, split, windows, place, scored=False):
+    labels, documents = np.zeros((2, size), dtype=np.int64)
+    half, done, told = Budget(limit.left / 2), 0, time.perf_counter()
+    for part in read_tokens(model, datastore, split, list(document_windows(split, WINDOW // m, WINDOW // m)), place):
+        if half.left < 0:
+            say(f"stopped after {done:,} of about {size:,} keys. --minutes sets the limit; 0 removes it.")
+            break
         rows = slice(done, done + len(part.labels))
         keys[rows], labels[rows], documents[rows] = part.keys, part.labels, part.documents
         done = rows.stop
-        if time.monotonic() - told > 20:
-            told = time.monotonic()
-            say(f"keys: {done:,} of about {size:,} tokens, {done / (told - began):,.0f}/s")
-    keys.flush()
-    np.save(folder / "documents.npy", documents[:done])
-    np.save(folder / "labels.npy", labels[:done])  # the last file: all is written
+        if time.perf_counter() - told > 20:
+            told = time.perf_counter()
+            say(f"keys: {done:,} of about {size:,} tokens, {done / (told - half.started):,.0f}/s")
+    else:
+        keys.flush()
+        np.save(folder / "documents.npy", documents[:done])
+        np.save(whole, labels[:done])
+    return Tokens(keys[:done], labels[:done], documents[:done], np.zeros(done))
 
 
 def build_index(keys: np.ndarray) -> faiss.Index:
@@ -111,18 +134,6 @@ def build_index(keys: np.ndarray) -> faiss.Index:
     return index
 
 
-def hits(index: faiss.Index, stored: Tokens, queries: Tokens, k: int, own: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Squared distances [n, k] of the nearest keys, +inf where there is none, and whether their tokens are the right ones.
-
-    With `own`, keys of the query's document do not count.
-    """
-    distances, ids = index.search(queries.keys, k)
-    missing = ids < 0
-    if own:
-        missing |= stored.documents[ids] == queries.documents[:, None]
-    return np.where(missing, np.inf, distances), stored.labels[ids] == queries.labels[:, None]
-
-
 def probabilities(distances: np.ndarray, right: np.ndarray, temperature: float) -> np.ndarray:
     """What the nearest keys give to the right token, [n]."""
     nearest = distances.min(axis=1, keepdims=True)
@@ -130,91 +141,77 @@ def probabilities(distances: np.ndarray, right: np.ndarray, temperature: float) 
     return (weights * right).sum(axis=1) / weights.sum(axis=1).clip(1e-30)
 
 
-def weight_of(own: np.ndarray, copied: np.ndarray) -> float:
-    """The weight of the votes that minimizes the loss, by expectation maximization."""
-    weight = 0.2
-    for _ in range(50):
-        weight = float((weight * copied / ((1 - weight) * own + weight * copied).clip(1e-30)).mean())
-    return weight
+def joined(parts: Iterable[Tokens]) -> Tokens:
+    """One record of several."""
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return Tokens(*map(np.concatenate, columns))
 
 
-def chosen_windows(split: Split, tokens: int, stride: int) -> list[ScoringWindow]:
-    """Windows in a fixed random order until they have this number of tokens, as `datastore_copying.held_out_windows` draws them."""
-    m = split.chunk_length
-    windows = list(document_windows(split, WINDOW // m, stride // m))
-    order, chosen, total = np.random.default_rng(0).permutation(len(windows)), [], 0
-    for number in order.tolist():
-        if total >= tokens:
-            break
-        window = windows[number]
-        chosen.append(window)
-        lengths = split.lengths.gather(np.arange(window.scored, window.stop))
-        total += int(lengths.sum()) - (window.scored == split.chunk_ranges(np.array([window.text]))[0, 0])
-    return chosen
+def nearest_keys(
+    index: faiss.Index, stored: Tokens, queries: Tokens, k: int, *, others: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest keys of each query: squared distances [n, k], +inf where there is none, and whether their token is the right one.
+
+    With `others`, only keys of other documents count.
+    """
+    distances, right = [], []
+    for first in range(0, len(queries.labels), _QUERIES):
+        rows = slice(first, first + _QUERIES)
+        near, ids = index.search(queries.keys[rows], k)
+        missing = ids < 0
+        if others:
+            missing |= stored.documents[ids] == queries.documents[rows, None]
+        distances.append(np.where(missing, np.inf, near))
+        right.append(stored.labels[ids] == queries.labels[rows, None])
+    return np.concatenate(distances), np.concatenate(right)
 
 
-def run(base: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def fit(probability: np.ndarray, distances: np.ndarray, right: np.ndarray) -> tuple[float, float]:
+    """The temperature and the weight of the nearest keys with the lowest loss on tokens of these probabilities [n]."""
+    nearest = distances.min(axis=1)
+    trials = []
+    for temperature in np.array(TEMPERATURES) * float(nearest[np.isfinite(nearest)].mean()):
+        copied = probabilities(distances, right, temperature)
+        weight = mixture_weight(probability, copied)
+        trials.append((float(-np.log((1 - weight) * probability + weight * copied).mean()), float(temperature), weight))
+        say(f"temperature {temperature:.3g}, weight {weight:.3f}: {trials[-1][0]:.4f} nats on training text")
+    _, temperature, weight = min(trials)
+    return temperature, weight
+
+
+def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     """Measure one datastore."""
     datastore, place = Datastore.open(folder), placement(options.precision)
-    held_out, checkpoint = EvaluationSet(folder.name, datastore), open_checkpoint(base)
-    model = with_head(load_model(checkpoint, place.device).eval(), ())
+    held_out = EvaluationSet(folder.name, datastore)
+    model = with_head(load_model(open_checkpoint(base), place.device).eval(), ())
     place.cast(model)
-    own = options.output / folder.name
-    own.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    if not (own / "labels.npy").exists():
-        write_keys(model, datastore, own, place)
-    labels, documents = (np.load(own / f"{name}.npy") for name in ("labels", "documents"))
-    keys = np.load(own / "keys.npy", mmap_mode="r")[: len(labels)]
-    say(f"{folder.name}: keys after {time.monotonic() - began:.0f} s")
-    stored, index = Tokens(keys, labels, documents, labels), build_index(keys)
-    say(f"{folder.name}: index after {time.monotonic() - began:.0f} s")
+    stored = stored_tokens(model, datastore, options.output / folder.name, place, limit)
+    index = build_index(stored.keys)
+    say(f"{folder.name}: {len(stored.labels):,} keys in the index after {time.perf_counter() - limit.started:.0f} s")
 
     def tokens_of(split: Split, count: int, stride: int) -> Tokens:
-        windows = chosen_windows(split, count, stride)
-        return Tokens.joined(list(read_tokens(model, datastore, split, windows, place, scored=True)))
-
-    def found(queries: Tokens, of_training: bool) -> tuple[np.ndarray, np.ndarray]:
-        blocks = [
-            hits(
-                index,
-                stored,
-                Tokens(*(column[first : first + _QUERIES] for column in vars(queries).values())),
-                options.k,
-                of_training,
-            )
-            for first in range(0, len(queries.labels), _QUERIES)
-        ]
-        distances, right = zip(*blocks, strict=True)
-        return np.concatenate(distances), np.concatenate(right)
+        windows = chosen_windows(split, count, WINDOW, stride)
+        return joined(read_tokens(model, datastore, split, windows, place, scored=True))
 
     fitted = tokens_of(datastore.train, options.fitted_tokens, WINDOW)
-    distances, right = found(fitted, of_training=True)
-    nearest = distances.min(axis=1)
-    unit, probability = float(nearest[np.isfinite(nearest)].mean()), np.exp(-fitted.nats)
-    trials = []
-    for number in TEMPERATURES:
-        copied = probabilities(distances, right, number * unit)
-        weight = weight_of(probability, copied)
-        trials.append((float(-np.log((1 - weight) * probability + weight * copied).mean()), number, weight))
-        say(f"{folder.name}: temperature {number}, weight {weight:.3f}: {trials[-1][0]:.4f} nats on training text")
-    _, number, weight = min(trials)
+    near = nearest_keys(index, stored, fitted, options.k, others=True)
+    temperature, weight = fit(np.exp(-fitted.nats), *near)
     held = tokens_of(held_out.split, options.tokens, WINDOW // 2)
-    copied = probabilities(*found(held, of_training=False), number * unit)
+    copied = probabilities(*nearest_keys(index, stored, held, options.k), temperature)
     sizes = held_out.token_bytes[held.labels].astype(float)
-    by_row = {OFF: held.nats, "kNN-LM": -np.log((1 - weight) * np.exp(-held.nats) + weight * copied)}
-    results = {name: result_of(nats, held.documents, sizes) for name, nats in by_row.items()}
+    off = result_of(held.nats, held.documents, sizes)
+    mixed = result_of(-np.log((1 - weight) * np.exp(-held.nats) + weight * copied), held.documents, sizes)
     return {
         "precision": str(place.dtype).removeprefix("torch."),
-        "keys": len(labels),
-        "key_bytes": 2 * keys.shape[1],
+        "keys": len(stored.labels),
+        "key_bytes": 2 * stored.keys.shape[1],
         "k": options.k,
-        "temperature": number * unit,
+        "temperature": temperature,
         "weight": weight,
         "tokens": len(held.labels),
         "documents": len(np.unique(held.documents)),
-        "off": results[OFF].bits_per_byte,
-        "change": compare(results["kNN-LM"], results[OFF]),
+        "off": off.bits_per_byte,
+        "change": compare(mixed, off),
     }
 
 
@@ -238,22 +235,12 @@ def summary(folder: Path) -> None:
 
 def main() -> None:
     """Measure some datastores, or print the table."""
-    parser = model_parser(__doc__)
-    parser.add_argument("datastores", nargs="*", type=Path)
-    parser.add_argument("--tokens", type=int, default=20_000, help="held-out tokens of each datastore")
+    parser = datastore_parser(__doc__)
     parser.add_argument(
         "--fitted-tokens", type=int, default=10_000, help="tokens of training text for temperature and weight"
     )
     parser.add_argument("--k", type=int, default=1024, help="nearest keys that vote")
-    parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    limit: Budget = budget(options)
-    for folder in limit.each(options.datastores, "datastore"):
-        stored = options.output / f"{folder.name}.json"
-        if not stored.exists():
-            write(stored, run(Path(options.base), folder, options))
-    summary(options.output)
+    measure_datastores(parser.parse_args(), run, summary)
 
 
 if __name__ == "__main__":
