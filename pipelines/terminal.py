@@ -311,9 +311,9 @@ class StagesView:
         if self._display is None and not self.quiet:
             log.info(message, *arguments)
 
-    def _update(self, stage: str, **fields: str) -> None:
+    def _update(self, stage: str, **fields: Any) -> None:
         if self._display is not None:
-            self._display.update(self._rows[stage], **fields)  # type: ignore[arg-type]
+            self._display.update(self._rows[stage], **fields)
 
 
 def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
