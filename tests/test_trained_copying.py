@@ -26,6 +26,7 @@ OPTIONS = Namespace(tokens=10**9, fitted_tokens=256, k=0)
 MODELS = {
     "context": {"retrieval.cca_layers": (), "copy_head.context": True, "tied_embeddings": True},
     "all": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
+    "all-reads": {"retrieval.cca_layers": (), "retrieval.reader": "decoder", "copy_head.neighbors": True},
 }
 
 
@@ -46,8 +47,9 @@ def experiment(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, voti
     [
         ("context", "OFF/own context", NeighborUse(0)),
         ("all", "OFF/own context", NeighborUse(0)),
-        ("all", "CCA/own context, neighbors", NeighborUse(2)),
-        ("all", "CCA/all three", NeighborUse(2, votes=True)),
+        ("all", "ON/own context, neighbors", NeighborUse(2)),
+        ("all", "ON/all three", NeighborUse(2, votes=True)),
+        ("all-reads", "ON/neighbors", NeighborUse(2)),
     ],
 )
 def test_scores_of_what_was_trained_are_those_of_an_evaluation(
@@ -70,11 +72,11 @@ def test_every_combination_is_scored_once(
 ) -> None:
     scores, seeds = load(experiment)
     assert seeds == 1
-    readers = {"context": READERS[:1], "all": READERS}
+    readers = {"context": READERS[:1], "all": READERS, "all-reads": READERS}
     assert set(scores) == {(m, r, s) for m in MODELS for r in readers[m] for s in COMBINATIONS}
     monkeypatch.setattr(trained_copying, "score", pytest.fail)
     score_runs(experiment, OPTIONS, Budget(math.inf))
     summarize([experiment])
     printed = capsys.readouterr().out
-    assert "| all, CCA, all three |" in printed
+    assert "| all, ON, all three |" in printed
     assert "1 seeds" in printed

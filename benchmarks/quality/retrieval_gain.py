@@ -74,6 +74,7 @@ COPY_HEADS: dict[str, dict[str, Any]] = {
     "retrofit-both": {"copy_head.context": True},
     "all": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
     "all-plain": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
+    "all-reads": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True},
 }
 # Options with which a model learns to copy early (docs/results/copying.md), and models with some or none of them.
 COPYING = {
@@ -89,6 +90,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "context-smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
     "context-init": {"shared_embeddings": True, "copying_init": True},
     "all-plain": {"shared_embeddings": True},
+    "all-reads": {"retrieval.reader": "decoder"},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
     "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
@@ -184,6 +186,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         **dict.fromkeys(("baseline", "plain", *_OWN_CONTEXT), plain),
         **dict.fromkeys(("decoder", "decoder-context"), decoder),
         "copy": copying,
+        "all-reads": decoder,
         "retrofit": updated(plain, cross_attention),
         "retrofit-both": updated(copying, cross_attention),
     }
