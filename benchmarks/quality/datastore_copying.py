@@ -101,7 +101,7 @@ def held_out_windows(
     options: argparse.Namespace,
     place: Placement,
     limit: Budget,
-    length: int = WINDOW,
+    length: int,
 ) -> Iterator[Window]:
     """Read windows of held-out documents with `options.tokens` tokens."""
     split, retrieval, sizes = held_out.split, RetrievalSet.of(held_out.datastore), held_out.token_bytes
@@ -173,12 +173,12 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
     changes = {"chunk_length": datastore.chunk_length, "retrieval.reader": options.reader}
     model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
     place.cast(model)
-    data = DataSettings(datastores=(folder,), sequence_length=WINDOW, k=options.k)
+    data = DataSettings(datastores=(folder,), sequence_length=options.window, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     with_head(model, ())
     with torch.inference_mode():
-        windows = list(held_out_windows(model, held_out, options, place, limit))
-    batches = list(read_batches(source, options.fitted_tokens // WINDOW, place))
+        windows = list(held_out_windows(model, held_out, options, place, limit, options.window))
+    batches = list(read_batches(source, options.fitted_tokens // options.window, place))
     with torch.inference_mode(), place.autocast():
         hidden = [model.hidden(batch)[0] for batch in batches]
 
@@ -325,6 +325,7 @@ def main() -> None:
         "--fitted-tokens", type=int, default=20_000, help="tokens of training text that gates are fitted to"
     )
     parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a window; half of them are scored")
     parser.add_argument(
         "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
     )
