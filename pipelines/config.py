@@ -33,6 +33,7 @@ class Config:
     removed: ClassVar[Mapping[str, str]] = {
         "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
         "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
+        "tuning.virtual_tokens": "It was removed with prefixes and prompts: use tuning.adapter = 'lora'. Delete the key.",
     }
 
     datastore: Location = Path("datastore")

@@ -25,6 +25,7 @@ from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
 from retro.tuning.settings import ALL, TuningSettings
+from retro.tuning.settings import from_json as tuning_from_json
 
 if TYPE_CHECKING:
     from retro.estimates.training_memory import Memory
@@ -220,7 +221,7 @@ def measured_flops(run: Path, num_devices: int) -> float:
         )
     sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
     data, tuning = (_without_lists(sections.get(section, {})) for section in ("data", "tuning"))
-    flops = flops_per_token(from_json(sections["model"]), DataSettings(**data), TuningSettings(**tuning))
+    flops = flops_per_token(from_json(sections["model"]), DataSettings(**data), tuning_from_json(tuning))
     return statistics.median(rates) * flops / num_devices
 
 

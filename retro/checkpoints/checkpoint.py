@@ -37,6 +37,7 @@ from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 from retro.tuning.adapters import add_adapter, merge, stored_name
 from retro.tuning.settings import TuningSettings
+from retro.tuning.settings import from_json as tuning_from_json
 
 FORMAT_VERSION = 2
 
@@ -93,7 +94,7 @@ class Checkpoint:
     @property
     def tuning(self) -> TuningSettings:
         """Which weights were trained, and the adapter that the files contain."""
-        return TuningSettings(**self.settings.get("tuning", {}))
+        return tuning_from_json(self.settings.get("tuning", {}))
 
     @property
     def neighbor_rules(self) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def _checkpoint(
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
-    """The model of a checkpoint in evaluation mode, with its prefix or prompt, and with LoRA merged into the weights.
+    """The model of a checkpoint in evaluation mode, with LoRA merged into the weights.
 
     Raises:
         InputError: it has an adapter and peft is not installed.

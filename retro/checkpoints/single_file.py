@@ -16,7 +16,7 @@ from retro.checkpoints.tensor_files import index, read_tensors, save_tensors
 def export(checkpoint: Checkpoint, file: Path) -> None:
     """Write a checkpoint as one safetensors file, atomically. An existing file is replaced.
 
-    LoRA is merged into the weights; a prefix or prompt is kept. Equal checkpoints give equal bytes.
+    LoRA is merged into the weights. Equal checkpoints give equal bytes.
 
     Raises:
         InputError: the file name does not end in `.safetensors`.

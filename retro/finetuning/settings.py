@@ -33,6 +33,6 @@ class FinetuneSettings:
     """Fraction of the examples that is not learned, but measured with retrieval ON and OFF every `train.eval_every` steps."""
     packed: bool = True
     """Put several examples into a row of `data.sequence_length` tokens. Each starts at a chunk and attends to itself only.
-    False = one example in a row, as always with `tuning.adapter` `prefix` or `prompt`, whose virtual tokens precede the row."""
+    False = one example in a row."""
     epochs: NonNegativeFloat = 0.0
     """Passes over the examples, instead of `train.steps`; 0 = use `train.steps`."""

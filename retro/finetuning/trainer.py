@@ -70,7 +70,7 @@ class ExampleTask:
         Raises:
             InputError: a line of the examples, or a model that does not fit the datastores.
         """
-        data, tuning = settings.data, settings.tuning
+        data = settings.data
         k = data.k if settings.model.retrieves else 0
         datastores = [Datastore.open(folder) for folder in data.datastores]
         self.data = ExampleData(
@@ -80,8 +80,7 @@ class ExampleTask:
             [datastore.built for datastore in datastores],
             int(datastores[0].manifest["pad_id"]),
             held_out=finetuning.held_out,
-            # Virtual tokens are prepended to a row, not to each example in it.
-            packed=finetuning.packed and tuning.adapter not in ("prefix", "prompt"),
+            packed=finetuning.packed,
             retrieval=k > 0,
         )
         self.data.announce()

@@ -20,9 +20,8 @@ prepared for one shape (compiled code, cuDNN's plans) then see few shapes instea
 
 @dataclass
 class Cache:
-    """The tensors. S begins with the virtual tokens, if the model has any; `num_virtual` is their number."""
+    """The tensors."""
 
-    num_virtual: int
     keys: Tensor  # [B, L, G, S, C] of every layer, with positions applied
     values: Tensor  # same shape
     # Smeared keys mix W projected keys into the next ones. Tokens of drafts are more, since they may be removed again.
@@ -35,9 +34,7 @@ class Cache:
     readable: Tensor  # bool [B, K, R], False for tokens of the neighbors that are not read, such as padding
 
     @classmethod
-    def of(
-        cls, model: Retro, virtual: dict[str, tuple[Tensor, Tensor]], num_virtual: int, dtype: torch.dtype
-    ) -> "Cache":
+    def of(cls, model: Retro, dtype: torch.dtype) -> "Cache":
         """Create one slot without tokens. Memory is always zeros at first: masked values are multiplied by 0, not by NaN."""
         s, device = model.settings, model.embedding.weight.device
         # On a CPU a single query takes six times as long with bfloat16 keys.
@@ -53,14 +50,9 @@ class Cache:
         def kept(width: int) -> int:
             return width + LONGEST_DRAFT if width > 0 else 0
 
-        keys, values = (zeros(layers, kv_heads, num_virtual, head_dim) for _ in range(2))
-        for layer, finished in enumerate(virtual.values()):
-            for cached, new in zip((keys, values), finished, strict=True):
-                cached[:, layer] = new.transpose(1, 2)  # [1, G, P, C]
         return cls(
-            num_virtual=num_virtual,
-            keys=keys,
-            values=values,
+            keys=zeros(layers, kv_heads, 0, head_dim),
+            values=zeros(layers, kv_heads, 0, head_dim),
             last_keys=zeros(layers, kept(s.smeared_tokens), kv_heads, head_dim),
             last_queries=zeros(layers, kept(s.smeared_tokens - 1), heads, head_dim),
             last_cross_queries=zeros(cca_layers, kept(s.smeared_tokens - 1), heads, head_dim),
@@ -78,15 +70,13 @@ class Cache:
         more = max(num_slots, 2 * size) - size
         for name, tensor in self._tensors():
             setattr(self, name, F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, more)))
-        for tensor in (self.keys, self.values):
-            tensor[size:, :, :, : self.num_virtual] = tensor[:1, :, :, : self.num_virtual]
 
     def make_tokens(self, num_tokens: int, largest: int) -> int:
-        """Enlarge keys and values for `num_tokens` tokens, virtual ones included; return the number of keys to read.
+        """Enlarge keys and values for `num_tokens` tokens; return the number of keys to read.
 
         They at least double, up to the `largest` number of tokens of a row.
         """
-        size, largest = self.keys.shape[3], max(self.num_virtual + largest, num_tokens)
+        size, largest = self.keys.shape[3], max(largest, num_tokens)
         stop = min(-(-num_tokens // KEY_STEP) * KEY_STEP, largest)
         if stop > size:
             more = min(max(stop, 2 * size), largest) - size
@@ -108,16 +98,16 @@ class Cache:
                 last[slot] = last[slot].roll(num_tokens, dims=1)
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy a slot, with the first `num_tokens` tokens, virtual ones included."""
+        """Copy a slot, with the first `num_tokens` tokens."""
         for name, tensor in self._tensors():
             part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
             part[target] = part[source]
 
     def swap(self, first: int, second: int, num_tokens: int) -> None:
-        """Swap two slots, with the first `num_tokens` tokens, virtual ones included."""
+        """Swap two slots, with the first `num_tokens` tokens."""
         for name, tensor in self._tensors():
             part = tensor[..., :num_tokens, :] if name in ("keys", "values") else tensor
             part[[first, second]] = part[[second, first]]
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "num_virtual"]
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]

@@ -59,7 +59,7 @@ Propose = Callable[[Row, int], np.ndarray]
 
 
 class _Pass(NamedTuple):
-    """Tokens of one pass and their positions. A slot of the cache begins with the virtual tokens, if the model has any."""
+    """Tokens of one pass and their positions."""
 
     rows: list[Row]
     tokens: Tensor  # [N, n]
@@ -115,11 +115,8 @@ class Decoder:
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
         self.packed = model.packed_output is not None
         self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
-        with torch.inference_mode(), placement.autocast():
-            self.virtual, self.num_virtual = model.virtual()
-        keys = range(-self.num_virtual, 1)
         self.context_positions = positions_of(
-            *model.self_scheme, range(context), keys, placement.device, rope=model.settings.rope
+            *model.self_scheme, range(context), range(1), placement.device, rope=model.settings.rope
         )
         self.window_positions: Positions | None = None  # None until the size of the neighbors is known
         self.reading_rotation: Tensor | None = None  # of queries that read them with self-attention, by position
@@ -162,7 +159,7 @@ class Decoder:
     def copy(self, row: Row) -> Row:
         new = row.copy(slot=len(self.rows))
         self.cache.make_slots(len(self.rows) + 1)
-        self.cache.copy(row.slot, new.slot, self.num_virtual + row.num_read)
+        self.cache.copy(row.slot, new.slot, row.num_read)
         self.rows.append(new)
         return new
 
@@ -175,7 +172,7 @@ class Decoder:
             return
         if row.slot < len(self.rows):  # the last slot moves into the gap
             moved = next(other for other in self.rows if other.slot == len(self.rows))
-            self.cache.copy(moved.slot, row.slot, self.num_virtual + moved.num_read)
+            self.cache.copy(moved.slot, row.slot, moved.num_read)
             moved.slot = row.slot
 
     def _drop(self, row: Row) -> None:
@@ -253,7 +250,7 @@ class Decoder:
         gaps = sorted({*range(len(rows))} - {row.slot for row in rows})
         for row, gap in zip([row for row in rows if row.slot >= len(rows)], gaps, strict=True):
             other = next(row for row in self.rows if row.slot == gap)
-            self.cache.swap(row.slot, gap, self.num_virtual + max(row.num_read, other.num_read))
+            self.cache.swap(row.slot, gap, max(row.num_read, other.num_read))
             row.slot, other.slot = gap, row.slot
 
     def copied_from(
@@ -280,11 +277,10 @@ class Decoder:
         for new, row, count in zip(tokens, rows, counts, strict=True):
             new[:count] = row.unread[:count]
             row.num_read += count
-        stop = self.cache.make_tokens(self.num_virtual + int(starts.max()) + width, self.context)
+        stop = self.cache.make_tokens(int(starts.max()) + width, self.context)
         columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
         positions = columns.clamp(max=self.context - 1)  # padding can exceed the context
-        keys_at = self._keys_at(stop)
-        mask = visible(positions, keys_at, self.model.settings.attention.sliding_window) | (keys_at < 0)
+        mask = visible(positions, self._keys_at(stop), self.model.settings.attention.sliding_window)
         begins = starts == 0
         self.cache.readable[self._put(np.array(at)[begins])] = False
         return _Pass(
@@ -296,7 +292,7 @@ class Decoder:
             positions=positions,
             last=self._put(np.array(counts) - 1),
             begins=self._put(begins).bool()[:, None, None, None],
-            columns=columns + self.num_virtual,
+            columns=columns,
             stop=stop,
             mask=mask[:, None],
             num_neighbors=max(row.num_neighbors for row in rows),
@@ -327,8 +323,8 @@ class Decoder:
         return h
 
     def _keys_at(self, stop: int) -> Tensor:
-        """Return the positions of the first keys of the cache; those of virtual tokens are negative."""
-        return torch.arange(-self.num_virtual, stop - self.num_virtual, device=self.placement.device)
+        """Return the positions of the first keys of the cache."""
+        return torch.arange(stop, device=self.placement.device)
 
     def _attend(self, layer: int, attention: Attention, x: Tensor, positions: Positions, span: _Pass) -> Tensor:
         """Self-attention of the new tokens x [N, n, D] to all tokens of their rows. Caches their keys and values."""
@@ -337,7 +333,7 @@ class Decoder:
         first = k[:, :1] if hasattr(attention, "smear") else None  # the first key is not mixed with another one
         placed = attention.finish_keys(k, positions, before=self._before(self.cache.last_keys, layer, k, span, first))
         if len(span.rows) == 1:  # copies of slices are faster
-            slot, start = span.rows[0].slot, self.num_virtual + int(span.starts[0])
+            slot, start = span.rows[0].slot, int(span.starts[0])
             columns = slice(start, start + x.shape[1])
             keys[slot, layer, :, columns], values[slot, layer, :, columns] = (
                 placed[0].transpose(0, 1),
@@ -497,7 +493,7 @@ class Decoder:
 
     def _empty_cache(self) -> Cache:
         with torch.inference_mode():
-            return Cache.of(self.model, self.virtual, self.num_virtual, self.placement.dtype)
+            return Cache.of(self.model, self.placement.dtype)
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.placement.device)

@@ -96,22 +96,19 @@ class Attention(nn.Module):
         mask: Tensor | Bounds | None = None,
         causal: bool = False,
         starts: Tensor | None = None,
-        virtual: tuple[Tensor, Tensor] | None = None,
         return_keys_values: bool = False,
     ) -> Any:
         """Attend from x [N, Q, D] to source [N, S, E].
 
         Args:
             x: input of the queries.
-            positions: from `positions_of`, for Q queries and S keys, virtual tokens included.
+            positions: from `positions_of`, for Q queries and S keys.
             source: input of keys and values; None = x (self-attention).
             mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs at least one visible
                 key: a softmax over no keys is NaN. In self-attention also `kernels.Bounds`.
             causal: hide later keys. A mask must hide them too; without a mask, faster kernels are used.
             starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the
                 first token. Also applies to queries in self-attention.
-            virtual: finished keys and values of virtual tokens, [1, P, G, C] each, which precede the source. The mask covers
-                them.
             return_keys_values: also return the finished keys and values of the source.
 
         Returns:
@@ -119,15 +116,9 @@ class Attention(nn.Module):
         """
         k, v = self.project_keys_values(x if source is None else source)
         k = self.finish_keys(k, positions, starts)
-        own = k, v
-        if virtual is not None:
-            k, v = (
-                torch.cat((a.to(b.dtype).expand(len(b), -1, -1, -1), b), dim=1)
-                for a, b in zip(virtual, own, strict=True)
-            )
         q = self.smear_queries(self.project_queries(x), starts if source is None else None)
         y = self.attend(q, positions, k, v, mask, causal)
-        return (y, *own) if return_keys_values else y
+        return (y, k, v) if return_keys_values else y
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""
@@ -163,8 +154,7 @@ class Attention(nn.Module):
             k = weighted_sums(k, self.key_taps().to(k.dtype), starts, before)
         elif hasattr(self, "smear"):
             k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
-        # Positions may begin with those of virtual tokens, whose keys are finished already.
-        return rotate(k, positions.key[..., -k.shape[1] :, :, :]) if isinstance(positions, RopePositions) else k
+        return rotate(k, positions.key) if isinstance(positions, RopePositions) else k
 
     def attend(
         self,

@@ -41,7 +41,6 @@ def self_attention_mask(
     documents: Tensor | None,
     chunk_length: int,
     settings: AttentionSettings,
-    num_virtual: int = 0,
     *,
     bounds: bool = True,
 ) -> Tensor | Bounds | None:
@@ -52,25 +51,24 @@ def self_attention_mask(
         documents: as in `Inputs`.
         chunk_length: m.
         settings: with the sliding window.
-        num_virtual: P, virtual tokens, which every token sees.
         bounds: whether the caller's kernel takes `Bounds`.
 
     Returns:
-        A mask is bool [B, 1, T, P + T], or [T, P + T] without documents.
+        A mask is bool [B, 1, T, T], or [T, T] without documents.
     """
     num_tokens = h.shape[1]
     window = settings.sliding_window if settings.sliding_window < num_tokens else 0
-    if documents is None and not window and not num_virtual:
+    if documents is None and not window:
         return None
-    if bounds and not num_virtual and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
+    if bounds and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
         if documents is None:
             documents = torch.zeros(len(h), -(-num_tokens // chunk_length), dtype=torch.int64, device=h.device)
         return document_bounds(documents, chunk_length, num_tokens, window)
     mask = None if documents is None else document_mask(documents, chunk_length, num_tokens)
-    if window or num_virtual:
+    if window:
         at = torch.arange(num_tokens, device=h.device)
         seen = visible(at, at, window)  # [T, T]
-        mask = F.pad(seen if mask is None else mask & seen, (num_virtual, 0), value=True)
+        mask = seen if mask is None else mask & seen
     return mask
 
 

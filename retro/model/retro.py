@@ -190,7 +190,6 @@ class Retro(nn.Module):
         copies = settings.copy_head
         has_sources = copies.context or copies.neighbors or copies.datastore
         self.copy_head = CopyHead(copies, width, settings.chunk_length) if has_sources else None
-        self.virtual_tokens: Any = None  # a prefix or prompt of `virtual_tokens.py`, from `tuning.add_adapter`
         self.packed_output: Any = None  # a faster product with `output_weight`, from `inference/packed_weights.py`
         self.initialize()
 
@@ -333,10 +332,6 @@ class Retro(nn.Module):
         h = self.norm(h)
         return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
 
-    def virtual(self) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-        """Keys and values of virtual tokens by name of the layer, and the number of virtual tokens."""
-        return ({}, 0) if self.virtual_tokens is None else (self.virtual_tokens(self), self.virtual_tokens.count)
-
     @property
     def blocks(self) -> dict[str, Any]:
         """All blocks of these layers, by name."""
@@ -361,12 +356,11 @@ class Retro(nn.Module):
         """
         num_tokens, m = h.shape[1], self.settings.chunk_length
         documents, neighbors = inputs.documents, inputs.neighbors
-        virtual, num_virtual = self.virtual()
         self_positions = positions_of(
-            *self.self_scheme, range(num_tokens), range(-num_virtual, num_tokens), h.device, rope=self.settings.rope
+            *self.self_scheme, range(num_tokens), range(num_tokens), h.device, rope=self.settings.rope
         )
         reads = inputs.retrieves and self.settings.decoder_reads
-        mask = self_attention_mask(h, documents, m, self.settings.attention, num_virtual, bounds=not reads)
+        mask = self_attention_mask(h, documents, m, self.settings.attention, bounds=not reads)
         starts = None if documents is None else document_starts(documents, m, num_tokens)
         reading = PackedNeighbors.of(inputs, self.settings, known) if reads else None
         if reading is not None and known is None:
@@ -386,9 +380,8 @@ class Retro(nn.Module):
                 h,
                 self_positions,
                 mask=mask,
-                causal=not num_virtual,
+                causal=True,
                 starts=starts,
-                virtual=virtual.get(layer.name),
                 **({} if reading is None else {"reading": reading.of_layer(index)}),
             )
             if layer.cross is not None and inputs.retrieves:

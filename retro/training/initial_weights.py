@@ -96,12 +96,12 @@ def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: Tu
     add_adapter(model, tuning)
     if checkpoint is None or theirs.adapter == "none":
         return
-    for key in ("adapter", "rank", "alpha", "targets") if theirs.adapter == "lora" else ("adapter", "virtual_tokens"):
+    for key in ("adapter", "rank", "alpha", "targets"):
         if getattr(tuning, key) != getattr(theirs, key):
             raise InputError(
                 f"train.init_from: {checkpoint.path} has tuning.{key} = {getattr(theirs, key)!r}, this run "
-                f"{getattr(tuning, key)!r}: set it to {getattr(theirs, key)!r}"
-                + (", or start from a file of `retro export`, which merges LoRA." if theirs.adapter == "lora" else ".")
+                f"{getattr(tuning, key)!r}: set it to {getattr(theirs, key)!r}, or start from a file of `retro export`, which "
+                "merges LoRA."
             )
     ours = {stored_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
     fill(ours, index(checkpoint.weights))

@@ -16,7 +16,7 @@ from retro.training.settings import TrainSettings
 def make_optimizer(
     parts: Iterable[nn.Module], settings: TrainSettings, factors: Mapping[str, float] = MappingProxyType({})
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices, embeddings and virtual tokens only; see `decaying`.
+    """AdamW with weight decay on matrices and embeddings only; see `decaying`.
 
     Args:
         parts: parts of a model; a parameter has the same name in every part.

@@ -130,7 +130,7 @@ class Trainer:
         )
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
-        check_parallel(settings.tuning, settings.parallel, self.processes.count)
+        check_parallel(settings.tuning, settings.parallel)
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))

@@ -1,8 +1,6 @@
 """Adapters (from peft) and frozen weights.
 
-    Retro ─ add_adapter ─ lora: peft's layers around its matrices       ┐
-                          prefix, prompt: `virtual_tokens` with peft's  ├─ train_only: sets requires_grad
-                          prefix encoder or prompt embedding            ┘
+    Retro ─ add_adapter: peft's LoRA layers around its matrices ─ train_only: sets requires_grad
     merge: LoRA's products are added to the matrices; the model is plain again
 
 A checkpoint stores the model's tensors under their names without an adapter, and the adapter's tensors in addition.
@@ -19,7 +17,6 @@ from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
 from retro.tuning.settings import RETRIEVAL, TuningSettings
-from retro.tuning.virtual_tokens import Prefix, Prompt
 
 log = logging.getLogger("retro")
 
@@ -38,19 +35,11 @@ def peft() -> Any:
 
 
 def add_adapter(model: Retro, tuning: TuningSettings) -> None:
-    """Add the adapter of the settings to a plain model, in place.
-
-    LoRA initially changes nothing (bit-identical outputs). A prefix or prompt is initialized with random tokens of the
-    vocabulary.
+    """Add the adapter of the settings to a plain model, in place. LoRA initially changes nothing (bit-identical outputs).
 
     Raises:
-        InputError: peft is missing, the model has no matrix with the name of a target, or its decoder reads neighbors, which
-            virtual tokens would precede.
+        InputError: peft is missing, or the model has no matrix with the name of a target.
     """
-    if model.settings.decoder_reads and tuning.adapter not in ("none", "lora"):
-        raise InputError(
-            f"tuning.adapter = {tuning.adapter!r}: should be 'lora' or 'none' with model.retrieval.reader = 'decoder'."
-        )
     if tuning.adapter == "lora":
         lora = peft()
         config = lora.LoraConfig(
@@ -60,9 +49,6 @@ def add_adapter(model: Retro, tuning: TuningSettings) -> None:
             target_modules="|".join(map(re.escape, _targeted(model, tuning.targets))),
         )
         lora.inject_adapter_in_model(config, model)
-    elif tuning.adapter != "none":
-        make = Prefix if tuning.adapter == "prefix" else Prompt
-        model.virtual_tokens = make(peft(), model, tuning.virtual_tokens)
 
 
 def matrices(model: nn.Module) -> dict[str, list[str]]:
@@ -112,22 +98,10 @@ def describe(model: nn.Module) -> str:
     return f"{trained:,} of {count_parameters(model, embeddings=True):,} parameters are trained"
 
 
-def check_parallel(tuning: TuningSettings, parallel: ParallelSettings, num_processes: int) -> None:
-    """Raise InputError if processes cannot share a model with this adapter.
-
-    A prompt passes through the layers before the sequences do. Data parallelism holds the weights of a layer only for the
-    backward pass of its last call, so those of the prompt's pass would be missing.
-    """
-    if tuning.adapter == "prompt" and num_processes > 1:
-        raise InputError(
-            f"tuning.adapter = 'prompt' can be trained by one process only, not {num_processes}. Use 'prefix' for several."
-        )
-    unsupported = {"lora": ("tensor",), "prefix": ("tensor", "pipeline")}
-    for key in unsupported.get(tuning.adapter, ()):
-        if getattr(parallel, key) > 1:
-            raise InputError(
-                f"parallel.{key} = {getattr(parallel, key)}: must be 1 with tuning.adapter = {tuning.adapter!r}."
-            )
+def check_parallel(tuning: TuningSettings, parallel: ParallelSettings) -> None:
+    """Raise InputError if processes cannot share a model with this adapter."""
+    if tuning.adapter == "lora" and parallel.tensor > 1:
+        raise InputError(f"parallel.tensor = {parallel.tensor}: must be 1 with tuning.adapter = 'lora'.")
 
 
 def merge(model: Retro) -> Retro:
@@ -145,7 +119,7 @@ def merge(model: Retro) -> Retro:
 
 def is_adapter(name: str) -> bool:
     """True for parameters of an adapter."""
-    return name.startswith("virtual_tokens.") or ".lora_" in name
+    return ".lora_" in name
 
 
 def stored_name(name: str) -> str:

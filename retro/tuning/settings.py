@@ -1,6 +1,7 @@
 """Settings of `[tuning]`: which weights are trained, and adapters."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -8,7 +9,7 @@ from indexing.store.errors import InputError
 from indexing.store.settings import settings
 
 Weights = Literal["all", "retrieval", "none"]
-Adapter = Literal["none", "lora", "prefix", "prompt"]
+Adapter = Literal["none", "lora"]
 
 RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.", "copy_head.datastore.")
 """Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
@@ -22,9 +23,7 @@ class TuningSettings:
     """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
     decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter."""
     adapter: Adapter = "none"
-    """Small weights added to the model: `lora`, low-rank matrices added to its matrices (Hu et al. 2021); `prefix`, keys and
-    values that precede every sequence, in each layer of the decoder (Li & Liang 2021); `prompt`, embeddings that pass through
-    the layers before every sequence (Lester et al. 2021). Needs the package peft."""
+    """Small weights added to the model: `lora`, low-rank matrices added to its matrices (Hu et al. 2021). Needs the package peft."""
     rank: PositiveInt = 8
     """Rank of LoRA's matrices."""
     alpha: PositiveFloat = 16.0
@@ -34,8 +33,6 @@ class TuningSettings:
     targets: tuple[str, ...] = ("attention", "feed_forward")
     """Matrices with LoRA, by the beginning of their name without numbers: `attention` (q_proj, k_proj, v_proj and o_proj of the
     decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
-    virtual_tokens: PositiveInt = 20
-    """Number of virtual tokens of a prefix or prompt. They belong to no chunk or document: every token sees them."""
 
     def __post_init__(self) -> None:
         if self.weights == "none" and self.adapter == "none":
@@ -47,6 +44,15 @@ class TuningSettings:
     def retrieval_only(self) -> bool:
         """True if a sequence without neighbors has no gradient."""
         return self.weights == "retrieval" and self.adapter == "none"
+
+
+def from_json(values: Mapping[str, Any]) -> TuningSettings:
+    """Settings from what JSON makes of `dataclasses.asdict`. `virtual_tokens` was removed with prefixes and prompts: left out.
+
+    Raises:
+        InputError: there is no such setting, or a value is not accepted.
+    """
+    return TuningSettings(**{key: value for key, value in values.items() if key != "virtual_tokens"})
 
 
 ALL = TuningSettings()

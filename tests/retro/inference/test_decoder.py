@@ -1,7 +1,6 @@
 """The cached decoder gives the logits of a full forward pass, after dropping context, removing rows and batching."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from retro.inference.rows import RetrieveNeighbors
 from retro.model import attention
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.tuning.adapters import add_adapter
-from retro.tuning.settings import TuningSettings
 from tests.retro.small_model import (
     READERS,
     SCHEMES,
@@ -29,7 +26,6 @@ from tests.retro.small_model import (
     V,
     build,
     cached_model,
-    every_scheme,
     every_scheme_and_reader,
 )
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
@@ -153,16 +149,6 @@ def test_other_architectures_are_cached(changes: dict) -> None:
     model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
     decoder = Together(model, FLOAT32, 4 * T, retrieve)
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
-
-
-@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
-@every_scheme
-def test_virtual_tokens_are_cached_even_after_a_full_context(scheme: str, adapter: Any) -> None:
-    model, retrieve, context = build(scheme), retriever(2), 3 * M
-    add_adapter(model, TuningSettings(adapter=adapter, virtual_tokens=3))
-    decoder = Together(model.eval(), FLOAT32, context, retrieve)
-    prompts = rows(1, M + 1, context, context + 2)
-    check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 2 * M, keep_at=M)
 
 
 @pytest.mark.parametrize("context", [M, 2 * M])

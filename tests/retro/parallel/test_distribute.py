@@ -88,12 +88,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
-    "prefix": {},
+    "lora alone": {},
 }
 TUNED = {
     "retrofit": TuningSettings(weights="retrieval"),
     "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2),
-    "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
+    "lora alone": TuningSettings(weights="none", adapter="lora", rank=2),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "float16": ("float16", {"zero": 3}),
@@ -112,7 +112,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "retrofit-zero-3": ("retrofit", {"zero": 3}),
     "retrofit-pipeline-tensor": ("retrofit", {"pipeline": 2, "tensor": 2}),
     "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
-    "prefix-zero-3": ("prefix", {"zero": 3}),
+    "lora-zero-3": ("lora alone", {"zero": 3}),
     "copying": ("copying", {}),
     "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
     "copying-tensor": ("copying", {"tensor": 4}),
@@ -150,7 +150,7 @@ def run_of(
     precision: Any = "float16" if options == "float16" else "float32"
     settings = replace(config.train, precision=precision, **changes)
     if options in TUNED:
-        whole = options == "prefix"  # always with retrieval
+        whole = options == "lora alone"  # always with retrieval
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
     config = replace(
         config,

@@ -30,8 +30,6 @@ from tests.retro.training.runs import interrupt_after
 RETROFIT = TuningSettings(weights="retrieval")
 ADAPTERS = {
     "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2, alpha=8.0, dropout=0.1),
-    "prefix": TuningSettings(weights="none", adapter="prefix", virtual_tokens=3),
-    "prompt": TuningSettings(weights="none", adapter="prompt", virtual_tokens=3),
 }
 
 

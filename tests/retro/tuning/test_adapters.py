@@ -16,18 +16,14 @@ from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.tuning.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
 from retro.tuning.settings import RETRIEVAL, TuningSettings
-from tests.retro.small_model import B, M, U, V, batch, build, every_scheme, inputs, logits, step_of
+from tests.retro.small_model import batch, build, every_scheme, inputs, logits, step_of
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
-VIRTUAL = ("prefix", "prompt")
 METHODS: dict[str, dict[str, Any]] = {
     "all": {},
     "retrieval": {"weights": "retrieval"},
     "lora": {"weights": "none", "adapter": "lora"},
     "retrieval and lora": {"weights": "retrieval", "adapter": "lora"},
-    "prefix": {"weights": "none", "adapter": "prefix"},
-    "retrieval and prefix": {"weights": "retrieval", "adapter": "prefix"},
-    "prompt": {"weights": "none", "adapter": "prompt"},
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -44,7 +40,7 @@ every_reader = pytest.mark.parametrize("reader", READERS)
 def build_tuned(scheme: str = "rope", trained: bool = False, reader: str = "cross-attention", **settings: Any) -> Retro:
     """A small model with an adapter. With `trained`, adapter weights are random instead of their initial values."""
     model = build(scheme, **READERS[reader])
-    tuning = TuningSettings(**{"rank": 2, "virtual_tokens": 3, **settings})
+    tuning = TuningSettings(**{"rank": 2, **settings})
     add_adapter(model, tuning)
     train_only(model, tuning)
     if trained:
@@ -94,15 +90,15 @@ def test_retrieval_off_stays_bit_equal_to_the_base(reader: str) -> None:
 
 
 @every_reader
-@pytest.mark.parametrize("method", ["retrieval", "retrieval and prefix"])
+@pytest.mark.parametrize("method", ["retrieval", "retrieval and lora"])
 def test_a_batch_without_neighbors_trains_adapters_only(method: str, reader: str) -> None:
     model = build_tuned(reader=reader, **METHODS[method])
     before = weights(model)
     losses = train_steps(model, 3, inputs(on=False))
     after = weights(model)
-    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
-    assert changed == ({"virtual_tokens"} if "prefix" in method else set())
-    assert (losses[0] == losses[-1]) == ("prefix" not in method)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if is_adapter(name)}
+    assert (losses[0] == losses[-1]) == ("lora" not in method)
 
 
 def test_a_frozen_decoder_saves_no_activations_below_the_first_cross_attention() -> None:
@@ -142,16 +138,13 @@ def test_settings_without_effect_are_rejected_with_their_key() -> None:
         ({"alpha": 0.0}, "alpha = 0"),
         ({"dropout": 1.0}, "dropout = 1"),
         ({"adapter": "lora", "targets": ()}, r"tuning\.targets"),
-        ({"virtual_tokens": 0}, "virtual_tokens = 0"),
     ]:
         with pytest.raises(InputError, match=words):
             TuningSettings(**settings)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers"):
         train_only(build(**{"retrieval.cca_layers": ()}), TuningSettings(weights="retrieval"))
-    with pytest.raises(InputError, match=r"parallel\.pipeline = 2.*tuning\.adapter = 'prefix'"):
-        check_parallel(TuningSettings(adapter="prefix"), ParallelSettings(pipeline=2), 2)
-    with pytest.raises(InputError, match=r"tuning\.adapter = 'prompt'.* 4.*'prefix'"):
-        check_parallel(TuningSettings(adapter="prompt"), ParallelSettings(), 4)
+    with pytest.raises(InputError, match=r"parallel\.tensor = 2.*tuning\.adapter = 'lora'"):
+        check_parallel(TuningSettings(adapter="lora"), ParallelSettings(tensor=2))
 
 
 # ----------------------------------------------------------------------------------------------------------------- LoRA
@@ -205,59 +198,3 @@ def test_targets_select_modules_and_unknown_ones_are_rejected_with_the_accepted(
     names = matrices(build(**{"experts.num_experts": 4}, tied_embeddings=False))
     assert {"feed_forward.router", "head"}.isdisjoint(names)
     assert len(names["feed_forward.up_proj"]) == 2  # the layers without experts
-
-
-# ------------------------------------------------------------------------------------------------------- virtual tokens
-
-
-@pytest.mark.parametrize("adapter", VIRTUAL)
-@every_scheme
-def test_virtual_tokens_change_logits_and_respect_causality_chunks_and_documents(scheme: str, adapter: str) -> None:
-    """The set of logits that a token or a neighbor affects is the same with and without an adapter."""
-    tokens, neighbors, lengths = batch()
-    documents = torch.tensor([[0, 0, 1, 1]]).expand(B, U)
-
-    def reached(model: Retro, **changed: Tensor) -> Tensor:
-        inputs = {"tokens": tokens, "documents": documents, "neighbors": neighbors, "neighbor_lengths": lengths}
-        with torch.no_grad():
-            return (model(Inputs(**{**inputs, **changed})) != model(Inputs(**inputs))).any(-1)  # [B, T]
-
-    base, model = build(scheme), build_tuned(scheme, adapter=adapter)
-    without, with_adapter = (logits(each, tokens, documents, neighbors, lengths) for each in (base, model))
-    assert (without != with_adapter).any(-1).all()
-    for place in (0, M - 1, 2 * M - 1, 2 * M + 1):
-        other = tokens.clone()
-        other[:, place] = (other[:, place] + 1) % V
-        assert torch.equal(reached(model, tokens=other), reached(base, tokens=other))
-    for chunk in range(U):
-        other = neighbors.clone()
-        other[:, chunk] = (other[:, chunk] + 1) % V
-        assert torch.equal(reached(model, neighbors=other), reached(base, neighbors=other))
-
-
-@pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
-def test_a_prompt_of_token_embeddings_equals_those_tokens_before_the_sequence(scheme: str) -> None:
-    tokens, first = batch()[0], torch.tensor([7, 1, 9])
-    base, model = build(scheme), build_tuned(scheme, adapter="prompt")
-    with torch.no_grad():
-        model.virtual_tokens.prompt.embedding.weight.copy_(base.embedding.weight[first])
-    expected = logits(base, torch.cat((first.expand(B, -1), tokens), dim=1))[:, 3:]
-    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
-    documents = torch.zeros(B, U, dtype=torch.int64)
-    torch.testing.assert_close(logits(model, tokens, documents), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_prefix_starts_equal_to_a_prompt_and_has_parameters_per_layer() -> None:
-    tokens = batch()[0]
-    prompt = logits(build_tuned(adapter="prompt"), tokens)
-    prefix = build_tuned(adapter="prefix")
-    torch.testing.assert_close(logits(prefix, tokens), prompt)
-    settings = prefix.settings
-    shape = (3, settings.num_layers * 2 * settings.attention.kv_heads * settings.attention.head_dim)
-    assert [tuple(each.shape) for name, each in prefix.named_parameters() if is_adapter(name)] == [shape]
-
-
-def test_experts_work_with_a_prompt() -> None:
-    model = build(**{"experts.num_experts": 4})
-    add_adapter(model, TuningSettings(adapter="prompt", virtual_tokens=3))
-    assert torch.isfinite(logits(model, batch()[0])).all()
