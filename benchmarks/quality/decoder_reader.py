@@ -4,7 +4,7 @@
     python -m benchmarks.quality.decoder_reader smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 1000]
     python -m benchmarks.quality.decoder_reader summary --output FOLDER
 
-For each corpus: `retro index` (chunks of 32, `search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and
+For each corpus: `retro index` (`search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and
 windows of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
 baseline that a user would try, puts one neighbor of the preceding chunk in front of the window and computes it again for every
 chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run;
@@ -12,6 +12,7 @@ those with neighbors that were encoded before are measured on four windows, in a
 Finished parts are kept in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
+import argparse
 import json
 import time
 from collections import defaultdict
@@ -162,12 +163,12 @@ class Corpus:
     copying: CopyHead
 
     @classmethod
-    def open(cls, base: Path, name: str, path: str, tokens: int, folder: Path) -> "Corpus":
+    def open(cls, base: Path, name: str, path: str, options: argparse.Namespace) -> "Corpus":
         """Build what is missing, and choose windows."""
-        place = placement()
-        model, copying = open_model(build(name, path, base, folder, "ngrams"), place)
+        place, folder = placement(), options.output
+        model, copying = open_model(build(name, path, base, folder, "ngrams", options.chunk_length), place)
         held_out = EvaluationSet(name, Datastore.open(folder / name))
-        return cls(name, held_out, spread_windows(held_out, tokens), Losses(model, place), copying)
+        return cls(name, held_out, spread_windows(held_out, options.tokens), Losses(model, place), copying)
 
     def score(
         self, row: str, use: NeighborUse, of: Callable[[Inputs], Tensor], windows: Sequence[ScoringWindow] = ()
@@ -279,6 +280,7 @@ def main() -> None:
     parser = model_parser(__doc__)
     parser.add_argument("corpus", nargs="*", help="NAME=PATH")
     parser.add_argument("--tokens", type=int, default=1000, help="held-out tokens of each corpus")
+    parser.add_argument("--chunk-length", type=int, default=32, help="of new datastores")
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)
@@ -290,7 +292,7 @@ def main() -> None:
         file = options.output / f"{name}.reader.json"
         finished = json.loads(file.read_text()) if file.exists() else {}
         if part not in finished:
-            corpus = Corpus.open(Path(options.base), name, path, options.tokens, options.output)
+            corpus = Corpus.open(Path(options.base), name, path, options)
             kept = {key: value for key, value in finished.items() if key not in measured_on()}
             write(file, kept | {part: PARTS[part](corpus)})
 
