@@ -1,5 +1,8 @@
 """Questions to a model that people have: exact match and F1, closed book, with passages in the prompt, as neighbors, and both.
 
+The parts `prompt N` and `reads N` compare N passages in the prompt with N passages that the decoder reads with its own attention
+(`model.retrieval.reader`), without a copy head.
+
     retro import SmolLM2-135M-Instruct.Q4_1.gguf --chunk-length 64 --output smollm2.safetensors
     python -m benchmarks.quality.smollm2_questions smollm2.safetensors DATA --output FOLDER [--sets squad_v11_dev …]
     python -m benchmarks.quality.smollm2_questions summary --output FOLDER
@@ -11,7 +14,8 @@ are kept in FOLDER, so the script resumes. `summary` prints the tables.
 
 import argparse
 import json
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +41,10 @@ from pipelines.results import Table
 from pipelines.settings.toml_file import to_toml
 from pipelines.terminal import setup_logging
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.checkpoints.single_file import exported, write_exported
 from retro.evaluation.question_sets import Question, read_questions
 from retro.inference.language_model import LanguageModel
+from retro.model.settings import updated
 
 HYBRID = QaSettings(k=0, prompt_passages=2, neighbor_passages=4, gold=True, retrieval="hybrid")
 PARTS = {
@@ -48,7 +54,13 @@ PARTS = {
     "lines": replace(HYBRID, neighbor_passages=0),
 }
 """Ways to find passages; `lines`: hybrid, asked without the chat template, as base models are."""
+PARTS |= {f"prompt {n}": replace(HYBRID, prompt_passages=n, neighbor_passages=0, gold=False) for n in (1, 4, 12)}
+READS = {f"reads {n}": replace(HYBRID, prompt_passages=0, neighbor_passages=n, gold=False) for n in (1, 4, 20)}
+PARTS |= READS
 
+COSTS = {"seconds": 2, "prompt_tokens": 0, "neighbor_tokens": 0}
+"""Means over questions, with digits."""
+COST_NAMES = ("CPU s", "tokens of the prompt", "tokens of neighbors")
 FITTED_TOKENS = 5_000
 """Tokens that the copy head is fitted to."""
 
@@ -71,6 +83,17 @@ def build(name: str, passages: Path, base: Path, folder: Path) -> tuple[Path, Pa
         options = ["--datastore", str(datastore), "--output", str(file), "--tokens", str(FITTED_TOKENS)]
         assert retro(["add-retrieval", str(base), *options]) == 0
     return datastore, file
+
+
+def reading(base: Path, folder: Path) -> Path:
+    """The model whose decoder reads neighbors, as a file."""
+    file, opened = folder / "reads.safetensors", open_checkpoint(base)
+    if not file.exists():
+        state, tensors = exported(opened)
+        model = asdict(updated(opened.model, {"retrieval.reader": "decoder"}))
+        settings = state["settings"] | {"model": json.loads(json.dumps(model, default=str))}
+        write_exported(state | {"settings": settings}, tensors, file)
+    return file
 
 
 def chosen(questions: list[Question], count: int, num_shots: int) -> tuple[list[Question], list[Question]]:
@@ -103,7 +126,9 @@ def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
     passages, file_of_questions = (options.data / name / f"{file}.jsonl.zst" for file in SETS[name])
     datastore, file = build(name, passages, base, options.output)
     shots, questions = chosen(read_questions(file_of_questions), options.questions, options.shots)
-    model, retriever = open_model(file, datastore, PARTS[part], "auto")
+    model, retriever = open_model(
+        reading(base, options.output) if part in READS else file, datastore, PARTS[part], "auto"
+    )
     assert retriever is not None
     model, modes = modes_of(part, model, retriever, questions, shots)
     finished |= {"shots": len(shots), "precision": str(model.placement.dtype).removeprefix("torch.")}
@@ -111,8 +136,12 @@ def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
     for mode in sorted(modes, key=lambda mode: mode.mode.neighbors):
         if any(row["mode"] == mode.mode.name for row in rows):
             continue
+        began = time.process_time()
         (answered,) = measure_answers(model, [mode], questions, PARTS[part], language_for(questions, PARTS[part]))
         row = answered.as_json(seed=0)
+        row["seconds"] = (time.process_time() - began) / len(questions)
+        row["prompt_tokens"] = sum(map(len, mode.prompts)) / len(questions)
+        row["neighbor_tokens"] = sum(int(lengths.sum()) for _, lengths in mode.given or ()) / len(questions)
         say(f"{name}, {part}, {row['mode']}: exact match {100 * row['exact_match']:.1f}, F1 {100 * row['f1']:.1f}")
         rows.append(row | {"answers": answered.answers})
         write(stored, finished)
@@ -130,10 +159,27 @@ def summary(folder: Path) -> None:
                     for key in ("exact_match", "f1")
                 ]
                 held = "" if row["answer_in_passages"] is None else f"{100 * row['answer_in_passages']:.0f}%"
-                found = "" if held == "" else "hybrid" if part == "lines" else part
-                body.append([row["mode"], found, held, *figures])
-        say(f"\n## {path.stem}, {stored['hybrid'][0]['questions']} questions, {stored['shots']} solved before each\n")
-        say(markdown(Table(["mode", "passages by", "answer in passages", "exact match, %", "F1, %"], body)))
+                found = "" if held == "" else PARTS[part].retrieval
+                body.append(
+                    [
+                        part,
+                        row["mode"],
+                        found,
+                        held,
+                        *figures,
+                        *(f"{row[key]:.{digits}f}" for key, digits in COSTS.items()),
+                    ]
+                )
+        say(
+            f"\n## {path.stem}, {next(stored[part] for part in PARTS if part in stored)[0]['questions']} questions, {stored['shots']} solved before each\n"
+        )
+        say(
+            markdown(
+                Table(
+                    ["part", "mode", "passages by", "answer in passages", "exact match, %", "F1, %", *COST_NAMES], body
+                )
+            )
+        )
         say(json.dumps({key: stored[key] for key in ("machine", "commit", "precision")}))
 
 
@@ -142,7 +188,7 @@ def main() -> None:
     parser = model_parser(__doc__)
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--sets", nargs="+", default=["squad_v11_dev"], choices=list(SETS))
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--parts", nargs="+", default=["hybrid", "sparse", "dense", "lines"], choices=list(PARTS))
     parser.add_argument("--questions", type=int, default=200, help="questions of each set")
     parser.add_argument("--shots", type=int, default=8, help="solved questions before each")
     options = parser.parse_args()
