@@ -23,7 +23,7 @@ from retro.data.settings import DataSettings
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.model import reader
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
+from retro.model.loss import loss
 from retro.training.fitted_retrieval import read_batches
 
 K = 2
@@ -61,12 +61,12 @@ def fit(bias: Bias, corpus: Corpus, tokens: int) -> Tensor:
         read_batches(TrainingData((folder,), data, retrieval=True), tokens // WINDOW, place)
     ):
         with place.autocast():
-            losses = model.token_losses(batch)
-        loss = losses[batch.labels != IGNORED_LABEL].mean()
+            hidden, _ = model.hidden(batch)
+            mean = loss(hidden, model.output_weight, batch.labels)
         optimizer.zero_grad()
-        loss.backward()
+        mean.backward()
         optimizer.step()
-        say(f"{corpus.name}: batch {number + 1}: {loss.item():.4f} nats, mean bias {bias.value.mean().item():+.3f}")
+        say(f"{corpus.name}: batch {number + 1}: {mean.item():.4f} nats, mean bias {bias.value.mean().item():+.3f}")
     return bias.value.detach()
 
 

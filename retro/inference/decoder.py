@@ -6,8 +6,9 @@
                     cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
 Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one token
-of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads one window (`ChunkedCrossAttention`) of a few rows
-that have more left: the prompts. So a long prompt delays the other rows by one window per step, not by its length.
+of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads up to `WINDOW_TOKENS` tokens of
+rows that have more left: the prompts. So a long prompt delays the other rows by a part of it per step, not by its length. Where
+activations depend on neighbors, the part of a row is one window (`ChunkedCrossAttention`).
 
 The tokens of a window attend to the neighbors of one chunk. The first token of a window is the last token of this chunk. The
 pass that reads it also encodes the chunk's neighbors, because the encoder needs the chunk's activations. Rows can be at
@@ -197,7 +198,10 @@ class Decoder:
         """
         unread = [row for row in self.rows if row.num_unread]
         single = [row for row in unread if row.num_unread == 1]
-        windows = [row for row in unread if row.num_unread > 1][: max(1, WINDOW_TOKENS // self.m)]
+        windows = [row for row in unread if row.num_unread > 1]
+        if windows:  # those that read like the first one
+            windows = [row for row in windows if self._reads_neighbors(row) == self._reads_neighbors(windows[0])]
+            windows = windows[: max(1, WINDOW_TOKENS // self.m)]
         self._find_neighbors([*single, *windows])
         if propose is not None:
             for row in single:
@@ -225,6 +229,10 @@ class Decoder:
         while any(row.num_unread for row in rows):
             logits.update(zip(*self.step(), strict=True))
         return torch.stack([logits[row] for row in rows])
+
+    def _reads_neighbors(self, row: Row) -> bool:
+        """Return whether the activations of a row depend on neighbors, so that a pass must end with a window."""
+        return self.model.settings.activations_read and row.retrieve is not None
 
     def _room_for_draft(self, row: Row, num_rows: int) -> int:
         """Return the largest length of a draft: neighbors must not change in it, nor the context overflow."""
@@ -264,11 +272,13 @@ class Decoder:
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _pass_of(self, rows: list[Row]) -> _Pass:
-        """Return the pass that reads rows up to the end of a window. From here on, these tokens count as read."""
+        """Return the pass that reads the next part of rows. From here on, these tokens count as read."""
         rows = sorted(rows, key=lambda row: row.slot)
         starts = np.array([row.num_read for row in rows])
+        share = max(self.m, WINDOW_TOKENS // len(rows))
+        most = [self.m - (row.num_read + 1) % self.m if self._reads_neighbors(row) else share for row in rows]
         counts = [  # a draft is read at once
-            min(row.num_unread, max(1 + len(row.draft), self.m - (row.num_read + 1) % self.m)) for row in rows
+            min(row.num_unread, max(1 + len(row.draft), room)) for row, room in zip(rows, most, strict=True)
         ]
         # In bfloat16, oneDNN sums a product of one row in another order than one of several. Padding gives a token the same bits
         # alone and in a draft: rounded logits are often equal, and the likeliest token would differ.

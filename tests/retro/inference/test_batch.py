@@ -142,19 +142,35 @@ def passes() -> tuple[Retro, list[tuple[int, int]]]:
     return model, seen
 
 
-def test_a_long_prompt_delays_other_texts_by_one_window_a_step(passes: tuple[Retro, list[tuple[int, int]]]) -> None:
+@pytest.mark.parametrize(
+    ("retrieve", "limit", "parts"),
+    [
+        (retriever(2), 10 * M, [M - 1, M, M, 1]),  # activations depend on neighbors: windows
+        (None, M, [M, M, M]),
+        (None, 10 * M, [3 * M]),
+    ],
+)
+def test_a_long_prompt_delays_other_texts_by_a_part_of_it_a_step(
+    passes: tuple[Retro, list[tuple[int, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    retrieve: RetrieveNeighbors | None,
+    limit: int,
+    parts: list[int],
+) -> None:
+    monkeypatch.setattr(decoding, "WINDOW_TOKENS", limit)
     model, seen = passes
     batch = batch_of(model)
     for prompt in prompts_of(1, 2):
         batch.add(prompt, GREEDY)
     batch.step()
     batch.step()
-    (long,) = prompts_of(3 * M)
-    batch.add(long, GREEDY)
+    batch.add(prompts_of(3 * M)[0], GREEDY, retrieve)
     seen.clear()
-    steps = [len(batch.step()) for _ in range(5)]
-    assert steps == [2, 2, 2, 3, 3]  # windows of the prompt: M - 1, M, M and 1 tokens
-    assert seen == [(2, 1), (1, M - 1), *[(2, 1), (1, M)] * 2, (3, 1), (3, 1)]
+    texts = [len(batch.step()) for _ in range(5)]
+    assert texts == [2] * (len(parts) - 1) + [3] * (6 - len(parts))
+    windows = [part for part in parts if part > 1]  # a single token is read with those of the other texts
+    expected = [shape for part in windows for shape in ((2, 1), (1, part))]
+    assert seen == expected + [(3, 1)] * (5 - len(windows))
 
 
 def test_prompts_are_read_in_the_order_of_arrival_and_none_starves(
