@@ -1,8 +1,8 @@
-"""Choices of the decoder that reads neighbors: a bias on their scores, which layers read, and near copies removed.
+"""Choices of the decoder that reads neighbors: their number, a bias on their scores, layers that read, near copies removed.
 
     python -m benchmarks.quality.reader_choices smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 4096]
 
-Datastores and windows are those of `decoder_reader` in the same FOLDER; two neighbors. The bias has a number for each layer and head,
+Datastores and windows are those of `decoder_reader` in the same FOLDER; two neighbors where nothing else is said. The bias has a number for each layer and head,
 and is fitted to training text by gradients, everything else frozen.
 """
 
@@ -84,6 +84,8 @@ def measure(corpus: Corpus, options: Namespace) -> dict[str, SetResult]:
         "OFF": corpus.score("OFF", NeighborUse(0), losses),
         "as it is": corpus.score("as it is", NeighborUse(K), losses),
     }
+    for k in (1, 4, 8):
+        results[f"{k} neighbors"] = corpus.score(f"{k} neighbors", NeighborUse(k), losses)
     num_layers = len(zero)
     third = num_layers // 3
     for name, reads in {
