@@ -4,7 +4,7 @@
     python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf [--text FILE]
     python -m benchmarks.speed.real_model RETROFITTED.safetensors MODEL.gguf --pages FILE ...
 
-Generation: processor time per token after the first, for one text, without and with drafts. The prompts are a page of this
+Generation: processor time until the first token, and per token after it, for one text, without and with drafts. The prompts are a page of this
 project's documentation, a file of its code, and random tokens whose continuation is sampled, in which nothing matches. With
 `--text`, a novel or another text is one more prompt. With `--pages`, the prompts are the beginnings of files, and a model from
 `retro add-retrieval` reads 4 neighbors of each chunk; `transformers` continues without. The floor is the time to read all weights once. Scoring: windows with the
@@ -53,7 +53,8 @@ class Case:
         name: for the table.
         prompt: int64 [t].
         temperature: 0 = greedy.
-        seconds: per token, by system, of each round.
+        seconds: per token after the first, by system, of each round.
+        first: seconds until the first token, by system, of each round.
         accepted: tokens of drafts that were accepted, of all generated ones.
         equal: whether the tokens with drafts were those without.
     """
@@ -62,6 +63,7 @@ class Case:
     prompt: np.ndarray
     temperature: float
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, list[float]] = field(default_factory=dict)
     accepted: float = 0.0
     equal: bool = True
 
@@ -111,18 +113,19 @@ def cases(encode: Callable[[str], Any], vocab_size: int, text: Path | None, page
     return [*chosen, Case("random tokens, temperature 1.5", random, 1.5)]
 
 
-def ours(own: Ours, case: Case, num_tokens: int, *, drafts: bool) -> tuple[float, list[GeneratedToken]]:
-    """Return the processor time per token after the first step, and the tokens."""
+def ours(own: Ours, case: Case, num_tokens: int, *, drafts: bool) -> tuple[float, float, list[GeneratedToken]]:
+    """Return the processor time until the first token, that per token after it, and the tokens."""
     settings = GenerationSettings(
         max_tokens=num_tokens, temperature=case.temperature, top_k=0, top_p=1.0, ignore_eos=True, drafts=drafts
     )
     batch = Batch(Decoder(own.model, own.place, 2048), lambda tokens: "", -1)
+    began = time.process_time()
     steps = generate(batch, [case.prompt], settings, [own.retrieve])
     tokens = next(steps)
     first, started = len(tokens), time.process_time()
     for step in steps:
         tokens += step
-    return (time.process_time() - started) / (len(tokens) - first), tokens
+    return started - began, (time.process_time() - started) / (len(tokens) - first), tokens
 
 
 class _Clock:
@@ -140,9 +143,9 @@ class _Clock:
         pass
 
 
-def theirs(model: Any, case: Case, num_tokens: int) -> float:
-    """Return the processor time per token of `generate` of `transformers`, after the first token."""
-    clock = _Clock()
+def theirs(model: Any, case: Case, num_tokens: int) -> tuple[float, float]:
+    """Return the processor time of `generate` of `transformers` until the first token, and per token after it."""
+    clock, began = _Clock(), time.process_time()
     sampling = (
         {"do_sample": True, "temperature": case.temperature, "top_k": 0} if case.temperature else {"do_sample": False}
     )
@@ -153,7 +156,7 @@ def theirs(model: Any, case: Case, num_tokens: int) -> float:
         streamer=clock,
         **sampling,
     )
-    return (time.process_time() - clock.started) / (num_tokens - 1)
+    return clock.started - began, (time.process_time() - clock.started) / (num_tokens - 1)
 
 
 def score_ours(model: Retro, place: Placement, tokens: np.ndarray) -> float:
@@ -232,10 +235,14 @@ def main() -> None:
 
 def measure(case: Case, own: Ours, other: Any, num_tokens: int) -> None:
     """Add a round of one case."""
-    plain, without = ours(own, case, num_tokens, drafts=False)
-    took = {"transformers": theirs(other, case, num_tokens), "ours": plain}
-    took["drafts"], tokens = ours(own, case, num_tokens, drafts=True)
-    for name, seconds in took.items():
+    *plain, without = ours(own, case, num_tokens, drafts=False)
+    *drafted, tokens = ours(own, case, num_tokens, drafts=True)
+    for name, (first, seconds) in {
+        "transformers": theirs(other, case, num_tokens),
+        "ours": plain,
+        "drafts": drafted,
+    }.items():
+        case.first.setdefault(name, []).append(first)
         case.seconds.setdefault(name, []).append(seconds)
     case.accepted = sum(token.accepted for token in tokens) / len(tokens)
     case.equal = [token.token for token in tokens] == [token.token for token in without]
@@ -246,8 +253,8 @@ def report(
 ) -> None:
     """Print the tables and write the figures."""
 
-    def ratio(case: Case, one: str, other: str) -> float:
-        return statistics.median(b / a for a, b in zip(case.seconds[one], case.seconds[other], strict=True))
+    def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
+        return statistics.median(b / a for a, b in zip(seconds[one], seconds[other], strict=True))
 
     floor, rows = statistics.median(floors), []
     for case in chosen:
@@ -256,15 +263,18 @@ def report(
             [
                 case.name,
                 *(f"{rate[name]:.1f}" for name in ("transformers", "ours", "drafts")),
-                f"{ratio(case, 'ours', 'transformers'):.2f}×",
-                f"{ratio(case, 'drafts', 'ours'):.2f}×",
+                f"{ratio(case.seconds, 'ours', 'transformers'):.2f}×",
+                f"{ratio(case.seconds, 'drafts', 'ours'):.2f}×",
                 f"{case.accepted:.0%}",
                 "yes" if case.equal else "no",
                 f"{floor * rate['ours']:.2f}",
+                *(f"{statistics.median(case.first[name]):.2f}" for name in ("transformers", "ours")),
+                f"{ratio(case.first, 'ours', 'transformers'):.2f}×",
             ]
         )
+    prompts = ("s to the first token, theirs", "ours", "theirs / ours")
     header = ["prompt", "transformers", "ours", "with drafts", "ours / theirs", "drafts / ours"]
-    print(markdown(Table([*header, "from drafts", "equal tokens", "of the floor"], rows)))
+    print(markdown(Table([*header, "from drafts", "equal tokens", "of the floor", *prompts], rows)))
     say(f"floor: {1 / floor:.0f} tokens/s to read {parameters / 1e6:.1f}M weights")
     rates = {name: statistics.median(values) for name, values in scoring.items()}
     say(", ".join(f"scoring, {name}: {rate:,.0f} tokens/s" for name, rate in rates.items()))
@@ -272,7 +282,12 @@ def report(
     say(f"scoring, ours / theirs: {statistics.median(a / b for a, b in pairs):.2f}×")
     results = {"floor_seconds": floors, "scoring_tokens_per_second": scoring}
     generation = {
-        case.name: {"seconds_per_token": case.seconds, "accepted": case.accepted, "equal": case.equal}
+        case.name: {
+            "seconds_to_first_token": case.first,
+            "seconds_per_token": case.seconds,
+            "accepted": case.accepted,
+            "equal": case.equal,
+        }
         for case in chosen
     }
     write(output, results | {"generation": generation})
