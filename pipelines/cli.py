@@ -20,7 +20,9 @@ from typing import Any
 
 from indexing.store.errors import InputError, in_words
 from indexing.store.remote import url_of
-from pipelines.terminal import echo, running, setup_logging
+from pipelines.terminal.logger import setup_logging
+from pipelines.terminal.output import echo
+from pipelines.terminal.progress import running
 from retro.training.signals import Stopped
 
 log = logging.getLogger("retro")

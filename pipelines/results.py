@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from indexing.store.files import write_json
 from indexing.store.settings import settings
-from pipelines.terminal import aligned, echo
+from pipelines.terminal.output import aligned, echo
 
 Format = Literal["text", "json"]
 

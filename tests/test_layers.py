@@ -23,7 +23,7 @@ LEVELS = (
     ("retro/huggingface",),
     ("retro/finetuning",),
     ("retro/server",),
-    ("pipelines/terminal.py", "pipelines/executors"),
+    ("pipelines/terminal", "pipelines/executors"),
     ("pipelines/settings", "pipelines/results.py"),
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),

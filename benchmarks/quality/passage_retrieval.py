@@ -31,7 +31,8 @@ from indexing.sparse.terms import terms
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import build
-from pipelines.terminal import progress, setup_logging
+from pipelines.terminal.logger import setup_logging
+from pipelines.terminal.progress import progress
 from retro.evaluation.question_sets import Question, read_questions
 from retro.evaluation.retrieval_metrics import RetrievalSettings, measure, right_documents
 

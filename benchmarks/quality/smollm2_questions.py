@@ -39,7 +39,7 @@ from pipelines.evaluation.question_answering import (
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import Table
 from pipelines.settings.toml_file import to_toml
-from pipelines.terminal import setup_logging
+from pipelines.terminal.logger import setup_logging
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.evaluation.question_sets import Question, read_questions

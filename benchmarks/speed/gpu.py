@@ -33,7 +33,7 @@ from indexing.index.product_search import ProductIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
-from pipelines.terminal import human_bytes
+from pipelines.terminal.units import human_bytes
 from retro.estimates.activations import Pass
 from retro.estimates.flops import peak_flops, training_flops
 from retro.estimates.training_memory import memory_of

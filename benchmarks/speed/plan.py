@@ -19,7 +19,10 @@ from pipelines.planning.datastore import as_json, plan_for
 from pipelines.planning.measure import measure, seconds_by_step
 from pipelines.settings.load import load
 from pipelines.stages.table import build
-from pipelines.terminal import StagesView, aligned, human_bytes, setup_logging
+from pipelines.terminal.logger import setup_logging
+from pipelines.terminal.output import aligned
+from pipelines.terminal.stages import StagesView
+from pipelines.terminal.units import human_bytes
 
 
 def main() -> None:

@@ -20,7 +20,10 @@ from indexing.store.settings import settings
 from indexing.tokenization.tokenizer import read_meta
 from pipelines.config import Config
 from pipelines.results import Format, ResultOptions, print_result
-from pipelines.terminal import StagesView, aligned, echo, grouped, human_bytes, one_line, print_rows, progress
+from pipelines.terminal.output import aligned, echo, grouped, one_line, print_rows
+from pipelines.terminal.progress import progress
+from pipelines.terminal.stages import StagesView
+from pipelines.terminal.units import human_bytes
 from retro.evaluation.settings import LEAST_DOCUMENTS
 
 log = logging.getLogger("retro")

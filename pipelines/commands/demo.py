@@ -27,7 +27,8 @@ from pipelines.config import Config
 from pipelines.evaluation.settings import PerplexitySettings
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import aligned, counted, echo, echo_shaded, is_colored, one_line
+from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, one_line
+from pipelines.terminal.units import counted
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings

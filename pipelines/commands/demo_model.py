@@ -43,7 +43,9 @@ from pipelines.commands.model import AddRetrievalOptions, add_retrieval
 from pipelines.config import Config
 from pipelines.reports import html as report
 from pipelines.results import Table
-from pipelines.terminal import echo, human_bytes, one_line, progress
+from pipelines.terminal.output import echo, one_line
+from pipelines.terminal.progress import progress
+from pipelines.terminal.units import human_bytes
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import CopyHeadSettings, ModelSettings
 

@@ -20,7 +20,7 @@ from pipelines.config import Config
 from pipelines.launch.in_process import run_training, train_quietly
 from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
-from pipelines.terminal import echo
+from pipelines.terminal.output import echo
 from retro.model.settings import updated
 
 _TRIAL_STEPS = 3

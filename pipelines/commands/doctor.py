@@ -14,7 +14,7 @@ from typing import Literal
 from indexing.machine import usable_memory
 from indexing.store.settings import settings
 from pipelines.results import Format, print_result
-from pipelines.terminal import human_bytes
+from pipelines.terminal.units import human_bytes
 
 _TESTED = (3, 13)
 """The newest Python that the tests have run with (`.ci/run-python`)."""

@@ -19,7 +19,9 @@ from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from indexing.suffixes.search import SHORTEST_RUN
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, echo_shaded, is_colored, one_line, progress, times
+from pipelines.terminal.output import echo, echo_shaded, is_colored, one_line
+from pipelines.terminal.progress import progress
+from pipelines.terminal.units import times
 from retro.inference.settings import GenerationSettings
 
 if TYPE_CHECKING:

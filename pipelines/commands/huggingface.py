@@ -9,7 +9,8 @@ from indexing.machine import Precision
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from pipelines.commands.model import check_target
-from pipelines.terminal import echo, human_bytes
+from pipelines.terminal.output import echo
+from pipelines.terminal.units import human_bytes
 
 SUFFIX = ".gguf"
 

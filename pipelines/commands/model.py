@@ -16,7 +16,9 @@ from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
 from pipelines.results import Format, print_result
-from pipelines.terminal import echo, grouped, human_bytes, progress
+from pipelines.terminal.output import echo, grouped
+from pipelines.terminal.progress import progress
+from pipelines.terminal.units import human_bytes
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # formats of other programs

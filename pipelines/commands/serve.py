@@ -25,7 +25,7 @@ from pydantic import Field
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
 from pipelines.executors.settings import ClusterSettings, ExecutorChoice
-from pipelines.terminal import echo
+from pipelines.terminal.output import echo
 from retro.server.settings import ServeSettings
 
 if TYPE_CHECKING:

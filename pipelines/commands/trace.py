@@ -18,7 +18,8 @@ from indexing.suffixes.search import SHORTEST_RUN, Run, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.commands.datastore import indented
 from pipelines.results import Format, print_result
-from pipelines.terminal import counted, one_line, times
+from pipelines.terminal.output import one_line
+from pipelines.terminal.units import counted, times
 from retro.server.spans import characters, token_ends
 
 if TYPE_CHECKING:

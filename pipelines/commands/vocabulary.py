@@ -24,7 +24,8 @@ from indexing.store.files import write_json
 from indexing.store.settings import settings
 from indexing.tokenization.extension import Comparison, ExtensibleTokenizer, Extension, compare, extend, open_base
 from indexing.tokenization.tokenizer import TextSample
-from pipelines.terminal import echo, print_rows, progress
+from pipelines.terminal.output import echo, print_rows
+from pipelines.terminal.progress import progress
 
 log = logging.getLogger("retro")
 

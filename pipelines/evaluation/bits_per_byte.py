@@ -14,7 +14,7 @@ import numpy as np
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.evaluation.settings import PerplexitySettings
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings

@@ -14,7 +14,7 @@ import numpy as np
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece
-from pipelines.terminal import echo_shaded, one_line
+from pipelines.terminal.output import echo_shaded, one_line
 from retro.evaluation.token_gains import Passage
 from retro.server.spans import character_groups, characters, token_ends
 

@@ -25,7 +25,7 @@ from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.evaluation.settings import QaSettings
 from pipelines.results import Table
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages

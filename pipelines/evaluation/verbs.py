@@ -12,7 +12,7 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.store.settings import Fraction, settings
 from pipelines.evaluation.settings import PerplexitySettings, QaSettings
 from pipelines.results import ResultOptions, Table
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 from retro.evaluation.retrieval_metrics import RetrievalResult, RetrievalSettings
 from retro.evaluation.settings import EvaluationSettings
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from indexing.progress import Advance
 from pipelines.config import Config
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 
 
 class Learning(Protocol):

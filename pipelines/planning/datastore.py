@@ -25,7 +25,7 @@ from pipelines.planning.bytes import (
     memory_bytes,
 )
 from pipelines.stages.neighbors import by_embeddings, without_ngrams
-from pipelines.terminal import human_bytes, human_count, human_seconds, long_time
+from pipelines.terminal.units import human_bytes, human_count, human_seconds, long_time
 
 ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
 """Steps that one machine runs; all machines share the others."""

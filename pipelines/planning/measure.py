@@ -35,7 +35,8 @@ from pipelines.planning.bytes import Workload, with_lists_for
 from pipelines.planning.datastore import Measured, Sample, line, search_of, size_of
 from pipelines.planning.sample import CorpusSample, draw_sample
 from pipelines.stages.table import build
-from pipelines.terminal import StagesView, Step, progress
+from pipelines.terminal.progress import progress
+from pipelines.terminal.stages import StagesView, Step
 
 _TRANSFORMER_BYTES = (62_500, 250_000)  # of text; the stages of a sample take the lexical embedder instead
 

@@ -20,7 +20,8 @@ from indexing.store.files import read_json
 from indexing.store.settings import Fraction, Size, settings, size_bytes
 from pipelines.config import Config
 from pipelines.results import ResultOptions
-from pipelines.terminal import aligned, human_bytes, human_count, long_time
+from pipelines.terminal.output import aligned
+from pipelines.terminal.units import human_bytes, human_count, long_time
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches

@@ -25,7 +25,8 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.stages.index import sample_queries
-from pipelines.terminal import Step, human_bytes, summary_rows
+from pipelines.terminal.stages import Step, summary_rows
+from pipelines.terminal.units import human_bytes
 
 log = logging.getLogger("retro")
 

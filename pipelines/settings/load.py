@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from indexing.store.errors import InputError
 from indexing.store.settings import mistake
 from pipelines.settings.toml_file import TomlFile
-from pipelines.terminal import exit_if_closed
+from pipelines.terminal.output import exit_if_closed
 
 T = TypeVar("T")
 

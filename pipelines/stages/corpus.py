@@ -49,7 +49,7 @@ from indexing.store.files import checksum, write_json
 from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 
 log = logging.getLogger("retro")
 

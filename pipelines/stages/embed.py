@@ -20,7 +20,7 @@ from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 
 
 def run_embed(config: Config, executor: Executor) -> str:

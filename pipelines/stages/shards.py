@@ -14,7 +14,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import drop_if_changed, url_of
 from pipelines.executors.tasks import Executor, StageName, Task
 from pipelines.stages.corpus import generations
-from pipelines.terminal import progress
+from pipelines.terminal.progress import progress
 
 
 def shards(folder: Path, stage: str) -> list[Path]:

@@ -41,7 +41,7 @@ from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
 from pipelines.stages.suffixes import run_suffixes
 from pipelines.stages.votes import run_votes
-from pipelines.terminal import StagesView
+from pipelines.terminal.stages import StagesView
 
 log = logging.getLogger("retro")
 

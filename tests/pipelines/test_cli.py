@@ -15,11 +15,12 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines import cli, terminal
+from pipelines import cli
 from pipelines.cli import VERBS, main
 from pipelines.results import Format
 from pipelines.settings.load import leaf_types
 from pipelines.settings.toml_file import to_toml
+from pipelines.terminal.silence import silence
 from retro.checkpoints.checkpoint import open_checkpoint
 from tests.conftest import tiny_config, write_corpus
 
@@ -322,7 +323,7 @@ def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requ
     running = []
 
     def run(*_: object) -> int:
-        running.extend(work.name for work in terminal._silence.works)
+        running.extend(work.name for work in silence.works)
         return 0
 
     monkeypatch.setenv("RANK", rank)

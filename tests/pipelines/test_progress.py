@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from indexing.progress import STATUS, FinishedBefore
-from pipelines import terminal as module
-from pipelines.terminal import (
-    Silence,
-    StagesView,
-    progress,
-    running,
-)
+from pipelines.terminal.logger import Handler, setup_logging
+from pipelines.terminal.output import echo
+from pipelines.terminal.progress import progress, running, views
+from pipelines.terminal.silence import live, silence
+from pipelines.terminal.stages import StagesView
 from tests.conftest import wait_until
 from tests.pipelines.conftest import Terminal
 
@@ -43,7 +41,7 @@ def test_work_of_an_earlier_process_moves_the_bar_and_does_not_count_in_the_rate
     terminal(monkeypatch)
     with progress("train", total=1000, unit="tokens") as advance:
         advance(FinishedBefore(750))
-        assert [task.completed for task in module._live[-1].tasks] == [750]
+        assert [task.completed for task in live[-1].tasks] == [750]
 
 
 def test_nothing_is_said_about_work_of_which_nothing_was_left(caplog) -> None:
@@ -68,14 +66,15 @@ class Clock:
     def lines_at(self, now: float) -> list[str]:
         self.now = now
         self.caplog.clear()
-        module._silence.check()
+        silence.check()
         return [record.getMessage() for record in self.caplog.records]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     clock = Clock(caplog)
-    monkeypatch.setattr(module, "_silence", Silence(clock))
+    monkeypatch.setattr(silence, "clock", clock)
+    monkeypatch.setattr(silence, "last", 0.0)
     caplog.set_level(STATUS, "retro")
     return clock
 
@@ -87,14 +86,14 @@ def test_a_line_with_progress_and_time_left_breaks_ten_seconds_of_silence(clock:
         advance(20)
         assert clock.lines_at(19.9) == []
         assert clock.lines_at(20) == ["embed: 20%, 20 of 100 chunks, 1/s, 1 min 20 s left"]
-        module.echo()
+        echo()
         assert clock.lines_at(29.9) == []
         advance(100)
         assert clock.lines_at(30) == ["embed: 120 chunks so far, 4/s"]  # the total was an estimate
 
 
 def test_any_line_of_the_log_starts_the_ten_seconds_again(clock: Clock, capsys) -> None:
-    handler = module._Handler()
+    handler = Handler()
     with progress("embed", total=100, unit="chunks"):
         clock.now = 8
         handler.emit(logging.makeLogRecord({"msg": "said", "levelno": logging.INFO}))
@@ -103,7 +102,7 @@ def test_any_line_of_the_log_starts_the_ten_seconds_again(clock: Clock, capsys) 
 
 
 def test_a_status_is_part_of_the_next_line_and_no_line_itself(clock: Clock, capsys) -> None:
-    handler = module._Handler()
+    handler = Handler()
     with running("train"), progress("train", total=1000, unit="tokens") as advance:
         advance(FinishedBefore(500))
         advance(100)
@@ -116,7 +115,7 @@ def test_a_status_is_part_of_the_next_line_and_no_line_itself(clock: Clock, caps
 
 def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
     with running("eval"):
-        module._silence.set_note("opening the checkpoint")
+        silence.set_note("opening the checkpoint")
         assert clock.lines_at(10) == ["eval: opening the checkpoint; running for 10.0 s"]
         with progress("score", total=None, unit="tokens") as advance:
             advance(50)
@@ -125,7 +124,7 @@ def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
 
 
 def test_another_thread_logs_the_lines(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(module, "_LONGEST_SILENCE", 0.02)
+    monkeypatch.setattr("pipelines.terminal.silence._LONGEST_SILENCE", 0.02)
     with caplog.at_level(logging.INFO, "retro"), running("search"):
         wait_until(lambda: caplog.text.count("search: running for") >= 2)
 
@@ -163,21 +162,21 @@ def test_without_a_terminal_each_stage_logs_a_line_and_the_build_a_summary(caplo
 
 def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    module.setup_logging()
+    setup_logging()
     view = StagesView()
     with view.shown(["chunk", "embed"]):
-        assert module._live
-        module._live[-1].refresh()
+        assert live
+        live[-1].refresh()
         assert screen.getvalue().endswith("chunk   waiting     \nembed   waiting     ")
         with view.stage("chunk"), progress("chunk", total=2000, unit="bytes") as advance:
             advance(1000)
-            module._live[-1].refresh()
+            live[-1].refresh()
             assert "50%" in screen.getvalue()
         with view.stage("embed"):
             pass
-        module._live[-1].refresh()
+        live[-1].refresh()
         assert "finished before" in screen.getvalue()
-    assert module._live == []
+    assert live == []
     assert "chunk  chunk  1.0 kB" in screen.getvalue()
 
 
@@ -189,6 +188,6 @@ def test_error_in_a_stage_propagates_and_closes_the_view(caplog) -> None:
     view = StagesView()
     with caplog.at_level(logging.INFO, "retro"), pytest.raises(RuntimeError, match="inside"):
         fail()
-    assert module._views == []
+    assert views == []
     assert view.steps == []
     assert "all" not in caplog.text
