@@ -115,17 +115,17 @@ def _multiply(points: "Tensor", lists: "Tensor", part: LoadedLists, own: "Tensor
         torch.mm(part.columns[start : start + height], points.index_select(0, some).T, out=scores)
         if size < height:
             scores[size:] = -torch.inf
-    made = _Visits(columns, wide, products, maxima, at, tops)
+    visits = _Visits(columns, wide, products, maxima, at, tops)
     if own is not None:
-        _exclude(own, lists.view(len(points), -1), part, made)
+        _exclude(own, lists.view(len(points), -1), part, visits)
     for _, height, _, entries, width, _, product, top in bounds:
         scores = products[product : product + height * width]
         # Transposed, so that the values of one query in a list are adjacent.
         maxima[top : top + entries * width].view(width, -1).copy_(scores.view(-1, entries * ENTRY, width).amax(0).T)
-    return made
+    return visits
 
 
-def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) -> None:
+def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, visits: _Visits) -> None:
     """Set the products of queries with the chunks in their own ranges [2, q] to -inf; `probes` [q, p] are their lists."""
     import torch
 
@@ -138,17 +138,17 @@ def _exclude(own: "Tensor", probes: "Tensor", part: LoadedLists, made: _Visits) 
         some = slice(first, max(first + 1, min(last, first + max(16, TABLE // num_lists), len(lengths))))
         queries = torch.arange(len(lengths[some]), device=own.device).repeat_interleave(lengths[some])
         chunks = _ranks(lengths[some]) + own[0, some].take(queries)
-        visits = probes.new_full((len(lengths[some]), num_lists), -1, dtype=torch.int32)
+        table = probes.new_full((len(lengths[some]), num_lists), -1, dtype=torch.int32)
         numbers = torch.arange(
             first * probes.shape[1], some.stop * probes.shape[1], dtype=torch.int32, device=own.device
         )
-        visits.scatter_(1, probes[some], numbers.view(-1, probes.shape[1]))
+        table.scatter_(1, probes[some], numbers.view(-1, probes.shape[1]))
         lists = part.lists.take(chunks).long()
-        visit = visits.take(queries * num_lists + lists)
+        visit = table.take(queries * num_lists + lists)
         hit = ((visit >= 0) & (part.sizes.take(lists) > 0)).nonzero()[:, 0]
-        lists, column = lists.take(hit), made.columns.take(visit.take(hit).long())
+        lists, column = lists.take(hit), visits.columns.take(visit.take(hit).long())
         rank = part.ranks.take(chunks.take(hit))
-        made.products.index_fill_(0, made.at.take(lists) + rank * made.wide.take(lists) + column, -torch.inf)
+        visits.products.index_fill_(0, visits.at.take(lists) + rank * visits.wide.take(lists) + column, -torch.inf)
         first = some.stop
 
 
@@ -199,14 +199,14 @@ class _Entries:
     starts: "Tensor"
 
 
-def _entries(probes: "Tensor", part: LoadedLists, made: _Visits) -> _Entries:
+def _entries(probes: "Tensor", part: LoadedLists, visits: _Visits) -> _Entries:
     import torch
 
     visited = probes.flatten()
     entries = part.entries.take(visited)  # of each visit
     visit = torch.arange(len(visited), device=probes.device).repeat_interleave(entries)
-    lists, columns, rank = visited.take(visit), made.columns.take(visit), _ranks(entries)
-    wide, of_list = made.wide.take(lists), part.entries.take(lists)
+    lists, columns, rank = visited.take(visit), visits.columns.take(visit), _ranks(entries)
+    wide, of_list = visits.wide.take(lists), part.entries.take(lists)
     held = entries.view(probes.shape).sum(1)  # entries of each query
     most = max(1, int(held.max()))
     by_query = held.new_full((len(probes) * most,), len(visit))
@@ -218,8 +218,8 @@ def _entries(probes: "Tensor", part: LoadedLists, made: _Visits) -> _Entries:
 
     return _Entries(
         by_query=by_query.view(len(probes), most),
-        tops=with_none(made.tops.take(lists) + columns * of_list + rank, len(made.maxima) - 1),
-        at=with_none(made.at.take(lists) + rank * ENTRY * wide + columns, len(made.products) - 1),
+        tops=with_none(visits.tops.take(lists) + columns * of_list + rank, len(visits.maxima) - 1),
+        at=with_none(visits.at.take(lists) + rank * ENTRY * wide + columns, len(visits.products) - 1),
         strides=with_none(wide, 0),
         groups=with_none(of_list * ENTRY, 0),
         members=with_none(part.starts.diff().take(lists) // (of_list * ENTRY), 0),
@@ -246,18 +246,18 @@ def best_of(
     """
     import torch
 
-    made = _multiply(points, probes.flatten(), part, own)
-    entries = _entries(probes, part, made)
+    visits = _multiply(points, probes.flatten(), part, own)
+    entries = _entries(probes, part, visits)
     member = torch.arange(FAN, device=points.device)
     scores, known = [], []
     for some in entries.by_query.split(CHOSEN):
-        maxima = made.maxima.index_select(0, entries.tops.take(some).flatten()).view(len(some), -1)
+        maxima = visits.maxima.index_select(0, entries.tops.take(some).flatten()).view(len(some), -1)
         best = greatest(maxima, min(k, maxima.shape[1]))  # groups: [q, k]
         chosen, group = some.gather(1, best // ENTRY), best % ENTRY
         apart, stride = entries.groups.take(chosen)[:, :, None] * member, entries.strides.take(chosen)
         places = (entries.at.take(chosen) + group * stride)[:, :, None] + apart * stride[:, :, None]  # [q, k, members]
-        places.masked_fill_(member >= entries.members.take(chosen)[:, :, None], len(made.products) - 1)
-        values, order = made.products.take(places.flatten(1)).topk(min(k, places[0].numel()), dim=1)
+        places.masked_fill_(member >= entries.members.take(chosen)[:, :, None], len(visits.products) - 1)
+        values, order = visits.products.take(places.flatten(1)).topk(min(k, places[0].numel()), dim=1)
         columns = ((entries.starts.take(chosen) + group)[:, :, None] + apart).flatten(1).gather(1, order)
         scores.append(values.float().cpu())
         known.append(part.ids.take(columns.clamp_(max=len(part.ids) - 1)).cpu())

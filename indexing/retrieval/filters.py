@@ -30,7 +30,7 @@ def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[An
         if column not in columns:
             raise InputError(f"filters: there is no column {column!r}; accepted are {', '.join(columns)}.")
         values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if not values or not all(isinstance(each, (str, int, float, bool)) for each in values):
+        if not values or not all(isinstance(value, (str, int, float, bool)) for value in values):
             raise InputError(
                 f"filters.{column} = {value!r}: must be a text, a number, true or false, or a list of these."
             )
@@ -51,8 +51,8 @@ def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.nd
     for first, table in split.documents.scan(list(filters)):
         matches = None
         for column, values in filters.items():
-            each = pc.is_in(table[column], value_set=_values(column, values, table.schema.field(column).type))
-            matches = each if matches is None else pc.and_(matches, each)
+            accepted = pc.is_in(table[column], value_set=_values(column, values, table.schema.field(column).type))
+            matches = accepted if matches is None else pc.and_(matches, accepted)
         assert isinstance(matches, pa.ChunkedArray)
         matching.append(np.flatnonzero(matches.to_numpy()) + first)
     ranges = split.chunk_ranges(np.concatenate(matching) if matching else np.empty(0, dtype=np.int64))
@@ -68,8 +68,8 @@ def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
     import pyarrow as pa
 
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pa.array([each if isinstance(each, str) else json.dumps(each) for each in values], kind)
+        return pa.array([value if isinstance(value, str) else json.dumps(value) for value in values], kind)
     try:
-        return pa.array([pa.scalar(each).cast(kind).as_py() for each in values], kind)
+        return pa.array([pa.scalar(value).cast(kind).as_py() for value in values], kind)
     except pa.ArrowException as error:
         raise InputError(f"filters.{column} = {list(values)!r}: the column holds values of type {kind}.") from error

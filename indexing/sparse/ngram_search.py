@@ -191,10 +191,10 @@ def _by_product(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.nd
     else:
         # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
         held, places = np.unique(x.chunks, return_inverse=True)
-    asked = csr_matrix((x.rarity, x.columns, x.queries), shape=(len(x.queries) - 1, len(x.lists) - 1))
+    rarities = csr_matrix((x.rarity, x.columns, x.queries), shape=(len(x.queries) - 1, len(x.lists) - 1))
     listed = csr_matrix((_WHOLE - x.chunks, places, x.lists), shape=(len(x.lists) - 1, len(held)))
     threads = 1 if len(x.queries) <= _FEW_QUERIES else torch.get_num_threads()
-    best = sp_matmul_topn(asked, listed, top_n=depth, sort=True, n_threads=threads)
+    best = sp_matmul_topn(rarities, listed, top_n=depth, sort=True, n_threads=threads)
     counts = np.diff(best.indptr)
     return counts, held[best.indices[: counts.sum()]], best.data[: counts.sum()]
 

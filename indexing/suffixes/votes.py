@@ -55,8 +55,8 @@ def has_votes(datastore: Datastore) -> bool:
     """Whether the stage `votes` is finished, and made after the last deletion."""
     if not datastore.has(FOLDER):
         return False
-    made = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
-    return bool(made == deletions_of(datastore))
+    deleted = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
+    return bool(deleted == deletions_of(datastore))
 
 
 def require_votes(datastore: Datastore) -> None:

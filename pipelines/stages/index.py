@@ -125,21 +125,21 @@ def tune_task(
 def run_merge(config: Config, executor: Executor) -> str:
     """The shards of the index → one index with its lists on disk, for serving."""
     folder = config.datastore
-    made = shards(folder, "index")
-    recipe = Recipe("merge", 2, {}, {path.name: fingerprint_of(path) for path in made})
+    filled = shards(folder, "index")
+    recipe = Recipe("merge", 2, {}, {path.name: fingerprint_of(path) for path in filled})
     out = folder / "index" / "merged"
     if not is_finished(out, recipe):
         size = Datastore.open(folder).train.num_chunks
-        run_tasks("add", "chunks", merge_task, [shard_task(out, recipe, made, size=size)], executor, name="merge")
+        run_tasks("add", "chunks", merge_task, [shard_task(out, recipe, filled, size=size)], executor, name="merge")
     return fingerprint_of(out)
 
 
-def merge_task(out: Path, recipe: Recipe, made: list[Path], *, advance: Advance) -> None:
+def merge_task(out: Path, recipe: Recipe, filled: list[Path], *, advance: Advance) -> None:
     """Merge all shards on disk."""
     with create(out, recipe) as (work, counts):
-        for path in made:
+        for path in filled:
             present(path / "vectors.faiss")
-        counts["vectors"] = merge_shards(work, out.parent / "trained", made, advance=advance)
+        counts["vectors"] = merge_shards(work, out.parent / "trained", filled, advance=advance)
 
 
 def sample_queries(

@@ -84,8 +84,8 @@ def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
 
 def _stored(folder: Path) -> dict[str, Any] | None:
     """The manifest of one shard of stored neighbors; None without any."""
-    made = (path.parent for path in sorted(folder.glob("neighbors/[0-9]*/manifest.json")))
-    return next((parse_manifest(path) for path in made if not damage(path)), None)
+    stored = (path.parent for path in sorted(folder.glob("neighbors/[0-9]*/manifest.json")))
+    return next((parse_manifest(path) for path in stored if not damage(path)), None)
 
 
 def _chosen(config: Config) -> tuple[Config, Method]:
@@ -211,15 +211,15 @@ def _before(out: Path) -> Path:
 
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are usable."""
-    made = [recipe.fingerprint for recipe in recipes[:-1]]
-    if not damage(out) and parse_manifest(out)["fingerprint"] in made:
+    earlier = [recipe.fingerprint for recipe in recipes[:-1]]
+    if not damage(out) and parse_manifest(out)["fingerprint"] in earlier:
         remove(_before(out))
         remove(out.parent.with_name("materialized") / out.name)  # made from these neighbors, so made again
         remote.move(out, _before(out))
     if damage(_before(out)):
         return 0
     previous = parse_manifest(_before(out))["fingerprint"]
-    return made.index(previous) + 1 if previous in made else 0
+    return earlier.index(previous) + 1 if previous in earlier else 0
 
 
 @lru_cache(maxsize=1)

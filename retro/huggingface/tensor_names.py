@@ -80,8 +80,8 @@ class Names:
             if None in parts:
                 tensor = parts[None][1]
             elif self.by_head:
-                each = [parts[part][1].unflatten(0, (num_heads, -1)) for part in range(3)]  # [H, C, …] each
-                tensor = torch.stack(each, dim=1).flatten(0, 2)
+                heads = [parts[part][1].unflatten(0, (num_heads, -1)) for part in range(3)]  # [H, C, …] each
+                tensor = torch.stack(heads, dim=1).flatten(0, 2)
             else:
                 tensor = torch.cat([parts[part][1] for part in range(3)])
             joined[theirs] = self._turned(name, tensor)
