@@ -50,6 +50,9 @@ from retro.model.retro import Retro
 WINDOW_TOKENS = 512
 """Largest number of tokens of prompts that a step reads, unless a single window has more."""
 
+DELAYING_TOKENS = 128
+"""The same for one prompt while other rows generate: they wait for it. On a CPU, passes over more tokens are hardly faster per token."""
+
 DRAFTED_TOKENS = 32
 """Largest number of tokens, drafts included, of the rows that generate: a pass over 32 tokens takes 1.6 times as long on a CPU as
 over one, and wrong drafts save nothing."""
@@ -211,7 +214,7 @@ class Decoder:
         with self.placement.autocast():
             for part in (single, windows):
                 if part:
-                    span = self._pass_of(part)
+                    span = self._pass_of(part, DELAYING_TOKENS if single else WINDOW_TOKENS)
                     h = self._run(span)
                     for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
                         if not row.num_unread:
@@ -271,11 +274,14 @@ class Decoder:
 
     # --- a pass -------------------------------------------------------------------------------------------------------
 
-    def _pass_of(self, rows: list[Row]) -> _Pass:
-        """Return the pass that reads the next part of rows. From here on, these tokens count as read."""
+    def _pass_of(self, rows: list[Row], longest: int) -> _Pass:
+        """Return the pass that reads the next part of rows, of at most `longest` tokens each where no window ends it.
+
+        From here on, these tokens count as read.
+        """
         rows = sorted(rows, key=lambda row: row.slot)
         starts = np.array([row.num_read for row in rows])
-        share = max(self.m, WINDOW_TOKENS // len(rows))
+        share = max(self.m, min(longest, WINDOW_TOKENS // len(rows)))
         most = [self.m - (row.num_read + 1) % self.m if self._reads_neighbors(row) else share for row in rows]
         counts = [  # a draft is read at once
             min(row.num_unread, max(1 + len(row.draft), room)) for row, room in zip(rows, most, strict=True)
