@@ -51,7 +51,7 @@ class IndexOptions(Config):
     neighbors.materialized is set, `suffixes` and `votes` only with model.copy_head.datastore). By name `merge` makes one index file
     for serving, and `suffixes` the sorted prefixes for `retro trace`."""
     rebuild: bool = False
-    """First remove the files of this stage and of all later stages. Deleted documents stay deleted (`retro delete`): new chunks are made
+    """First remove the files of this stage and of all stages that depend on it. Deleted documents stay deleted (`retro delete`): new chunks are made
     without them."""
     append: bool = False
     """First add the files of `corpus.paths` that the datastore does not have, as new shards. Files that it has need not be named.

@@ -55,12 +55,14 @@ class Stage:
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
         wanted: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
+        reads: another stage that it reads under some settings; empty: none.
     """
 
     run: Callable[[Config, Executor], str]
     outputs: tuple[str, ...]
     wanted: Callable[[Config], bool] = lambda config: True
     needs: str = ""
+    reads: str = ""
 
 
 STAGES: dict[str, Stage] = {
@@ -72,7 +74,7 @@ STAGES: dict[str, Stage] = {
     "ngrams": Stage(
         run_ngrams, ("ngrams/*",), lambda config: with_search(config).neighbors.search == "ngrams", needs="chunk"
     ),
-    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add"),
+    "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
     "suffixes": Stage(
@@ -98,7 +100,7 @@ def build(
         config: the settings.
         executor: where the tasks run.
         only: one stage of `STAGES`, or `all`.
-        rebuild: first remove the artifacts of this stage and of all later ones. Deleted documents stay deleted.
+        rebuild: first remove the artifacts of this stage and of all that depend on it. Deleted documents stay deleted.
         append: first add the files of the corpus that the datastore does not have, as new shards. Other files need not be named.
         view: shows the stages; afterwards it holds their results and times.
 
@@ -142,10 +144,25 @@ def _append(config: Config, executor: Executor, names: list[str]) -> Config:
 
 
 def _run(config: Config, executor: Executor, name: str) -> None:
-    if position := list(STAGES).index(name):
-        Datastore.open(config.datastore).require(STAGES[name].needs or list(STAGES)[position - 1])
+    if needed := _needs(name):
+        Datastore.open(config.datastore).require(needed)
     result = STAGES[name].run(config, executor)
     _write_manifest(config, name, result)
+
+
+def _needs(name: str) -> str:
+    """The stage that must be finished before another one; empty for the first."""
+    names = ["", *STAGES]
+    return STAGES[name].needs or names[names.index(name) - 1]
+
+
+def _depending_on(name: str) -> list[str]:
+    """A stage and all stages that read what it makes, also through others, in the order of the table."""
+    names, affected = list(STAGES), [name]
+    for other in names[names.index(name) + 1 :]:
+        if _needs(other) in affected or STAGES[other].reads in affected:
+            affected.append(other)
+    return affected
 
 
 @contextlib.contextmanager
@@ -168,25 +185,24 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def _remove_from(folder: Path, first: str) -> None:
-    """Remove the artifacts of a stage and of all later ones: from the manifest, then from the disk, the last stage first."""
-    names = list(STAGES)
-    later = names[names.index(first) :]
+    """Remove the artifacts of a stage and of all that depend on it: from the manifest, then from the disk, the last stage first."""
+    affected, whole = _depending_on(first), first == next(iter(STAGES))
     manifest = _manifest_so_far(folder)
-    if first == names[0] and read_deletions(folder).documents:
+    if whole and read_deletions(folder).documents:
         with locked(folder):  # all shards will be made without them
             deletions = read_deletions(folder)
             write_deletions(folder, replace(deletions, documents=dict.fromkeys(deletions.documents, 0)))
     if manifest:
-        kept = {name: value for name, value in manifest["fingerprints"].items() if name not in later}
+        kept = {name: value for name, value in manifest["fingerprints"].items() if name not in affected}
         write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
-    for name in reversed(later):
+    for name in reversed(affected):
         for pattern in STAGES[name].outputs:
             for output in folder.glob(pattern):
                 if output.is_dir():
                     remove(output)
                 else:
                     _unlink(output)
-    if first == names[0]:
+    if whole:
         _unlink(folder / "manifest.json")
 
 
@@ -208,16 +224,15 @@ def _manifest_so_far(folder: Path) -> dict[str, Any]:
 
 
 def _write_manifest(config: Config, name: str, result: str) -> None:
-    """Record that a stage is finished. Later stages stay recorded only if this stage's fingerprint has not changed."""
+    """Record that a stage is finished. Stages that depend on it stay recorded only if its fingerprint has not changed."""
     folder = config.datastore
     old = _manifest_so_far(folder)
     if old:
         Datastore.open(folder)  # rejects another format version
     fingerprints = dict(old.get("fingerprints", {}))
     if fingerprints.get(name) != result:
-        position = list(STAGES).index(name)
-        fingerprints = {key: value for key, value in fingerprints.items() if list(STAGES).index(key) < position}
-        fingerprints[name] = result
+        affected = _depending_on(name)
+        fingerprints = {key: value for key, value in fingerprints.items() if key not in affected} | {name: result}
     tokenizer = Tokenizer.open(folder / "tokenizer")
     counts = shard_counts(folder)
     manifest = {

@@ -278,3 +278,25 @@ def test_rebuild_checks_the_files_first_and_names_appended_ones_that_it_leaves_o
     assert contents(tmp_path / "datastore") == before
     build_local(config_of(tmp_path, files[:1]), rebuild=True)
     assert re.search(r"1 appended files are left out.*b\.jsonl", caplog.text)
+
+
+def test_a_stage_takes_only_those_that_depend_on_it_out_of_the_record(tmp_path) -> None:
+    files = corpora(tmp_path)
+    build_local(config_of(tmp_path, files[:1], "ngrams"))
+    config = config_of(tmp_path, files[:2], "ngrams")
+    build_local(config, only="chunk", append=True)
+    for stage in ("suffixes", "votes"):
+        build_local(config, only=stage)
+    assert all(build_local(config, only="embed").has(stage) for stage in ("suffixes", "votes"))
+    assert not Datastore.open(config.datastore).has("neighbors")
+    whole = build_local(config)
+    votes = contents(whole.folder / "votes")
+    rebuilt = build_local(config, only="ngrams", rebuild=True)
+    assert [stage for stage in ("add", "sparse", "suffixes", "votes") if rebuilt.has(stage)] == [
+        "add",
+        "sparse",
+        "suffixes",
+        "votes",
+    ]
+    assert not rebuilt.has("neighbors")
+    assert contents(rebuilt.folder / "votes") == votes
