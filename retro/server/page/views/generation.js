@@ -18,15 +18,18 @@ const results = view.querySelector(".results");
 let control = new AbortController();
 
 export const show = queryForm(form, "generation", generate);
-let modes = [true, false]; // with and without neighbors
 whenServed(({ model }) => {
   if (!model) results.replaceChildren(noModel());
-  else if (!model.retrieval) modes = [false];
 });
+
+/** With and without neighbors, or only without. */
+const modesOfModel = () => served().then(({ model }) => (model?.retrieval === false ? [false] : [true, false]), () => [true, false]);
 
 async function generate(values) {
   control.abort();
   const own = (control = new AbortController());
+  const modes = await modesOfModel();
+  if (own !== control) return;
   const request = requestOf(values);
   announce("Writing with and without neighbors.");
   const read = readChunks(request.prompt);
