@@ -17,8 +17,6 @@ from retro.model.presets import baseline_of, resolve
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, RetrievalSettings, updated
 from retro.parallel.settings import check_reader, divided
-from retro.tuning.adapters import add_adapter
-from retro.tuning.settings import TuningSettings
 from tests.retro.small_model import (
     DOCUMENTS,
     SCHEMES,
@@ -273,11 +271,8 @@ def test_decoders_that_cannot_read_are_refused_by_name(changes: dict[str, Any], 
         updated(SETTINGS, READS | changes)
 
 
-def test_what_divides_or_precedes_the_stream_is_refused_by_name() -> None:
+def test_what_divides_the_stream_is_refused_by_name() -> None:
     model = build(**READS)
-    for adapter in ("prefix", "prompt"):
-        with pytest.raises(InputError, match=rf"tuning\.adapter = '{adapter}': should be 'lora' or 'none' with model"):
-            add_adapter(model, TuningSettings(weights="none", adapter=adapter))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"parallel\.tensor = 2: must be 1 with model\.retrieval\.reader = 'decoder'"):
         divided(model.settings, 2)
     with pytest.raises(InputError, match=r"parallel\.pipeline = 2: must be 1 with model\.retrieval\.reader"):
