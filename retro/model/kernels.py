@@ -1,7 +1,7 @@
 """Products of attention, and the choice of their kernel by device, dtype and mask.
 
     mask                      GPU, 16 bits             GPU, 32 bits        CPU
-    none, or causal           flash                    memory-efficient    flash; own products to train in bfloat16
+    none, or causal           flash                    memory-efficient    flash; own products in bfloat16
     documents, window         flash, by `Bounds`       memory-efficient    as above
     padding, score bias       memory-efficient         memory-efficient    as above
 
@@ -128,8 +128,8 @@ def dot_product_attention(
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad:
-        # Training in bfloat16 on a CPU: the backward pass of the fused kernel takes two to three times as long.
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (causal or q.requires_grad):
+        # The fused kernel takes two to three times as long: its products do not use the CPU's instructions for bfloat16.
         return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
     shares, causal = k.shape[1] < q.shape[1], causal and bias is None
     if bias is not None and _is_generation(q, k, bias):
@@ -148,8 +148,8 @@ def dot_product_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As `dot_product_attention`, and the log of the sum of exp(scores) of each query: [N, H, Q, C] and float32 [N, H, Q].
 
-    With it, attentions to two sets of keys can be merged. Fused on CPUs without gradients; own products otherwise, since autograd
-    has no derivative of a fused kernel's log.
+    With it, attentions to two sets of keys can be merged. Without gradients, by the same kernel as there on CPUs; own products otherwise,
+    since autograd has no derivative of a fused kernel's log.
 
     Args:
         q: queries [N, H, Q, C].
@@ -163,6 +163,10 @@ def dot_product_attention_with_lse(
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and causal and not trains:
+        logs = list[Tensor]()
+        y = _unfused_causal(q, k, v, mask, scale, logs)  # equal to `dot_product_attention` to the bit
+        return y, torch.cat(logs, dim=2)
     if q.device.type == "cpu" and not trains:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -234,15 +238,29 @@ def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scal
     return y.unflatten(2, (-1, num_queries)).flatten(1, 2)
 
 
-def _unfused_causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+_BLOCK_QUERIES = 64
+"""Queries whose scores are in memory at a time: they stay in the CPU's cache. The backward pass is faster with larger blocks."""
+
+
+def _unfused_causal(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, logs: list[Tensor] | None = None
+) -> Tensor:
+    """Attention of one block of queries after another, which skips the scores of keys after the block.
+
+    `logs` receives the log of the sum of exp(scores) of each block, float32 [N, H, block].
+    """
     num_tokens = q.shape[2]
-    if bias is None:
-        bias = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q.device).tril()
-    out, block = [], -(-num_tokens // 4)  # a quarter of the queries at a time: three eighths of the scores are skipped
+    out, block = [], max(_BLOCK_QUERIES, -(-num_tokens // 4) if q.requires_grad else 0)
+    later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, num_tokens, block):
         stop = min(start + block, num_tokens)
-        visible = bias[..., start:stop, :stop]
-        out.append(_unfused(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], visible, scale))
+        seen = None if bias is None else bias[..., start:stop, :stop]
+        scores = _scores(q[:, :, start:stop], k[:, :, :stop], seen, scale)
+        if bias is None:
+            scores[..., start:].masked_fill_(later[: stop - start, : stop - start], -math.inf)
+        if logs is not None:
+            logs.append(scores.float().logsumexp(-1))
+        out.append(_sums(scores.softmax(-1), v[:, :, :stop]))
     return torch.cat(out, dim=2)
 
 

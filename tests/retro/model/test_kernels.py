@@ -190,3 +190,23 @@ def test_on_a_gpu_keys_are_repeated_only_for_a_mask_of_each_query(
         assert y.shape == q.shape
     (read,) = recorded
     assert [tuple(x.shape) for x in read[:2]] == [(3, num_groups, num_queries, 8), (3, num_groups, 5, 8)]
+
+
+# --- blocks of queries -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+def test_causal_attention_in_bfloat16_on_a_cpu_is_that_in_float32(num_tokens: int, masked: bool) -> None:
+    """Also with the log of the sum, whose attention has the same bits."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, num_tokens, 8).bfloat16() for heads in (6, 2, 2))
+    at = torch.arange(num_tokens)
+    mask = ((at[:, None] // 50 == at // 50) & (at <= at[:, None]))[None, None] if masked else None
+    y = dot_product_attention(q, k, v, mask, True)
+    whole = (x.float() for x in (q, k, v))
+    expected, log = kernels.dot_product_attention_with_lse(*whole, mask, True)
+    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
+    same, narrow_log = kernels.dot_product_attention_with_lse(q, k, v, mask, True)
+    assert torch.equal(same, y)
+    torch.testing.assert_close(narrow_log, log, rtol=0.01, atol=0.02)
