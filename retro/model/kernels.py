@@ -128,9 +128,8 @@ def dot_product_attention(
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (causal or q.requires_grad):
-        # The fused kernel takes two to three times as long: its products do not use the CPU's instructions for bfloat16.
-        return _unfused_causal(q, k, v, bias, scale) if causal else _unfused(q, k, v, bias, scale)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:  # the fused kernel takes two to three times as long
+        return _unfused(q, k, v, bias, causal, scale)
     shares, causal = k.shape[1] < q.shape[1], causal and bias is None
     if bias is not None and _is_generation(q, k, bias):
         return _few_queries(q, k, v, bias, scale)
@@ -165,7 +164,7 @@ def dot_product_attention_with_lse(
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and causal and not trains:
         logs = list[Tensor]()
-        y = _unfused_causal(q, k, v, mask, scale, logs)  # equal to `dot_product_attention` to the bit
+        y = _unfused(q, k, v, mask, causal, scale, logs)  # equal to `dot_product_attention` to the bit
         return y, torch.cat(logs, dim=2)
     if q.device.type == "cpu" and not trains:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
@@ -242,30 +241,36 @@ _BLOCK_QUERIES = 64
 """Queries whose scores are in memory at a time: they stay in the CPU's cache. The backward pass is faster with larger blocks."""
 
 
-def _unfused_causal(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, logs: list[Tensor] | None = None
+def _unfused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    logs: list[Tensor] | None = None,
 ) -> Tensor:
-    """Attention of one block of queries after another, which skips the scores of keys after the block.
+    """Attention of one block of queries after another. With `causal`, the scores of keys after the block are skipped.
 
     `logs` receives the log of the sum of exp(scores) of each block, float32 [N, H, block].
     """
-    num_tokens = q.shape[2]
-    out, block = [], max(_BLOCK_QUERIES, -(-num_tokens // 4) if q.requires_grad else 0)
+    num_queries, block = q.shape[2], _BLOCK_QUERIES
+    if q.requires_grad:
+        block = max(block, -(-num_queries // 4) if causal else num_queries)
     later = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
-    for start in range(0, num_tokens, block):
-        stop = min(start + block, num_tokens)
-        seen = None if bias is None else bias[..., start:stop, :stop]
-        scores = _scores(q[:, :, start:stop], k[:, :, :stop], seen, scale)
-        if bias is None:
-            scores[..., start:].masked_fill_(later[: stop - start, : stop - start], -math.inf)
+    out = []
+    for start in range(0, num_queries, block):
+        rows = slice(start, min(start + block, num_queries))
+        keys = slice(rows.stop if causal else k.shape[2])
+        seen = None if bias is None else bias[..., rows if bias.shape[-2] > 1 else slice(None), keys]
+        scores = _scores(q[:, :, rows], k[:, :, keys], seen, scale)
+        if causal and bias is None:
+            size = rows.stop - start
+            scores[..., start:].masked_fill_(later[:size, :size], -math.inf)
         if logs is not None:
             logs.append(scores.float().logsumexp(-1))
-        out.append(_sums(scores.softmax(-1), v[:, :, :stop]))
-    return torch.cat(out, dim=2)
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    return _sums(_scores(q, k, bias, scale).softmax(-1), v)
+        out.append(_sums(scores.softmax(-1), v[:, :, keys]))
+    return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:

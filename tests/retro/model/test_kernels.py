@@ -192,6 +192,17 @@ def test_on_a_gpu_keys_are_repeated_only_for_a_mask_of_each_query(
     assert [tuple(x.shape) for x in read[:2]] == [(3, num_groups, num_queries, 8), (3, num_groups, 5, 8)]
 
 
+@pytest.mark.parametrize("name", biases())
+def test_attention_in_bfloat16_on_a_cpu_takes_every_bias(name: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, 5, 8).bfloat16() for heads in (6, 2, 2))
+    bias = biases()[name]
+    narrow = bias if bias.dtype == torch.bool else bias.bfloat16()
+    y = dot_product_attention(q, k, v, narrow, False)
+    expected = dot_product_attention(q.float(), k.float(), v.float(), bias, False)
+    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
+
+
 # --- blocks of queries -----------------------------------------------------------------------------------------------
 
 
