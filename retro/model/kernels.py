@@ -162,10 +162,9 @@ def dot_product_attention_with_lse(
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and causal and not trains:
+    if q.device.type == "cpu" and not trains and q.dtype == torch.bfloat16:
         logs = list[Tensor]()
-        y = _unfused(q, k, v, mask, causal, scale, logs)  # equal to `dot_product_attention` to the bit
-        return y, torch.cat(logs, dim=2)
+        return _unfused(q, k, v, mask, causal, scale, logs), torch.cat(logs, dim=2)
     if q.device.type == "cpu" and not trains:
         bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -267,9 +266,10 @@ def _unfused(
         if causal and bias is None:
             size = rows.stop - start
             scores[..., start:].masked_fill_(later[:size, :size], -math.inf)
-        if logs is not None:
-            logs.append(scores.float().logsumexp(-1))
-        out.append(_sums(scores.softmax(-1), v[:, :, keys]))
+        weights = scores.softmax(-1)
+        if logs is not None:  # the largest weight is exp(largest score) / sum
+            logs.append(scores.amax(-1).float() - weights.amax(-1).float().log())
+        out.append(_sums(weights, v[:, :, keys]))
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 
