@@ -90,7 +90,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "context-smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
     "context-init": {"shared_embeddings": True, "copying_init": True},
     "all-plain": {"shared_embeddings": True},
-    "all-reads": {"retrieval.reader": "decoder"},
+    "all-reads": {},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
     "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
@@ -186,7 +186,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         **dict.fromkeys(("baseline", "plain", *_OWN_CONTEXT), plain),
         **dict.fromkeys(("decoder", "decoder-context"), decoder),
         "copy": copying,
-        "all-reads": decoder,
+        "all-reads": updated(decoder, {"retrieval.reader": "decoder"}),
         "retrofit": updated(plain, cross_attention),
         "retrofit-both": updated(copying, cross_attention),
     }
