@@ -186,11 +186,12 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         **dict.fromkeys(("baseline", "plain", *_OWN_CONTEXT), plain),
         **dict.fromkeys(("decoder", "decoder-context"), decoder),
         "copy": copying,
-        "all-reads": updated(decoder, {"retrieval.reader": "decoder"}),
         "retrofit": updated(plain, cross_attention),
         "retrofit-both": updated(copying, cross_attention),
     }
     model = models.get(name, sizes)
+    if name == "all-reads":
+        model = updated(decoder, {"retrieval.reader": "decoder"})
     source: Literal["random", "nearest"] = "random" if name.endswith("random") else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),
