@@ -53,9 +53,6 @@ WINDOW_TOKENS = 512
 DELAYING_TOKENS = 128
 """The same for one prompt while other rows generate: they wait for it. On a CPU, passes over more tokens are hardly faster per token."""
 
-PASS_TOKENS = 16
-"""From more tokens of a row on, a CPU attends faster in bfloat16 than with the cache's float32."""
-
 DRAFTED_TOKENS = 32
 """Largest number of tokens, drafts included, of the rows that generate: a pass over 32 tokens takes 1.6 times as long on a CPU as
 over one, and wrong drafts save nothing."""
@@ -364,8 +361,6 @@ class Decoder:
         q = attention.project_queries(x)
         q = attention.smear_queries(q, before=self._before(self.cache.last_queries, layer, q, span))
         k, v = (kept[span.slots, layer, :, : span.stop].transpose(1, 2) for kept in (keys, values))
-        if x.shape[1] > PASS_TOKENS:  # exact: they were computed in this dtype
-            k, v = k.to(x.dtype), v.to(x.dtype)
         if isinstance(attention, ReadingAttention) and (neighbors := self._neighbors_to_read(layer, span)):
             y = attention.attend_to_both(q, positions, k, v, span.mask, False, neighbors)
             return attention.project_output(y)

@@ -222,7 +222,7 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
         return [piece.log_probability for piece in first]
 
-    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-3)  # read in other parts
+    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-6)
     assert all(
         one != other for one, other in zip(log_probabilities(read.given), log_probabilities(others), strict=True)
     )

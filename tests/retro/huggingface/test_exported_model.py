@@ -190,6 +190,8 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
     model: Any, checkpoint: Path, tiny_datastore: Datastore
 ) -> None:
     ours = load_model(open_checkpoint(checkpoint), torch.device("cpu"))
+    for parameter in model.parameters():  # BLAS sums in another order for addresses that are no multiple of 64
+        parameter.data = parameter.data.clone()
     retriever = Retriever.open(tiny_datastore.folder)
     tokens = torch.from_numpy(tiny_datastore.valid.tokens.read(0, 4).astype(np.int64)).reshape(1, -1)[:, :50]
     found = [torch.from_numpy(each)[None] for each in retriever.neighbors(tokens[0, :48].numpy().reshape(3, 16), 2)]
@@ -199,9 +201,8 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
             expected = ours(Inputs(tokens, None, *given))
             output = model(tokens, labels=tokens, **neighbors)
             losses = ours.token_losses(Inputs(tokens, labels=tokens.roll(-1, 1), **neighbors))[:, :-1]
-        # Padded to whole chunks, so attention sums other numbers of products.
-        torch.testing.assert_close(output.logits, expected, rtol=0.01, atol=0.05)
-        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-3)
+        assert torch.equal(output.logits, expected)
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     model.retrieve_from(str(tiny_datastore.folder), k=2)
     try:
         # Padding on either side does not change a row; chunks start at its first token.
@@ -212,7 +213,7 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
             torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
         torch.testing.assert_close(output.logits[0, 7:], expected[0])
         torch.testing.assert_close(output.logits[1, :50], expected[0])
-        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-3)
+        assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     finally:
         model.retrieve_from(None)
 
