@@ -4,8 +4,8 @@
     python -m benchmarks.quality.decoder_reader smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 1000]
     python -m benchmarks.quality.decoder_reader summary --output FOLDER
 
-For each corpus: `retro index` (`search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and
-windows of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
+For each corpus: `retro index` (`search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and windows
+of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
 baseline that a user would try, puts one neighbor of the preceding chunk in front of the window and computes it again for every
 chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run;
 those with neighbors that were encoded before are measured on four windows, in alternating rounds.

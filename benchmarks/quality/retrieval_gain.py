@@ -90,7 +90,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "context-smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
     "context-init": {"shared_embeddings": True, "copying_init": True},
     "all-plain": {"shared_embeddings": True},
-    "all-reads": {},
+    "all-reads": {"retrieval.cca_layers": (), "retrieval.reader": "decoder"},
     "shared": {"shared_embeddings": True},
     "shared-smeared": {"shared_embeddings": True, "attention.smeared_keys": True},
     "one-before": {"shared_embeddings": True, "attention.smeared_keys": True, "copying_init": True},
@@ -190,8 +190,6 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         "retrofit-both": updated(copying, cross_attention),
     }
     model = models.get(name, sizes)
-    if name == "all-reads":
-        model = updated(decoder, {"retrieval.reader": "decoder"})
     source: Literal["random", "nearest"] = "random" if name.endswith("random") else "nearest"
     return Config(
         datastore=out / ("minilm" if name == "minilm" else "lexical"),

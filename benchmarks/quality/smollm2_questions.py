@@ -58,9 +58,9 @@ PARTS |= {f"prompt {n}": replace(HYBRID, prompt_passages=n, neighbor_passages=0,
 READS = {f"reads {n}": replace(HYBRID, prompt_passages=0, neighbor_passages=n, gold=False) for n in (1, 4, 20)}
 PARTS |= READS
 
-COSTS = {"seconds": 2, "prompt_tokens": 0, "neighbor_tokens": 0}
-"""Means over questions, with digits."""
-COST_NAMES = ("CPU s", "tokens of the prompt", "tokens of neighbors")
+COSTS = {"CPU s": "seconds", "tokens of the prompt": "prompt_tokens", "tokens of neighbors": "neighbor_tokens"}
+"""Columns of means over questions, and their keys."""
+
 FITTED_TOKENS = 5_000
 """Tokens that the copy head is fitted to."""
 
@@ -89,10 +89,8 @@ def reading(base: Path, folder: Path) -> Path:
     """The model whose decoder reads neighbors, as a file."""
     file, opened = folder / "reads.safetensors", open_checkpoint(base)
     if not file.exists():
-        state, tensors = exported(opened)
-        model = asdict(updated(opened.model, {"retrieval.reader": "decoder"}))
-        settings = state["settings"] | {"model": json.loads(json.dumps(model, default=str))}
-        write_exported(state | {"settings": settings}, tensors, file)
+        model = json.loads(json.dumps(asdict(updated(opened.model, {"retrieval.reader": "decoder"}))))
+        write_exported(*exported(replace(opened, settings=opened.settings | {"model": model})), file)
     return file
 
 
@@ -126,9 +124,8 @@ def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
     passages, file_of_questions = (options.data / name / f"{file}.jsonl.zst" for file in SETS[name])
     datastore, file = build(name, passages, base, options.output)
     shots, questions = chosen(read_questions(file_of_questions), options.questions, options.shots)
-    model, retriever = open_model(
-        reading(base, options.output) if part in READS else file, datastore, PARTS[part], "auto"
-    )
+    file = reading(base, options.output) if part in READS else file
+    model, retriever = open_model(file, datastore, PARTS[part], "auto")
     assert retriever is not None
     model, modes = modes_of(part, model, retriever, questions, shots)
     finished |= {"shots": len(shots), "precision": str(model.placement.dtype).removeprefix("torch.")}
@@ -160,26 +157,12 @@ def summary(folder: Path) -> None:
                 ]
                 held = "" if row["answer_in_passages"] is None else f"{100 * row['answer_in_passages']:.0f}%"
                 found = "" if held == "" else PARTS[part].retrieval
-                body.append(
-                    [
-                        part,
-                        row["mode"],
-                        found,
-                        held,
-                        *figures,
-                        *(f"{row[key]:.{digits}f}" for key, digits in COSTS.items()),
-                    ]
-                )
-        say(
-            f"\n## {path.stem}, {next(stored[part] for part in PARTS if part in stored)[0]['questions']} questions, {stored['shots']} solved before each\n"
-        )
-        say(
-            markdown(
-                Table(
-                    ["part", "mode", "passages by", "answer in passages", "exact match, %", "F1, %", *COST_NAMES], body
-                )
-            )
-        )
+                costs = (f"{row[key]:.2f}" for key in COSTS.values())
+                body.append([part, row["mode"], found, held, *figures, *costs])
+        count = next(stored[part][0]["questions"] for part in PARTS if part in stored)
+        say(f"\n## {path.stem}, {count} questions, {stored['shots']} solved before each\n")
+        columns = ["part", "mode", "passages by", "answer in passages", "exact match, %", "F1, %", *COSTS]
+        say(markdown(Table(columns, body)))
         say(json.dumps({key: stored[key] for key in ("machine", "commit", "precision")}))
 
 

@@ -4,11 +4,11 @@
     python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf [--text FILE]
     python -m benchmarks.speed.real_model RETROFITTED.safetensors MODEL.gguf --pages FILE ...
 
-Generation: processor time until the first token, and per token after it, for one text, without and with drafts. The prompts are a page of this
-project's documentation, a file of its code, and random tokens whose continuation is sampled, in which nothing matches. With
-`--text`, a novel or another text is one more prompt. With `--pages`, the prompts are the beginnings of files, and a model from
-`retro add-retrieval` reads 4 neighbors of each chunk; `transformers` continues without. The floor is the time to read all weights once. Scoring: windows with the
-loss of each token. The floor is the time of the products of matrices at the rate of a large one. Rounds alternate between the
+Generation: processor time until the first token, and per token after it, for one text, without and with drafts. The prompts are a
+page of this project's documentation, a file of its code, and random tokens whose continuation is sampled, in which nothing
+matches. With `--text`, a novel or another text is one more prompt. With `--pages`, the prompts are the beginnings of files, and a
+model from `retro add-retrieval` reads 4 neighbors of each chunk; `transformers` continues without. The floor is the time to read
+all weights once. Scoring: windows with the loss of each token. The floor is the time of the products of matrices at the rate of a large one. Rounds alternate between the
 cases, so ratios are reliable on a shared machine; one thread.
 """
 

@@ -25,8 +25,7 @@ from pipelines.terminal.units import human_bytes, human_count, long_time
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
-from retro.tuning.settings import ALL, TuningSettings
-from retro.tuning.settings import from_json as tuning_from_json
+from retro.tuning.settings import ALL, TuningSettings, tuning_from_json
 
 if TYPE_CHECKING:
     from retro.estimates.training_memory import Memory

@@ -36,8 +36,7 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 from retro.tuning.adapters import add_adapter, merge, stored_name
-from retro.tuning.settings import TuningSettings
-from retro.tuning.settings import from_json as tuning_from_json
+from retro.tuning.settings import TuningSettings, tuning_from_json
 
 FORMAT_VERSION = 2
 

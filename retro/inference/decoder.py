@@ -50,8 +50,9 @@ from retro.model.retro import Retro
 WINDOW_TOKENS = 512
 """Largest number of tokens of prompts that a step reads, unless a single window has more."""
 
-DELAYING_TOKENS = 128
-"""The same for one prompt while other rows generate: they wait for it. On a CPU, passes over more tokens are hardly faster per token."""
+INTERLEAVED_TOKENS = 128
+"""Largest number of tokens of one prompt that a step reads while other rows generate, since these wait for it. On a CPU, passes over
+more tokens are hardly faster per token."""
 
 DRAFTED_TOKENS = 32
 """Largest number of tokens, drafts included, of the rows that generate: a pass over 32 tokens takes 1.6 times as long on a CPU as
@@ -189,7 +190,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, propose: Propose | None = None) -> tuple[list[Row], Tensor]:
-        """Read one token of each row that has one left, with its draft, and one window of the first few others.
+        """Read one token of each row that has one left, with its draft, and the next part of the first few others.
 
         Args:
             propose: returns the draft of a row, of at most the given number of tokens; None = no drafts.
@@ -214,7 +215,7 @@ class Decoder:
         with self.placement.autocast():
             for part in (single, windows):
                 if part:
-                    span = self._pass_of(part, DELAYING_TOKENS if single else WINDOW_TOKENS)
+                    span = self._pass_of(part, INTERLEAVED_TOKENS if single else WINDOW_TOKENS)
                     h = self._run(span)
                     for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
                         if not row.num_unread:

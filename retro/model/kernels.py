@@ -147,8 +147,8 @@ def dot_product_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As `dot_product_attention`, and the log of the sum of exp(scores) of each query: [N, H, Q, C] and float32 [N, H, Q].
 
-    With it, attentions to two sets of keys can be merged. Without gradients, by the same kernel as there on CPUs; own products otherwise,
-    since autograd has no derivative of a fused kernel's log.
+    With it, attentions to two sets of keys can be merged. Without gradients a CPU takes the kernel of `dot_product_attention`. Otherwise
+    these are own products, since autograd has no derivative of a fused kernel's log.
 
     Args:
         q: queries [N, H, Q, C].

@@ -46,7 +46,7 @@ class TuningSettings:
         return self.weights == "retrieval" and self.adapter == "none"
 
 
-def from_json(values: Mapping[str, Any]) -> TuningSettings:
+def tuning_from_json(values: Mapping[str, Any]) -> TuningSettings:
     """Settings from what JSON makes of `dataclasses.asdict`. `virtual_tokens` was removed with prefixes and prompts: left out.
 
     Raises:

@@ -157,7 +157,7 @@ def test_a_long_prompt_delays_other_texts_by_a_part_of_it_a_step(
     limit: int,
     parts: list[int],
 ) -> None:
-    monkeypatch.setattr(decoding, "DELAYING_TOKENS", limit)
+    monkeypatch.setattr(decoding, "INTERLEAVED_TOKENS", limit)
     model, seen = passes
     batch = batch_of(model)
     for prompt in prompts_of(1, 2):
