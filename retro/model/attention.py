@@ -154,7 +154,8 @@ class Attention(nn.Module):
             k = weighted_sums(k, self.key_taps().to(k.dtype), starts, before)
         elif hasattr(self, "smear"):
             k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
-        return rotate(k, positions.key) if isinstance(positions, RopePositions) else k
+        # A decoder prepares the positions of cross-attention for the most neighbors of a batch; each has the same ones.
+        return rotate(k, positions.key[..., : k.shape[1], :, :]) if isinstance(positions, RopePositions) else k
 
     def attend(
         self,

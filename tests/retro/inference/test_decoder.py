@@ -123,6 +123,16 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
     check_steps(decoder, expected, prompts, 2 * M + 2, keep_at=M)
 
 
+@every_scheme_and_reader
+def test_rows_may_read_fewer_neighbors_than_others_before_them(scheme: str) -> None:
+    model, (first, second) = cached_model(scheme), rows(M + 1, M + 2)
+    many, few = retriever(3), retriever(2)
+    decoder = Decoder(model, FLOAT32, 4 * T)
+    for prompt, retrieve in ((first, many), (second, few)):
+        logits = decoder.read([decoder.add(prompt, retrieve)])[0]
+        torch.testing.assert_close(logits, uncached(model, prompt, retrieve), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
