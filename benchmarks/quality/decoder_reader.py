@@ -4,7 +4,7 @@
     python -m benchmarks.quality.decoder_reader smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 1000]
     python -m benchmarks.quality.decoder_reader summary --output FOLDER
 
-For each corpus: `retro index` (`search = "ngrams"`, `rerank = "tokens"`), `retro add-retrieval` for the copy head, and windows
+For each corpus: `retro index` (`search = "ngrams"` and `rerank = "tokens"`, or embeddings of MiniLM), `retro add-retrieval` for the copy head, and windows
 of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
 baseline that a user would try, puts one neighbor of the preceding chunk in front of the window and computes it again for every
 chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run;
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from benchmarks.quality.smollm2 import build
+from indexing.embedding.settings import EmbedderSettings
+from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.results import Table
@@ -50,6 +52,11 @@ from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 
 WINDOW, STRIDE = 512, 256
+NEIGHBORS = {
+    "ngrams": (NeighborSettings(search="ngrams", rerank="tokens"), EmbedderSettings()),
+    "minilm": (NeighborSettings(search="exact"), EmbedderSettings(kind="transformer", path="minilm")),
+}
+"""How the neighbors of new datastores are found: by shared n-grams, or by the distance of sentence embeddings."""
 _FITTED_TOKENS = 4096
 _IN_CONTEXT_EVERY = 3
 _ROUNDS = 3
@@ -166,7 +173,8 @@ class Corpus:
     def open(cls, base: Path, name: str, path: str, options: argparse.Namespace) -> "Corpus":
         """Build what is missing, and choose windows."""
         place, folder = placement(), options.output
-        model, copying = open_model(build(name, path, base, folder, "ngrams", options.chunk_length), place)
+        file = build(name, path, base, folder, *NEIGHBORS[options.neighbors], options.chunk_length)
+        model, copying = open_model(file, place)
         held_out = EvaluationSet(name, Datastore.open(folder / name))
         return cls(name, held_out, spread_windows(held_out, options.tokens), Losses(model, place), copying)
 
@@ -281,6 +289,7 @@ def main() -> None:
     parser.add_argument("corpus", nargs="*", help="NAME=PATH")
     parser.add_argument("--tokens", type=int, default=1000, help="held-out tokens of each corpus")
     parser.add_argument("--chunk-length", type=int, default=32, help="of new datastores")
+    parser.add_argument("--neighbors", choices=NEIGHBORS, default="ngrams", help="of new datastores")
     options = parser.parse_args()
     if options.base == "summary":
         summary(options.output)

@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
+from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings
@@ -44,7 +45,15 @@ CONTEXTS = (256, 512, 2048)
 LEAKAGE = (4, 8, 16, 32)
 
 
-def build(name: str, corpus: str, base: Path, folder: Path, search: Any, chunk_length: int = 32) -> Path:
+def build(
+    name: str,
+    corpus: str,
+    base: Path,
+    folder: Path,
+    neighbors: NeighborSettings,
+    embedder: EmbedderSettings,
+    chunk_length: int,
+) -> Path:
     """Build a datastore with the model's tokenizer, and add retrieval to the model. Returns the model's file."""
     datastore, file = folder / name, folder / f"{name}.safetensors"
     tokenizer = open_checkpoint(base).settings["imported"]["folder"]
@@ -53,7 +62,8 @@ def build(name: str, corpus: str, base: Path, folder: Path, search: Any, chunk_l
         corpus=CorpusSettings(paths=(corpus,)),
         tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
         chunks=ChunkSettings(chunk_length=chunk_length),
-        neighbors=NeighborSettings(rerank="tokens", search=search),
+        embedder=embedder,
+        neighbors=neighbors,
     )
     if not datastore.exists():
         (folder / f"{name}.toml").write_text(to_toml(config))
@@ -108,7 +118,8 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
     parts = [part for part in parts if part not in finished]
     if not parts:
         return
-    file = build(name, corpus, base, options.output, options.search, options.chunk_length)
+    neighbors = NeighborSettings(rerank="tokens", search=options.search)
+    file = build(name, corpus, base, options.output, neighbors, EmbedderSettings(), options.chunk_length)
     datastore = Datastore.open(options.output / name)
     held_out, place = EvaluationSet(name, datastore), placement(options.precision)
     totals = datastore.manifest["splits"]["train"]
