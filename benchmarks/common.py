@@ -1,6 +1,7 @@
 """Shared code of the benchmarks: time budget, timing, precision, and results with the machine and the commit."""
 
 import argparse
+import ctypes
 import json
 import math
 import platform
@@ -32,6 +33,22 @@ def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def peak_growth(work: Callable[[], object]) -> float:
+    """Bytes by which the resident memory of this process grows at most while `work` runs; not a number except on Linux."""
+    if sys.platform != "linux":
+        return math.nan
+
+    def resident(kind: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed before does not count
+    Path("/proc/self/clear_refs").write_text("5")  # nor does an earlier peak
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
 
 
 class Budget:

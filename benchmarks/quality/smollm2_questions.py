@@ -14,12 +14,14 @@ are kept in FOLDER, so the script resumes. `summary` prints the tables.
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import budget, markdown, measured_on, model_parser, say, write
+from benchmarks.common import budget, markdown, measured_on, model_parser, peak_growth, say, write
 from benchmarks.quality.passage_retrieval import SETS
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -31,6 +33,7 @@ from pipelines.config import Config
 from pipelines.evaluation.question_answering import (
     ModePrompts,
     all_modes,
+    answer,
     found_passages,
     language_for,
     measure_answers,
@@ -58,8 +61,13 @@ PARTS |= {f"prompt {n}": replace(HYBRID, prompt_passages=n, neighbor_passages=0,
 READS = {f"reads {n}": replace(HYBRID, prompt_passages=0, neighbor_passages=n, gold=False) for n in (1, 4, 20)}
 PARTS |= READS
 
-COSTS = {"CPU s": "seconds", "tokens of the prompt": "prompt_tokens", "tokens of neighbors": "neighbor_tokens"}
-"""Columns of means over questions, and their keys."""
+COSTS = {
+    "CPU s": "seconds",
+    "MB": "megabytes",
+    "tokens of the prompt": "prompt_tokens",
+    "tokens of neighbors": "neighbor_tokens",
+}
+"""Costs of a question, and their keys: means, and the memory of a question that is answered alone."""
 
 FITTED_TOKENS = 5_000
 """Tokens that the copy head is fitted to."""
@@ -138,10 +146,30 @@ def run(base: Path, name: str, part: str, options: argparse.Namespace) -> None:
         row = answered.as_json(seed=0)
         row["seconds"] = (time.process_time() - began) / len(questions)
         row["prompt_tokens"] = sum(map(len, mode.prompts)) / len(questions)
+        row["megabytes"] = megabytes(model, mode)
         row["neighbor_tokens"] = sum(int(lengths.sum()) for _, lengths in mode.given or ()) / len(questions)
         say(f"{name}, {part}, {row['mode']}: exact match {100 * row['exact_match']:.1f}, F1 {100 * row['f1']:.1f}")
         rows.append(row | {"answers": answered.answers})
         write(stored, finished)
+
+
+def megabytes(model: LanguageModel, mode: ModePrompts) -> float:
+    """Memory of one question that is answered alone, in MB: keys, values and activations, the largest of four questions."""
+
+    def answer_one(number: int) -> None:
+        given = None if mode.given is None else [mode.given[number]]
+        answer(
+            model,
+            mode.prompts[number : number + 1],
+            k=mode.mode.k,
+            given=given,
+            ends=mode.ends,
+            max_tokens=8,
+            batch_size=1,
+        )
+
+    answer_one(0)
+    return max(peak_growth(partial(answer_one, number)) for number in range(4)) / 1e6
 
 
 def summary(folder: Path) -> None:
@@ -157,7 +185,7 @@ def summary(folder: Path) -> None:
                 ]
                 held = "" if row["answer_in_passages"] is None else f"{100 * row['answer_in_passages']:.0f}%"
                 found = "" if held == "" else PARTS[part].retrieval
-                costs = (f"{row[key]:.2f}" for key in COSTS.values())
+                costs = (f"{row.get(key, math.nan):.2f}" for key in COSTS.values())
                 body.append([part, row["mode"], found, held, *figures, *costs])
         count = next(stored[part][0]["questions"] for part in PARTS if part in stored)
         say(f"\n## {path.stem}, {count} questions, {stored['shots']} solved before each\n")
