@@ -1,4 +1,4 @@
-"""Growth of every stage with the size of the datastore: time, bytes, memory, recall, and the plan made before.
+"""Growth of every stage with the size of the datastore: time, bytes, memory, and the plan made before.
 
     python -m benchmarks.speed.scale_text CORPORA... --output scale/text --gigabytes 1.3
     python -m benchmarks.speed.scale build --text scale/text --parts 7 --output scale     # about 500,000 chunks
@@ -8,20 +8,21 @@
 `build` makes OUTPUT/PARTS/datastore from the first --parts files of --text with the default settings: `retro plan datastore`, then
 `retro index --stage` for every stage, in a process of its own. Then it measures:
 
-- recall@2 of the stored neighbors of 1,000 chunks against exact search,
 - 100 training steps of the preset `tiny`,
 - 1,000 single queries,
 - an appended file of 1% of the text, and the deletion of a document.
 
 --kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
-processes of a stage, without files that are only mapped. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
-`summary` prints a table of all sizes, the exponents of time, and the plan against the measurement.
+processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other work on the machine
+changes less than wall time; of a killed run, those of its first process. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
+`summary` prints a table of all sizes, the exponents of CPU seconds, and the plan against the measurement.
 """
 
 import argparse
 import json
 import math
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -40,9 +41,6 @@ from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on
 from benchmarks.quality.experiments import written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
-from indexing.index.exact_search import exact_search, recall, rerank
-from indexing.index.floats import to_float32
-from indexing.neighbors.search import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
@@ -88,7 +86,6 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
     steps["bytes"] = partial(artifact_bytes, config.datastore)
     if "neighbors" in options.stages:
         steps |= {
-            "recall": partial(stored_recall, config.datastore),
             "train": partial(train, file, config.run),
             "queries": partial(query_times, config.datastore),
             "append": partial(append, folder, files, config),
@@ -109,7 +106,6 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
         run=folder / "run",
         corpus=CorpusSettings(paths=tuple(map(str, files))),
         chunks=ChunkSettings(chunk_length=64),
-        neighbors=NeighborSettings(rerank="embeddings"),
         model=replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD),
         data=DataSettings(sequence_length=512),
         train=TrainSettings(steps=100, batch_size=4, warmup_steps=10, eval_every=100, eval_tokens=10_000, log_every=50),
@@ -119,32 +115,44 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
 def plan(file: str, out: Path) -> dict[str, Any]:
     """Plan the datastore."""
     cost = measured("plan", "datastore", file, "--output", str(out))
-    made = read_json(out)["plan"]
-    return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
+    made, sample = (read_json(out)[key] for key in ("plan", "measured"))
+    times = {
+        step["name"]: {
+            "seconds": step["seconds"],
+            "cpu_seconds": step["seconds"] * _rate(sample["large"], step["name"]),
+        }
+        for step in made["steps"]
+    }
+    return {**cost, "steps": times, "bytes": made["bytes"]}
+
+
+def _rate(sample: dict[str, Any], name: str) -> float:
+    """CPU seconds of a step in each second of a sample."""
+    return float(sample["cpu_seconds"][name] / max(sample["seconds"][name], 1e-9))
 
 
 def stage(name: str, file: str, folder: Path, *, killed: bool) -> dict[str, Any]:
     """Run one stage, after a first run that is killed in the middle of the planned time if `killed`."""
     first = None
     if killed:
-        half = planned_seconds(read_json(folder / "scale.json"), name) / 2
+        half = planned(read_json(folder / "scale.json"), name, "seconds") / 2
         first = measured("index", file, "--stage", name, kill_after=half)
     return {**measured("index", file, "--stage", name), "killed": first}
 
 
-def planned_seconds(results: dict[str, Any], name: str) -> float:
-    """The seconds of a stage in the plan."""
-    return float(sum(results["plan"]["steps"][step] for step in STAGES[name]))
+def planned(results: dict[str, Any], name: str, key: str = "cpu_seconds") -> float:
+    """The CPU seconds of a stage in the plan, or its `seconds`."""
+    return float(sum(results["plan"]["steps"][step][key] for step in STAGES[name]))
 
 
 def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
-    """Run a command of the command line; return its seconds, and the peak memory of its processes in bytes.
+    """Run a command of the command line; return its seconds, its CPU seconds, and the peak memory of its processes in bytes.
 
     Args:
         arguments: of `retro`.
         kill_after: seconds until SIGKILL.
     """
-    started, peak, killed = time.perf_counter(), 0, False
+    started, cpu, peak, killed = time.perf_counter(), _children_seconds(), 0, False
     command = [sys.executable, "-m", "pipelines.cli", *arguments]
     with subprocess.Popen(command, start_new_session=True) as process:
         while process.poll() is None:
@@ -157,7 +165,13 @@ def measured(*arguments: str, kill_after: float | None = None) -> dict[str, floa
         raise SystemExit(process.returncode)  # it has said why
     if kill_after is not None and not killed:
         say(f"ended before it was killed: {' '.join(arguments)}")
-    return {"seconds": time.perf_counter() - started, "peak_bytes": peak}
+    spent = {"seconds": time.perf_counter() - started, "cpu_seconds": _children_seconds() - cpu}
+    return {**spent, "peak_bytes": peak}
+
+
+def _children_seconds() -> float:
+    """CPU seconds of all finished processes that this one started."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def session_bytes(session: int) -> int:
@@ -181,16 +195,6 @@ def artifact_bytes(datastore: Path) -> dict[str, int]:
         if each.is_dir()
     }
     return {"num_chunks": Datastore.open(datastore).train.num_chunks, **sizes}
-
-
-def stored_recall(folder: Path) -> dict[str, float]:
-    """Recall@2 and recall@10 of the stored neighbors of some training chunks."""
-    train = Datastore.open(folder).train
-    rows = np.sort(np.random.default_rng(0).choice(train.num_chunks, _QUERIES, replace=False))
-    queries = to_float32(train.embeddings.gather(rows))
-    exact, _ = exact_search(queries, train.embeddings, 10, train.documents_of(rows)[1:])
-    found, _ = rerank(queries, train.neighbor_ids.gather(rows)[:, :10], train.embeddings)
-    return {f"at_{k}": recall(found[:, :k], exact[:, :k]) for k in (2, 10)}
 
 
 def train(file: str, run: Path) -> dict[str, float]:
@@ -253,16 +257,14 @@ def summary(out: Path) -> None:
         row
         for name in STAGES
         for row in (
-            [f"{name}: seconds", *(_seconds(each.get(name)) for each in sizes), exponent(chunks, sizes, name)],
+            [f"{name}: CPU seconds", *(_seconds(each.get(name)) for each in sizes), exponent(chunks, sizes, name)],
             [f"{name}: peak memory", *(_gigabytes(each.get(name)) for each in sizes), ""],
         )
     ]
     say(markdown(Table(header, rows)))
     compared = []
     for name in STAGES:
-        ratios = [
-            f"{planned_seconds(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes
-        ]
+        ratios = [f"{planned(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes]
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
         ratios = [
@@ -272,12 +274,12 @@ def summary(out: Path) -> None:
         compared.append([f"{name}: bytes", *ratios])
     say(markdown(Table(["planned / measured", *header[1:-1]], compared)))
     for each in sizes:
-        say(json.dumps({name: each.get(name) for name in ("recall", "train", "queries", "append", "delete")}))
+        say(json.dumps({name: each.get(name) for name in ("train", "queries", "append", "delete")}))
         say(", ".join(f"{name} {each[name]}" for name in measured_on()))
 
 
 def exponent(chunks: list[int], sizes: list[dict[str, Any]], name: str) -> str:
-    """The exponent of the stage's seconds in the number of chunks, of at least two sizes."""
+    """The exponent of the stage's CPU seconds in the number of chunks, of at least two sizes."""
     points = [(count, whole_seconds(each[name])) for count, each in zip(chunks, sizes, strict=True) if name in each]
     if len(points) < 2:
         return ""
@@ -286,8 +288,8 @@ def exponent(chunks: list[int], sizes: list[dict[str, Any]], name: str) -> str:
 
 
 def whole_seconds(cost: dict[str, Any]) -> float:
-    """Seconds of a stage; if it was killed once, of both runs."""
-    return float(cost["seconds"] + (cost["killed"]["seconds"] if cost["killed"] else 0))
+    """CPU seconds of a stage; if it was killed once, of both runs."""
+    return float(cost["cpu_seconds"] + (cost["killed"]["cpu_seconds"] if cost["killed"] else 0))
 
 
 def _seconds(cost: dict[str, Any] | None) -> str:
