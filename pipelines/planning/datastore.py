@@ -226,7 +226,8 @@ def exponent_of(small: Sample, large: Sample) -> float:
 def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, float]:
     """Seconds of each step on one machine like the measured one: those of the larger sample, times the growth of CPU seconds.
 
-    CPU seconds grow with one quantity, along the line through both samples; those of `neighbors` with a power of the chunks.
+    CPU seconds grow with one quantity, along the line through both samples; those of `add` for each vector, with the lists that it is
+    compared with; those of `neighbors` with a power of the chunks.
     """
 
     def grown(name: str, size: Workload) -> float:
@@ -236,17 +237,24 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
             "tokenizer": min(size.text_bytes, config.tokenizer.sample_bytes),
             "embed: count n-grams": min(size.train_chunks, config.embedder.fit_chunks),
             "train-index": float(size.trained_on) * size.lists,  # k-means
+            "add": math.log2(size.lists) if "HNSW" in size.key else float(size.lists),
             "tune nprobe": size.tune_queries * size.train_chunks,
         }.get(name, size.chunks)
 
-    small, large, seconds = measured.small, measured.large, dict[str, float]()
-    for name, took in large.seconds.items():
+    def vectors(name: str, size: Workload) -> float:
+        return size.train_chunks if name == "add" else 1.0
+
+    small, large = measured.small, measured.large
+
+    def growth(name: str) -> float:
         if name == "neighbors":
-            seconds[name] = took * (size.chunks / large.size.chunks) ** exponent_of(small, large)
-        else:
-            points = [(grown(name, sample.size), sample.cpu_seconds.get(name, 0.0)) for sample in (small, large)]
-            slope, start = line(*points)
-            seconds[name] = took * (start + slope * grown(name, size)) / max(points[1][1], 1e-9)
+            return float((size.chunks / large.size.chunks) ** exponent_of(small, large))
+        points = [(grown(name, s.size), s.cpu_seconds.get(name, 0.0) / vectors(name, s.size)) for s in (small, large)]
+        slope, start = line(*points)
+        one = (start + slope * grown(name, size)) / max(points[1][1], 1e-12)
+        return one * vectors(name, size) / vectors(name, large.size)
+
+    seconds = {name: took * growth(name) for name, took in large.seconds.items()}
     if "tokenizer" in seconds and config.tokenizer.is_trained:  # reads all of the text once more, to draw its sample
         seconds["tokenizer"] += seconds["scan"] * max(0.0, 1 - config.tokenizer.sample_bytes / size.text_bytes)
     return seconds

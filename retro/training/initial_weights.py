@@ -39,7 +39,7 @@ def load_initial_weights(
     """
     path, ours = checkpoint.path, model.state_dict()
     theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_adapter(name)}
-    advice = f"`retro inspect {path}` prints its model's settings."
+    advice = f"model.preset = 'base' takes its model's settings; `retro inspect {path}` prints them."
     for name in ours:
         if name in theirs and theirs[name].shape != ours[name].shape:
             shapes = f"{list(theirs[name].shape)} there and {list(ours[name].shape)} in this model"

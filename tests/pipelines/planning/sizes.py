@@ -46,6 +46,7 @@ def seconds_of(size: Workload) -> dict[str, float]:
         "chunk": 1e-7 * size.text_bytes,
         "embed": 1.5 + 1e-5 * size.chunks,
         "train-index": 7 + 1e-8 * size.trained_on * size.lists,
+        "add": (5e-6 + 4e-9 * size.lists) * size.train_chunks,
         "tune nprobe": 1e-7 * size.train_chunks * size.tune_queries,
         "neighbors": 1e-8 * size.chunks**1.5,
     }
