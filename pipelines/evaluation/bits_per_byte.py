@@ -394,9 +394,12 @@ def settings_of(
 
 
 def rules_of(checkpoints: Sequence[Checkpoint], settings: PerplexitySettings) -> str:
-    """The rule by which the neighbors of each model are chosen, a line for each model that retrieves."""
-    return "\n".join(
-        f"{name} neighbors: {neighbor_use_of(checkpoint, settings).rule}".strip()
-        for name, checkpoint in zip(_names(checkpoints), checkpoints, strict=True)
-        if checkpoint.model.retrieves
-    )
+    """How the neighbors of each model are chosen, a line for each; also for those that read none, since `--k` changes nothing there."""
+
+    def rule(checkpoint: Checkpoint) -> str:
+        if checkpoint.model.retrieves:
+            return f"neighbors: {neighbor_use_of(checkpoint, settings).rule}"
+        return "" if checkpoint.model.copy_head.datastore else "measured OFF only: the model has no retrieval"
+
+    named = zip(_names(checkpoints), map(rule, checkpoints), strict=True)
+    return "\n".join(f"{name} {words}".strip() for name, words in named if words)

@@ -111,6 +111,7 @@ def test_only_the_json_file_is_written_and_missing_measurements_have_no_table(
     few = ["eval", "perplexity", str(trained / "baseline"), "--evaluation.leakage-tokens"]
     assert main([*few, "--output", str(tmp_path / "results.json")]) == 0
     printed = capsys.readouterr().out
+    assert "OFF only" in printed
     assert "Held-out documents" in printed
     assert not any(title in printed for title in ("By leakage", "By size of the datastore", "Changes"))
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
