@@ -15,8 +15,8 @@
 --kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
 processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other work on the machine
 changes less than wall time; of a killed run, those of its first process. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
-`summary` prints a table of all sizes, the exponents of CPU seconds, and the plan against the measurement without the start of a
-process, which the plan does not count.
+`summary` prints a table of all sizes, the exponents of CPU seconds, and the plan against the measurement, to which the
+start of each process adds some seconds.
 """
 
 import argparse
@@ -84,7 +84,6 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
     steps: dict[str, Callable[[], Any]] = {"plan": partial(plan, file, folder / "plan.json")}
     for name in options.stages:
         steps[name] = partial(stage, name, file, folder, killed=name in options.kill)
-    steps["start"] = partial(measured, "index", file, "--stage", "chunk")  # finished: the start of a process
     steps["bytes"] = partial(artifact_bytes, config.datastore)
     if "neighbors" in options.stages:
         steps |= {
@@ -266,12 +265,7 @@ def summary(out: Path) -> None:
     say(markdown(Table(header, rows)))
     compared = []
     for name in STAGES:
-        ratios = [
-            f"{planned(each, name) / (whole_seconds(each[name]) - each['start']['cpu_seconds']):.2f}"
-            if name in each
-            else ""
-            for each in sizes
-        ]
+        ratios = [f"{planned(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes]
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
         ratios = [
