@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from indexing.index.build import sample_size
+from indexing.index.coarse_quantizer import TWO_LEVELS
 from indexing.index.key import num_lists
 from indexing.neighbors.search import Method
 from indexing.tokenization.tokenizer import TokenizerSettings
@@ -223,6 +224,15 @@ def exponent_of(small: Sample, large: Sample) -> float:
     return min(2.0, max(1.0, math.log(times) / math.log(large.size.chunks / small.size.chunks)))
 
 
+def _compared(lists: int) -> float:
+    """Centroids that k-means compares a vector with, in units of comparisons by a matrix product (`train_centroids`).
+
+    Two levels compare it with √L groups, and with the √L centroids of each of about ten groups, one list after another, which takes
+    about four times as long (docs/results/scale.md).
+    """
+    return float(lists) if lists < TWO_LEVELS else 44 * math.sqrt(lists)
+
+
 def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, float]:
     """Seconds of each step on one machine like the measured one: those of the larger sample, times the growth of CPU seconds.
 
@@ -236,7 +246,7 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
         return {
             "tokenizer": min(size.text_bytes, config.tokenizer.sample_bytes),
             "embed: count n-grams": min(size.train_chunks, config.embedder.fit_chunks),
-            "train-index": float(size.trained_on) * size.lists,  # k-means
+            "train-index": size.trained_on * _compared(size.lists),
             "add": math.log2(size.lists) if "HNSW" in size.key else float(size.lists),
             "tune nprobe": size.tune_queries * size.train_chunks,
         }.get(name, size.chunks)

@@ -68,6 +68,12 @@ def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
     assert seconds_of(target, measured(), config) == pytest.approx(sizes.seconds_of(target), rel=1e-6)
 
 
+def test_many_lists_are_trained_in_two_levels() -> None:
+    size = larger(1000, key="IVF65536,PQ16x4fs")
+    one_level, planned = sizes.seconds_of(size)["train-index"], seconds_of(size, measured(), Config())["train-index"]
+    assert planned == pytest.approx(7 + (one_level - 7) * 44 / 256)
+
+
 def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
     config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=16 * 10**6))
     target = larger(1000)
