@@ -298,7 +298,7 @@ def verify(datastore: str, options: VerifyOptions) -> int:
     if not result.problems:
         echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")
         return 0
-    echo(f"{folder}: {size}: {len(result.problems)} errors")
+    echo(f"{folder}: {size}: {len(result.problems)} error{'s' * (len(result.problems) != 1)}")
     if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
         echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` builds them again")
