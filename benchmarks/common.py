@@ -35,20 +35,22 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def memory_bytes(kind: str, process: str = "self") -> int:
+    """Memory of a process on Linux: `VmRSS`, `VmHWM` (its peak), `RssAnon` (without mapped files); 0 for a process that has none."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
+
+
 def peak_growth(work: Callable[[], object]) -> float:
     """Bytes by which the resident memory of this process grows at most while `work` runs; not a number except on Linux."""
     if sys.platform != "linux":
         return math.nan
 
-    def resident(kind: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
-
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed before does not count
     Path("/proc/self/clear_refs").write_text("5")  # nor does an earlier peak
-    before = resident("VmRSS")
+    before = memory_bytes("VmRSS")
     work()
-    return resident("VmHWM") - before
+    return memory_bytes("VmHWM") - before
 
 
 class Budget:

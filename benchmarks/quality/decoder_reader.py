@@ -4,8 +4,9 @@
     python -m benchmarks.quality.decoder_reader smollm2.safetensors NAME=PATH ... --output FOLDER [--tokens 1000]
     python -m benchmarks.quality.decoder_reader summary --output FOLDER
 
-For each corpus: `retro index` (`search = "ngrams"` and `rerank = "tokens"`, or embeddings of MiniLM), `retro add-retrieval` for the copy head, and windows
-of 512 tokens that are spread evenly over the held-out documents; each scores its last 256. In-context retrieval, the
+For each corpus: `retro index` (`search = "ngrams"` and `rerank = "tokens"`; with `--neighbors minilm` the nearest embeddings),
+`retro add-retrieval` for the copy head, and windows of 512 tokens that are spread evenly over the held-out documents; each scores its
+last 256. In-context retrieval, the
 baseline that a user would try, puts one neighbor of the preceding chunk in front of the window and computes it again for every
 chunk; it is measured on every third window. Costs are CPU time per scored token against OFF, on the same windows in the same run;
 those with neighbors that were encoded before are measured on four windows, in alternating rounds.
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
+from benchmarks.quality.retrieval_gain import EMBEDDERS
 from benchmarks.quality.smollm2 import build
-from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
@@ -53,8 +54,8 @@ from retro.training.fitted_retrieval import read_batches
 
 WINDOW, STRIDE = 512, 256
 NEIGHBORS = {
-    "ngrams": (NeighborSettings(search="ngrams", rerank="tokens"), EmbedderSettings()),
-    "minilm": (NeighborSettings(search="exact"), EmbedderSettings(kind="transformer", path="minilm")),
+    "ngrams": (NeighborSettings(search="ngrams", rerank="tokens"), EMBEDDERS["lexical"]),
+    "minilm": (NeighborSettings(search="exact"), EMBEDDERS["minilm"]),
 }
 """How the neighbors of new datastores are found: by shared n-grams, or by the distance of sentence embeddings."""
 _FITTED_TOKENS = 4096

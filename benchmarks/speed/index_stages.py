@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, add_minutes, budget, median_seconds, say, seconds, write
+from benchmarks.common import Budget, add_minutes, budget, median_seconds, memory_bytes, say, seconds, write
 from indexing.corpus.chunks import chunk_shard
 from indexing.corpus.scan import read_slice
 from indexing.embedding.embedder import open_embedder
@@ -315,15 +315,13 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
 
             search()
             took[name] = seconds(search) / len(ids)
-        status = Path("/proc/self/status").read_text()
-        anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "chunks": size,
             "shards": num_shards,
             "key": key,
             **took,
-            "anonymous_mb": anonymous / 1e3,
+            "anonymous_mb": memory_bytes("RssAnon") / 1e6,
             "peak_mb": peak / 1e3,
         }
 

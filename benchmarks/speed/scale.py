@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, say
+from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, memory_bytes, say
 from benchmarks.quality.experiments import written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -181,8 +181,7 @@ def session_bytes(session: int) -> int:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(entry.name)) == session:
-                lines = (entry / "status").read_text().splitlines()
-                total += 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+                total += memory_bytes("RssAnon", entry.name)
         except OSError:
             continue  # the process has ended
     return total

@@ -19,6 +19,9 @@ TWO_LEVELS = 16_384
 _GROUP_VECTORS = 256  # training vectors per group: with more, groups hardly change
 _NEAREST_GROUPS = 8
 _ITERATIONS = 10  # of the second k-means, which starts from good centroids
+_IN_LISTS = (
+    5  # time of a comparison in a list of an index, against one in a product with all centroids (docs/results/scale.md)
+)
 
 
 def train_centroids(vectors: np.ndarray, count: int, parameters: Any) -> np.ndarray:
@@ -31,10 +34,21 @@ def train_centroids(vectors: np.ndarray, count: int, parameters: Any) -> np.ndar
     """
     import faiss
 
-    exact = on_gpus(faiss.IndexFlatL2(vectors.shape[1]), "k-means")
-    if count < TWO_LEVELS or num_gpus():
-        return _kmeans(vectors, count, parameters, exact)
-    return two_levels(vectors, count, parameters)
+    if _has_two_levels(count):
+        return two_levels(vectors, count, parameters)
+    return _kmeans(vectors, count, parameters, on_gpus(faiss.IndexFlatL2(vectors.shape[1]), "k-means"))
+
+
+def comparisons(count: int) -> float:
+    """Centroids with which an iteration of `train_centroids` compares a vector, in units of the time in a product with all.
+
+    In two levels: those of the vector's group, then all √L groups, and √L centroids in each of the nearest ones.
+    """
+    return (2 + _NEAREST_GROUPS * _IN_LISTS) * math.sqrt(count) if _has_two_levels(count) else float(count)
+
+
+def _has_two_levels(count: int) -> bool:
+    return count >= TWO_LEVELS and not num_gpus()
 
 
 def two_levels(vectors: np.ndarray, count: int, parameters: Any) -> np.ndarray:

@@ -23,7 +23,7 @@ from pipelines.results import Format, ResultOptions, print_result
 from pipelines.terminal.output import aligned, echo, grouped, one_line, print_rows
 from pipelines.terminal.progress import progress
 from pipelines.terminal.stages import StagesView
-from pipelines.terminal.units import human_bytes
+from pipelines.terminal.units import counted, human_bytes
 from retro.evaluation.settings import LEAST_DOCUMENTS
 
 log = logging.getLogger("retro")
@@ -298,7 +298,7 @@ def verify(datastore: str, options: VerifyOptions) -> int:
     if not result.problems:
         echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")
         return 0
-    echo(f"{folder}: {size}: {len(result.problems)} error{'s' * (len(result.problems) != 1)}")
+    echo(f"{folder}: {size}: {counted(len(result.problems), 'error')}")
     if options.repair:
         append = " --append" if any(name.startswith("appended/") for name in removed) else ""
         echo(f"removed {', '.join(removed) or 'nothing'}; `retro index CONFIG{append}` builds them again")

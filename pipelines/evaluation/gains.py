@@ -5,6 +5,7 @@ from typing import Any
 
 from pipelines.evaluation.bits_per_byte import Row
 from pipelines.results import Table
+from pipelines.terminal.units import counted
 from retro.evaluation.bits_per_byte import mode_of
 from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.settings import ModelSettings
@@ -133,7 +134,7 @@ def gain_in_words(results: Sequence[Row], changes: Sequence[Row], model: ModelSe
     best = min(range(len(on)), key=lambda row: on[row]["bits_per_byte"])
     change, documents = changes[best], off["documents"]
     read = [f"k = {on[best]['k']}"] * bool(on[best]["k"]) + ["datastore"] * on[best]["votes"]
-    measured = f"{' + '.join(read)}, {documents:,} held-out document{'s' * (documents != 1)} of {off['set']}"
+    measured = f"{' + '.join(read)}, {counted(documents, 'held-out document')} of {off['set']}"
     low, high = sorted((abs(change["low"]), abs(change["high"])))
     size = (
         f"{abs(change['percent']):.1f}% of the bits per byte ({low:.1f} to {high:.1f}, 95% interval over documents; "

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from indexing.index.build import sample_size
-from indexing.index.coarse_quantizer import TWO_LEVELS
+from indexing.index.coarse_quantizer import comparisons
 from indexing.index.key import num_lists
 from indexing.neighbors.search import Method
 from indexing.tokenization.tokenizer import TokenizerSettings
@@ -224,15 +224,6 @@ def exponent_of(small: Sample, large: Sample) -> float:
     return min(2.0, max(1.0, math.log(times) / math.log(large.size.chunks / small.size.chunks)))
 
 
-def _compared(lists: int) -> float:
-    """Centroids that k-means compares a vector with, in units of comparisons by a matrix product (`train_centroids`).
-
-    Two levels compare it with √L groups, and with the √L centroids of each of about ten groups, one list after another, which takes
-    about four times as long (docs/results/scale.md).
-    """
-    return float(lists) if lists < TWO_LEVELS else 44 * math.sqrt(lists)
-
-
 def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, float]:
     """Seconds of each step on one machine like the measured one: those of the larger sample, times the growth of CPU seconds.
 
@@ -240,29 +231,28 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
     compared with; those of `neighbors` with a power of the chunks.
     """
 
-    def grown(name: str, size: Workload) -> float:
-        if name in ("scan", "chunk"):
-            return size.text_bytes
-        return {
-            "tokenizer": min(size.text_bytes, config.tokenizer.sample_bytes),
-            "embed: count n-grams": min(size.train_chunks, config.embedder.fit_chunks),
-            "train-index": size.trained_on * _compared(size.lists),
-            "add": math.log2(size.lists) if "HNSW" in size.key else float(size.lists),
-            "tune nprobe": size.tune_queries * size.train_chunks,
-        }.get(name, size.chunks)
-
-    def vectors(name: str, size: Workload) -> float:
-        return size.train_chunks if name == "add" else 1.0
-
     small, large = measured.small, measured.large
+
+    def growing(name: str, size: Workload) -> tuple[float, float]:
+        """How often a step repeats its work, and the quantity with which one repetition grows."""
+        lists = math.log2(size.lists) if "HNSW" in size.key else float(size.lists)
+        return {
+            "scan": (1.0, size.text_bytes),
+            "chunk": (1.0, size.text_bytes),
+            "tokenizer": (1.0, min(size.text_bytes, config.tokenizer.sample_bytes)),
+            "embed: count n-grams": (1.0, min(size.train_chunks, config.embedder.fit_chunks)),
+            "train-index": (1.0, size.trained_on * comparisons(size.lists)),
+            "add": (size.train_chunks, lists),
+            "tune nprobe": (1.0, size.tune_queries * size.train_chunks),
+        }.get(name, (1.0, size.chunks))
 
     def growth(name: str) -> float:
         if name == "neighbors":
             return float((size.chunks / large.size.chunks) ** exponent_of(small, large))
-        points = [(grown(name, s.size), s.cpu_seconds.get(name, 0.0) / vectors(name, s.size)) for s in (small, large)]
-        slope, start = line(*points)
-        one = (start + slope * grown(name, size)) / max(points[1][1], 1e-12)
-        return one * vectors(name, size) / vectors(name, large.size)
+        (few, x), (many, x2), (repeated, quantity) = (growing(name, one) for one in (small.size, large.size, size))
+        cpu, cpu2 = (sample.cpu_seconds.get(name, 0.0) for sample in (small, large))
+        slope, start = line((x, cpu / few), (x2, cpu2 / many))
+        return repeated * (start + slope * quantity) / max(cpu2, 1e-9)
 
     seconds = {name: took * growth(name) for name, took in large.seconds.items()}
     if "tokenizer" in seconds and config.tokenizer.is_trained:  # reads all of the text once more, to draw its sample

@@ -217,7 +217,7 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
             assert f"title: {passage.title}, source: {passage.text}".startswith(text.rstrip("\ufffd"))
     # The model reads them: other passages change the next token's probability, and empty passages equal OFF.
     none = [(tokens, np.zeros_like(lengths)) for tokens, lengths in read.given]
-    others = read.given[1:] + read.given[:1]  # type: ignore[operator]
+    others = [*read.given[1:], *read.given[:1]]
 
     def log_probabilities(given: GivenNeighbors | None) -> list[float]:
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))

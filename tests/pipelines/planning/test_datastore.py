@@ -9,6 +9,7 @@ from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.embedding.settings import EmbedderSettings
+from indexing.index.coarse_quantizer import comparisons
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli import main
@@ -71,7 +72,8 @@ def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
 def test_many_lists_are_trained_in_two_levels() -> None:
     size = larger(1000, key="IVF65536,PQ16x4fs")
     one_level, planned = sizes.seconds_of(size)["train-index"], seconds_of(size, measured(), Config())["train-index"]
-    assert planned == pytest.approx(7 + (one_level - 7) * 44 / 256)
+    assert planned == pytest.approx(7 + (one_level - 7) * comparisons(65_536) / 65_536)
+    assert comparisons(65_536) < 65_536 / 4
 
 
 def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
