@@ -8,6 +8,8 @@ own documents, the order by tokens (with the lexical embedder) and distances. Op
 
 Coverage is the mean share of the next chunk's distinct bigrams and 4-grams that the first k neighbors with their continuations hold,
 for held-out chunks. `one` is the median time of a search for the first k neighbors of one held-out chunk, as in generation.
+
+--most-entries 256 1024 8192 measures `ngrams` once for each bound on the entries of lists that a chunk reads.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from indexing.embedding.lexical import token_weights
 from indexing.index.floats import to_float32
 from indexing.neighbors.search import Method, NeighborSettings, OpenIndex, find_neighbors, open_index
 from indexing.similarity.shared_tokens import SharedTokens
+from indexing.sparse import ngram_search
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore, Split
@@ -46,6 +49,9 @@ def main() -> None:
     parser.add_argument(
         "--rerank", choices=("tokens", "embeddings"), default="tokens", help="order; a transformer has `embeddings`"
     )
+    parser.add_argument(
+        "--most-entries", nargs="*", type=int, default=[], help="bounds of `ngrams`, instead of its own"
+    )
     parser.add_argument("--queries", type=int, default=65_536, help="training chunks per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=4, help="neighbors for the coverage")
@@ -59,7 +65,11 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     """Measure all methods, print the table and return its rows."""
     datastore = Datastore.open(options.datastore)
     train, valid = datastore.train, datastore.valid
-    searches = {method: search_by(datastore, method, options.rerank) for method in options.methods}
+    searches: dict[str, Search] = {}
+    for method in options.methods:
+        search = search_by(datastore, method, options.rerank)
+        bounds = options.most_entries if method == "ngrams" else []
+        searches |= {f"ngrams, {most:,} entries": bounded(search, most) for most in bounds} or {method: search}
     queries = np.arange(min(options.queries, train.num_chunks))
     following = np.arange(max(0, valid.num_chunks - 1))
     following = following[following + 1 < valid.documents_of(following)[2]]
@@ -75,7 +85,7 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     for row in following[:_ALONE]:
         for method, search in searches.items():
             alone[method].append(seconds(lambda row=row, search=search: search(valid, row[None], options.k)))  # type: ignore[misc]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for method, search in searches.items():
         ids = search(valid, following, options.k)
         bigrams, fourgrams = (coverage(valid, train, following, ids, order) for order in (2, 4))
@@ -128,6 +138,20 @@ def search_by(datastore: Datastore, method: Method, rerank: str) -> Search:
         return found[0]
 
     return search
+
+
+def bounded(search: Search, most: int) -> Search:
+    """The search by n-grams with another bound on the entries that a chunk reads."""
+
+    def search_bounded(split: Split, chunks: np.ndarray, first: int) -> np.ndarray:
+        own = ngram_search._MOST_ENTRIES
+        ngram_search._MOST_ENTRIES = most
+        try:
+            return search(split, chunks, first)
+        finally:
+            ngram_search._MOST_ENTRIES = own
+
+    return search_bounded
 
 
 def coverage(split: Split, train: Split, chunks: np.ndarray, ids: np.ndarray, order: int) -> float:

@@ -1,10 +1,11 @@
 """Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
 
-    block of queries → bigrams and 4-grams → document frequencies → the 32 rarest of each query
+    block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
                      → sparse product with the lists of these n-grams → chunks with the greatest sum of idf
 
-An n-gram counts if at most 256 chunks hold it, so a query reads at most 32 · 256 entries, whatever the size of the datastore. This is
-the inverted-index join of Elsayed et al. (2008), "Pairwise document similarity in large collections with MapReduce".
+An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
+entries: so its cost does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
+similarity in large collections with MapReduce".
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from indexing.sparse.ngram_index import MOST_CHUNKS, NgramLists, changes, ngrams
 from indexing.store.retrieval_set import RetrievalSet
 
 _RAREST = 32  # n-grams of a query
-_FULL_DEPTH = _RAREST * MOST_CHUNKS  # chunks that can share an n-gram with a query
+_MOST_ENTRIES = 512  # of the lists of a query before its last one
+_FULL_DEPTH = _MOST_ENTRIES + MOST_CHUNKS  # chunks that can share an n-gram with a query
 _ROW_BITS = 16
 _BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
 _ENTRIES = 2**25  # entries of lists read at a time
@@ -116,8 +118,11 @@ class NgramIndex:
         keys.sort()
         rows, columns = (keys >> np.uint64(40)).astype(np.int64), (keys & np.uint64(2**31 - 1)).astype(np.int64)
         sizes = np.bincount(rows, minlength=len(tokens))
-        rarest = within(sizes) < _RAREST
-        offsets = np.concatenate([[0], np.cumsum(np.minimum(sizes, _RAREST))])
+        # Entries of the rarer n-grams of the same query.
+        entries = np.concatenate([[0], np.cumsum(frequencies[columns])])
+        before = entries[:-1] - np.repeat(entries[np.cumsum(sizes) - sizes], sizes)
+        rarest = (within(sizes) < _RAREST) & (before < _MOST_ENTRIES)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[rarest], minlength=len(tokens)))])
         return _Queries(distinct, frequencies, found, offsets, columns[rarest])
 
     def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:

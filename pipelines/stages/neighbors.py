@@ -195,7 +195,7 @@ def _others(config: Config) -> list[SearchedShards]:
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
     return Recipe(
         stage="neighbors",
-        version=6,
+        version=7,
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}

@@ -122,6 +122,18 @@ def test_only_the_rarest_ngrams_of_a_query_count(tmp_path, monkeypatch) -> None:
     assert sorted(ids[0].tolist()) == [-1, -1, 0, 1]
 
 
+def test_the_rarest_ngrams_of_a_query_count_until_their_lists_are_long(tmp_path, monkeypatch) -> None:
+    held = [[1, 2]] * 2 + [[3, 4]] * 3 + [[5, 6]] * 4  # by 2, 3 and 4 chunks
+    index = index_of(tmp_path, [(np.array(held, dtype=np.uint16), np.full(9, 2, dtype=np.uint16))])
+    queries = np.array([[5, 6, 1, 2, 3, 4], [5, 6, 3, 4, 5, 6], [7, 7, 7, 7, 7, 7]], dtype=np.uint16)
+    for most, expected in ((2, {0, 1}), (3, {0, 1, 2, 3, 4}), (5, {0, 1, 2, 3, 4}), (6, set(range(9)))):
+        monkeypatch.setattr(ngram_search, "_MOST_ENTRIES", most)
+        ids, _ = index.search(queries, np.full(3, 6), 16, 1, all_kept, own=False)
+        assert set(ids[0].tolist()) - {-1} == expected
+        assert set(ids[1].tolist()) - {-1} == {2, 3, 4} | ({5, 6, 7, 8} if most > 3 else set())
+        assert set(ids[2].tolist()) == {-1}
+
+
 def test_a_query_alone_has_the_candidates_that_it_has_among_others(tmp_path) -> None:
     tokens, lengths = random_chunks(3, 400)
     index = index_of(tmp_path, [(tokens, lengths)])

@@ -314,7 +314,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
     end = time.monotonic() + PATIENCE
     for one in processes:
         one.join(max(0.0, end - time.monotonic()))
+    for one in processes:
         one.kill()
+        one.join()
+    (folder / "exit_codes.json").write_text(json.dumps([one.exitcode for one in processes]))
     return folder
 
 
@@ -349,10 +352,13 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]],
 def test_four_processes_have_the_losses_of_one(
     name: str, folder: Path, alone: dict[str, list[dict[str, float]]]
 ) -> None:
-    for rank in range(WORLD):
+    problems = []
+    for rank, code in enumerate(json.loads((folder / "exit_codes.json").read_text())):
         file = folder / f"{name}.{rank}"
         problem = file.read_text() if file.exists() else "it did not come so far"
-        assert not problem, f"process {rank}: {problem}"
+        if problem:
+            problems.append(f"process {rank}, exit code {code}: {problem}")
+    assert not problems, "\n".join(problems)
     found, expected, rounding = json.loads((folder / f"{name}.json").read_text()), alone[RUNS[name][0]], 2e-5
     if name == "float16":  # underflow depends on the rounding of sums
         found, expected = without_monitor(found), without_monitor(expected)
