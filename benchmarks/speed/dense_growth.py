@@ -100,11 +100,12 @@ class Sample:
         return len(self.vectors)
 
     def recall(self, found: list[np.ndarray]) -> float:
-        """Share of the nearest two among the first two hits of other documents; `found` are the ids of each query, best first."""
+        """Share of the nearest two among the two nearest hits of other documents; `found` are the ids of each query."""
         shares = []
         for query, ids, nearest in zip(self.queries, found, self.nearest, strict=True):
             others = ids[(ids >= 0) & (self.documents[ids] != self.documents[query])]
-            shares.append(len(np.intersect1d(others[:2], nearest)) / 2)
+            best = others[np.argsort(-(self.vectors[others] @ self.vectors[query]))[:2]]
+            shares.append(len(np.intersect1d(best, nearest)) / 2)
         return float(np.mean(shares))
 
 
