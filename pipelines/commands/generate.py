@@ -68,6 +68,8 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     from retro.inference.language_model import LanguageModel
 
     model = LanguageModel.open(checkpoint, options.datastore or None, options.device, retrieval=options.retrieval)
+    if options.retrieval and model.retriever is None:
+        echo("Without retrieval: the model reads no datastore, so --k changes nothing.", sys.stderr)
     k = options.k if model.retriever is not None else 0
     prompts = _prompts(model, options)
     steps = model.generate(prompts, options, k, sources=k > 0)

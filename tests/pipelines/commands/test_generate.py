@@ -150,6 +150,14 @@ def test_a_text_is_printed_before_the_next_token_is_computed(arguments, monkeypa
     assert seen[:2] == ["zero one", " two"]
 
 
+def test_a_model_that_reads_no_datastore_says_so_unless_retrieval_is_off(arguments, monkeypatch, capsys) -> None:
+    replace_model(lambda *_, **__: iter([[GeneratedToken(0, 5, "one", 0.0, "length")]]), monkeypatch)
+    assert main([*arguments, "zero "]) == 0
+    assert "reads no datastore" in capsys.readouterr().err
+    assert main([*arguments, "zero ", "--retrieval", "false"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_tokens_of_later_prompts_wait_for_the_first_prompt() -> None:
     def token(row: int, text: str, end: bool = False) -> GeneratedToken:
         return GeneratedToken(row, 5, text, 0.0, "stop" if end else None)
@@ -164,7 +172,7 @@ def test_ctrl_c_ends_the_line_and_promises_no_resume(arguments, monkeypatch, cap
         raise KeyboardInterrupt
 
     replace_model(steps, monkeypatch)
-    assert main([*arguments, "zero "]) == 130
+    assert main([*arguments, "zero ", "--retrieval", "false"]) == 130
     printed = capsys.readouterr()
     assert printed.out == "zero one\n"
     assert printed.err == "Stopped.\n"
