@@ -1,6 +1,7 @@
 """Every parallel configuration has the losses of one process, step by step, and resumes with any other configuration.
 
-Four processes start once and execute all runs in turn, because starting PyTorch takes longer than most runs.
+Four processes execute many runs in turn, because starting PyTorch takes longer than most runs. Then four others go on, because each
+run leaves some threads and connections behind.
 """
 
 import json
@@ -8,6 +9,7 @@ import math
 import os
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,12 +241,18 @@ def count_graphs() -> dict[str, int]:
     return counts
 
 
-def run_process(rank: int, folder: Path, config: Config) -> None:
-    """Execute every run on one of the four processes; rank 0 writes the metrics and each rank its errors."""
+def join_group(rank: int, folder: Path) -> None:
+    """Make this process one of the four of a group."""
     torch.set_num_threads(1)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
-    for name, (options, parallel) in RUNS.items():
+
+
+def execute_runs(names: Sequence[str], rank: int, folder: Path, config: Config) -> None:
+    """Execute some of the runs on one of the four processes; rank 0 writes the metrics and each rank its errors."""
+    join_group(rank, folder)
+    for name in names:
+        options, parallel = RUNS[name]
         problem = ""
         try:
             metrics = run_of(config, folder / name, options, parallel)
@@ -255,6 +263,11 @@ def run_process(rank: int, folder: Path, config: Config) -> None:
         (folder / f"{name}.{rank}").write_text(problem)
         if problem:
             os._exit(1)  # the others would wait for this process forever
+
+
+def measure_all(rank: int, folder: Path, config: Config) -> None:
+    """Measure everything else on one of the four processes."""
+    join_group(rank, folder)
     try:
         run_of(config, folder / "not-finite", "plain", {"pipeline": 2, "zero": 2}, lr=1e30, max_grad_norm=0.0)
     except FloatingPointError as error:
@@ -307,8 +320,18 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, voting_d
 def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
     """The folder with the results of the four processes."""
     folder = tmp_path_factory.mktemp("parallel")
+    names, codes = list(RUNS), dict[str, list[int | None]]()
+    for some in (names[::2], names[1::2]):
+        codes |= dict.fromkeys(some, in_four_processes(partial(execute_runs, some), folder, config))
+    in_four_processes(measure_all, folder, config)
+    (folder / "exit_codes.json").write_text(json.dumps(codes))
+    return folder
+
+
+def in_four_processes(work: Callable[[int, Path, Config], None], folder: Path, config: Config) -> list[int | None]:
+    """Let four processes work together; returns their exit codes."""
     context = forkserver()
-    processes = [context.Process(target=run_process, args=(rank, folder, config)) for rank in range(WORLD)]
+    processes = [context.Process(target=work, args=(rank, folder, config)) for rank in range(WORLD)]
     for one in processes:
         one.start()
     end = time.monotonic() + PATIENCE
@@ -317,8 +340,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
     for one in processes:
         one.kill()
         one.join()
-    (folder / "exit_codes.json").write_text(json.dumps([one.exitcode for one in processes]))
-    return folder
+    (folder / "store").unlink(missing_ok=True)
+    return [one.exitcode for one in processes]
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +376,7 @@ def test_four_processes_have_the_losses_of_one(
     name: str, folder: Path, alone: dict[str, list[dict[str, float]]]
 ) -> None:
     problems = []
-    for rank, code in enumerate(json.loads((folder / "exit_codes.json").read_text())):
+    for rank, code in enumerate(json.loads((folder / "exit_codes.json").read_text())[name]):
         file = folder / f"{name}.{rank}"
         problem = file.read_text() if file.exists() else "it did not come so far"
         if problem:
