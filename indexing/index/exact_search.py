@@ -11,6 +11,7 @@ from indexing.store.sharded_array import ShardedArray
 
 _BLOCK_ROWS = 16_384  # embeddings compared at a time
 _BLOCK = 2**20  # components of candidates per thread at a time: 4 MB in float32
+_PAIRS = 16_384  # pairs of a query and a chunk compared at a time
 
 
 def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -47,15 +48,17 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
 
 
 def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) -> np.ndarray:
-    """Squared L2 distances [n, c] float32 of queries [n, d] float32 to chunks, ids [n, c] int64 of a retrieval set; +inf for -1."""
-    distances = np.full(ids.shape, np.inf, dtype=np.float32)
-    step = max(1, _BLOCK // max(1, ids.shape[1] * queries.shape[1]))
-    for start in range(0, len(queries), step):
-        rows, columns = np.nonzero(ids[start : start + step] >= 0)
-        rows += start
-        vectors = to_float32(retrieval.embeddings(ids[rows, columns]))
-        distances[rows, columns] = np.square(queries[rows] - vectors).sum(axis=1)
-    return distances
+    """Squared L2 distances [n, c] float32 of queries [n, d] to chunks, ids [n, c] int64 of a retrieval set; +inf for -1.
+
+    Embeddings are read in the order of their ids: many queries together read a file once and in sequence.
+    """
+    distances = np.full(ids.size, np.inf, dtype=np.float32)
+    pairs = np.flatnonzero(ids.ravel() >= 0)
+    pairs = pairs[np.argsort(ids.ravel()[pairs], kind="stable")]
+    for some in np.split(pairs, range(_PAIRS, len(pairs), _PAIRS)):
+        vectors = to_float32(retrieval.embeddings(ids.ravel()[some]))
+        distances[some] = np.square(queries[some // ids.shape[1]] - vectors).sum(axis=1)
+    return distances.reshape(ids.shape)
 
 
 def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

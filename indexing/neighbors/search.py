@@ -41,6 +41,9 @@ from indexing.store.sharded_array import open_array
 Method = Literal["index", "exact", "lists", "ngrams"]
 
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
+_MEASURED_ROWS = (
+    8 * _BLOCK_ROWS
+)  # chunks whose distances are computed together, so that the embeddings are read in sequence
 _OVERLAP_ROWS = 4096
 _FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
@@ -226,6 +229,7 @@ def find_neighbors(
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
     first: int = 0,
+    measured: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Find the neighbors of some chunks. Stored neighbors and those of a live search are the results of this function.
 
@@ -241,6 +245,7 @@ def find_neighbors(
             n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
         first: neighbors to return, the first of the stored ones; 0 = all.
+        measured: False leaves distances out, +inf, if neither candidates nor order follow from them.
 
     Returns:
         ids [n, first] int64 of the retrieval set (-1 = none), distances [n, first] float32 (+inf), and the number of queries
@@ -248,7 +253,7 @@ def find_neighbors(
     """
     first = first or settings.stored
     if by_ngrams is not None:
-        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first)
+        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first, measured)
     nearest, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
@@ -400,6 +405,17 @@ def neighbor_shard(
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
     known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
+    later = by_ngrams is not None and order is not None  # then nothing follows from distances
+    unmeasured = list[np.ndarray]()
+
+    def measure(stop: int) -> None:
+        """Append the distances of the chunks before `stop` that have none."""
+        if by_ngrams is not None and unmeasured:
+            ids = np.concatenate(unmeasured)
+            status("distances of chunks %s to %s", f"{stop - len(ids):,}", f"{stop:,}")
+            distance_file.append(distances_to(split.embeddings.read(stop - len(ids), stop), ids, by_ngrams.retrieval))
+            unmeasured.clear()
+
     with (
         NpyWriter(work / "ids.npy", np.int64, (settings.stored,)) as id_file,
         NpyWriter(work / "distances.npy", np.float32, (settings.stored,)) as distance_file,
@@ -418,9 +434,15 @@ def neighbor_shard(
                 order=order,
                 by_ngrams=by_ngrams,
                 known=(known[0][rows_of], known[1][rows_of]) if known else None,
+                measured=not later,
             )
             id_file.append(ids)
-            distance_file.append(distances)
+            if later:
+                unmeasured.append(ids)
+            else:
+                distance_file.append(distances)
+            if sum(map(len, unmeasured)) >= _MEASURED_ROWS:
+                measure(stop)
             present = (ids >= 0).sum(axis=1)
             counts["queries"] += len(ids)
             counts["neighbors"] += int(present.sum())
@@ -428,6 +450,7 @@ def neighbor_shard(
             counts["empty"] += int((present == 0).sum())
             counts["deeper"] += deeper
             advance(len(ids))
+        measure(rows[1])
     return counts
 
 
@@ -448,6 +471,7 @@ def _by_ngrams(
     by_ngrams: NgramIndex,
     live: bool,
     first: int,
+    measured: bool,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """`find_neighbors` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
     kept = _condition(tokens, own, by_ngrams.retrieval, settings, live)
@@ -478,7 +502,8 @@ def _by_ngrams(
         ranks[starved], ids[starved] = (each[:, : settings.candidates] for each in joined)
     if order is not None:
         ids, _ = order.best(tokens[0], ids, ranks, first)
-        return ids, distances_to(vectors, ids, by_ngrams.retrieval), len(starved)
+        far = np.full(ids.shape, np.inf, dtype=np.float32)
+        return ids, distances_to(vectors, ids, by_ngrams.retrieval) if measured else far, len(starved)
     distances, ids = order_by_distance(distances_to(vectors, ids, by_ngrams.retrieval), ids)
     return ids[:, :first], distances[:, :first], len(starved)
 

@@ -12,6 +12,9 @@ from indexing.store import remote
 from indexing.store.artifact import reading
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
+_AROUND = 65_536
+"""Bytes of a file for each of its wanted rows from which on it is read in sequence. Linux reads 128 KiB around a missing page."""
+
 
 def open_array(path: Path) -> np.ndarray:
     """Memory-map a `.npy` file; a file at a URL is fetched first.
@@ -70,22 +73,22 @@ class ShardedArray:
         shards = np.searchsorted(self.starts, ids, side="right") - 1
         present = np.unique(shards)
         if len(present) == 1:
-            return self._scattered(int(present[0]))[ids - self.starts[present[0]]]
-        first = self._scattered(int(present[0]) if len(present) else 0)
+            return self._map_for(int(present[0]), len(ids))[ids - self.starts[present[0]]]
+        first = self.shard(int(present[0]) if len(present) else 0)
         out = np.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
         for shard in present:
             rows = np.flatnonzero(shards == shard)
-            out[rows] = self._scattered(int(shard))[ids[rows] - self.starts[shard]]
+            out[rows] = self._map_for(int(shard), len(rows))[ids[rows] - self.starts[shard]]
         return out
 
-    def _scattered(self, shard: int) -> np.ndarray:
-        """A map of one shard for rows anywhere in it.
+    def _map_for(self, shard: int, wanted: int) -> np.ndarray:
+        """A map of one shard for this many rows anywhere in it.
 
-        If the array does not fit into half of the memory, this is another map than for reading in sequence: the kernel then
-        reads no pages around a missing one. Most of them would be unused, and would displace used ones.
+        If the array does not fit into half of the memory, and these rows are on few pages, this is another map than for reading
+        in sequence: the kernel then reads no pages around a missing one. Most would be unused, and would displace used ones.
         """
         array = self.shard(shard)
-        if len(self) * array[:1].nbytes <= usable_memory() / 2:
+        if len(self) * array[:1].nbytes <= usable_memory() / 2 or wanted * _AROUND >= array.nbytes:
             return array
         if shard not in self._open_scattered:
             again: Any = open_array(self.paths[shard])

@@ -31,12 +31,13 @@ def test_reads_equal_reads_of_the_whole(sharded, ids: list[int], bounds: tuple[i
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its advice for maps")
-@pytest.mark.parametrize(("memory", "advised"), [(159, True), (160, False)])
-def test_scattered_rows_of_an_array_beyond_half_of_the_memory_are_read_without_their_surroundings(
-    tmp_path, monkeypatch, memory: int, advised: bool
+@pytest.mark.parametrize(("memory", "around", "advised"), [(159, 26, True), (160, 26, False), (159, 27, False)])
+def test_few_rows_of_an_array_beyond_half_of_the_memory_are_read_without_their_surroundings(
+    tmp_path, monkeypatch, memory: int, around: int, advised: bool
 ) -> None:
     whole, path = np.arange(10).reshape(5, 2), tmp_path / "x.npy"  # 80 bytes
     np.save(path, whole)
+    monkeypatch.setattr(sharded_array, "_AROUND", around)
     monkeypatch.setattr(sharded_array, "usable_memory", lambda: memory)
     array, ids = ShardedArray([path], [5]), np.array([4, 0, 4])
     assert np.array_equal(array.gather(ids), whole[ids])

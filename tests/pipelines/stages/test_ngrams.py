@@ -9,11 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from indexing.embedding.lexical import token_weights
+from indexing.index import exact_search
+from indexing.neighbors import search
 from indexing.neighbors.search import NeighborSettings
 from indexing.similarity.overlap import overlap
+from indexing.similarity.shared_tokens import SharedTokens
+from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
@@ -48,12 +54,32 @@ def test_neighbors_are_distinct_and_not_of_the_own_document(built: Config, name:
     split = datastore.split(name)
     ids, distances = (array.read(0, split.num_chunks) for array in (split.neighbor_ids, split.neighbor_distances))
     assert (ids >= 0).mean() > 0.95
-    assert np.isfinite(distances[ids >= 0]).all()
+    vectors, found = split.embeddings.read(0, split.num_chunks).astype(np.float32), ids >= 0
+    expected = np.square(
+        vectors[:, None] - datastore.train.embeddings.gather(ids.clip(0).ravel()).reshape(*ids.shape, -1)
+    )
+    np.testing.assert_allclose(distances, np.where(found, expected.sum(axis=2), np.inf), rtol=1e-5)
     assert all(len(set(row[row >= 0].tolist())) == (row >= 0).sum() for row in ids)
     if name == "train":
         _, first, stop = split.documents_of(np.arange(split.num_chunks))
         assert not ((ids >= first[:, None]) & (ids < stop[:, None])).any()
     assert main(["verify", str(built.datastore)]) == 0
+
+
+def test_distances_are_the_same_for_any_number_of_chunks_at_a_time(built: Config, tmp_path, monkeypatch) -> None:
+    datastore = Datastore.open(built.datastore)
+    retrieval, split = RetrievalSet.of(datastore), datastore.valid
+    order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
+    monkeypatch.setattr(search, "_BLOCK_ROWS", 5)
+    monkeypatch.setattr(search, "_MEASURED_ROWS", 12)
+    monkeypatch.setattr(exact_search, "_PAIRS", 7)
+    parts = (split, (0, split.num_chunks), [], built.neighbors)
+    search.neighbor_shard(tmp_path, *parts, order=order, by_ngrams=NgramIndex.open(retrieval), advance=lambda _: None)
+    ids, distances = (np.load(tmp_path / f"{name}.npy") for name in ("ids", "distances"))
+    stored = split.neighbor_ids.read(0, split.num_chunks), split.neighbor_distances.read(0, split.num_chunks)
+    same = (ids == stored[0]).all(axis=1)  # the others are completed by the index
+    assert same.mean() > 0.9
+    np.testing.assert_array_equal(distances[same], stored[1][same])
 
 
 def test_neighbors_share_ngrams(built: Config) -> None:
