@@ -41,9 +41,6 @@ from indexing.store.sharded_array import open_array
 Method = Literal["index", "exact", "lists", "ngrams"]
 
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
-_MEASURED_ROWS = (
-    8 * _BLOCK_ROWS
-)  # chunks whose distances are computed together, so that the embeddings are read in sequence
 _OVERLAP_ROWS = 4096
 _FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
@@ -229,7 +226,6 @@ def find_neighbors(
     known: tuple[np.ndarray, np.ndarray] | None = None,
     live: bool = False,
     first: int = 0,
-    measured: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Find the neighbors of some chunks. Stored neighbors and those of a live search are the results of this function.
 
@@ -245,7 +241,6 @@ def find_neighbors(
             n-grams.
         live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
         first: neighbors to return, the first of the stored ones; 0 = all.
-        measured: False leaves distances out, +inf, if neither candidates nor order follow from them.
 
     Returns:
         ids [n, first] int64 of the retrieval set (-1 = none), distances [n, first] float32 (+inf), and the number of queries
@@ -253,7 +248,7 @@ def find_neighbors(
     """
     first = first or settings.stored
     if by_ngrams is not None:
-        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first, measured)
+        return _by_ngrams(vectors, tokens, searched, settings, own, order, by_ngrams, live, first)
     nearest, deeper = [], 0
     for each in searched:
         excluded = own if each.number == 0 else None
@@ -405,22 +400,11 @@ def neighbor_shard(
     work.mkdir(parents=True, exist_ok=True)
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
     known = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
-    later = by_ngrams is not None and order is not None  # then nothing follows from distances
-    unmeasured = list[np.ndarray]()
-
-    def measure(stop: int) -> None:
-        """Append the distances of the chunks before `stop` that have none."""
-        if by_ngrams is not None and unmeasured:
-            ids = np.concatenate(unmeasured)
-            status("distances of chunks %s to %s", f"{stop - len(ids):,}", f"{stop:,}")
-            distance_file.append(distances_to(split.embeddings.read(stop - len(ids), stop), ids, by_ngrams.retrieval))
-            unmeasured.clear()
-
     with (
         NpyWriter(work / "ids.npy", np.int64, (settings.stored,)) as id_file,
         NpyWriter(work / "distances.npy", np.float32, (settings.stored,)) as distance_file,
     ):
-        step = _block_rows(searched)
+        step = _block_rows(searched, by_ngrams)
         for start in range(*rows, step):
             stop = min(start + step, rows[1])
             status("searching for chunks %s to %s", f"{start:,}", f"{stop:,}")
@@ -434,15 +418,9 @@ def neighbor_shard(
                 order=order,
                 by_ngrams=by_ngrams,
                 known=(known[0][rows_of], known[1][rows_of]) if known else None,
-                measured=not later,
             )
             id_file.append(ids)
-            if later:
-                unmeasured.append(ids)
-            else:
-                distance_file.append(distances)
-            if sum(map(len, unmeasured)) >= _MEASURED_ROWS:
-                measure(stop)
+            distance_file.append(distances)
             present = (ids >= 0).sum(axis=1)
             counts["queries"] += len(ids)
             counts["neighbors"] += int(present.sum())
@@ -450,12 +428,16 @@ def neighbor_shard(
             counts["empty"] += int((present == 0).sum())
             counts["deeper"] += deeper
             advance(len(ids))
-        measure(rows[1])
     return counts
 
 
-def _block_rows(searched: Sequence[OpenIndex]) -> int:
-    """Chunks per block. A search by lists gets large blocks, up to 256 MB of float32."""
+def _block_rows(searched: Sequence[OpenIndex], by_ngrams: NgramIndex | None) -> int:
+    """Chunks per block, of which the embeddings take up to 256 MB of float32 for a search by lists, and 512 MB with n-grams.
+
+    With n-grams a block reads many of the embeddings for its distances, and the index for chunks with too few candidates.
+    """
+    if by_ngrams is not None:
+        return max(_BLOCK_ROWS, min(8 * _BLOCK_ROWS, 2**27 // by_ngrams.retrieval.own.embeddings.row_shape[0]))
     by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
     fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
@@ -471,7 +453,6 @@ def _by_ngrams(
     by_ngrams: NgramIndex,
     live: bool,
     first: int,
-    measured: bool,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """`find_neighbors` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
     kept = _condition(tokens, own, by_ngrams.retrieval, settings, live)
@@ -502,8 +483,7 @@ def _by_ngrams(
         ranks[starved], ids[starved] = (each[:, : settings.candidates] for each in joined)
     if order is not None:
         ids, _ = order.best(tokens[0], ids, ranks, first)
-        far = np.full(ids.shape, np.inf, dtype=np.float32)
-        return ids, distances_to(vectors, ids, by_ngrams.retrieval) if measured else far, len(starved)
+        return ids, distances_to(vectors, ids, by_ngrams.retrieval), len(starved)
     distances, ids = order_by_distance(distances_to(vectors, ids, by_ngrams.retrieval), ids)
     return ids[:, :first], distances[:, :first], len(starved)
 

@@ -70,8 +70,7 @@ def test_distances_are_the_same_for_any_number_of_chunks_at_a_time(built: Config
     datastore = Datastore.open(built.datastore)
     retrieval, split = RetrievalSet.of(datastore), datastore.valid
     order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
-    monkeypatch.setattr(search, "_BLOCK_ROWS", 5)
-    monkeypatch.setattr(search, "_MEASURED_ROWS", 12)
+    monkeypatch.setattr(search, "_block_rows", lambda *_: 5)
     monkeypatch.setattr(exact_search, "_PAIRS", 7)
     parts = (split, (0, split.num_chunks), [], built.neighbors)
     search.neighbor_shard(tmp_path, *parts, order=order, by_ngrams=NgramIndex.open(retrieval), advance=lambda _: None)
