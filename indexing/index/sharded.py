@@ -56,15 +56,11 @@ class ShardedIndex:
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
         nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
-        if is_merged(folder / "merged", wanted) and _bytes_of(wanted) > memory:
+        groups = _groups(wanted, memory, _quantizer_bytes(folder / "trained"))
+        if len(groups) > 1 and is_merged(folder / "merged", wanted):
             return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
-        files = [present(each / "vectors.faiss") for each in wanted]
-        groups: list[list[Path]] = []
-        for file in files:
-            if not groups or sum(each.stat().st_size for each in (*groups[-1], file)) > memory:
-                groups.append([])
-            groups[-1].append(file)
-        return cls(_opened(groups[0]) if len(groups) == 1 else groups, nprobe, folders=wanted)
+        files = [[present(shard / "vectors.faiss") for shard in group] for group in groups]
+        return cls(_opened(files[0]) if len(files) == 1 else files, nprobe, folders=wanted)
 
     @cached_property
     def _stop(self) -> int:
@@ -114,8 +110,31 @@ class ShardedIndex:
         return nearest if excluded is None else _without(nearest, excluded)
 
 
-def _bytes_of(shards: Sequence[Path]) -> int:
-    return sum(parse_manifest(shard)["files"]["vectors.faiss"]["bytes"] for shard in shards)
+def _groups(shards: Sequence[Path], memory: int, quantizer: int) -> list[list[Path]]:
+    """Consecutive shards that fit into memory together, where they have one quantizer instead of one each."""
+    groups: list[list[Path]] = []
+    filled = 0
+    for shard in shards:
+        added = _bytes_of(shard, "vectors.faiss") - quantizer
+        if not groups or filled + added > memory:
+            groups.append([])
+            filled = quantizer
+        groups[-1].append(shard)
+        filled += added
+    return groups
+
+
+def _quantizer_bytes(trained: Path) -> int:
+    """Bytes of the empty index, which every shard holds; 0 if the shards cannot be merged."""
+    if not (fetch_manifest(trained) or trained.exists()) or stored_json(trained / "index.json")["key"].endswith("fs"):
+        return 0
+    return _bytes_of(trained, "trained.faiss")
+
+
+def _bytes_of(artifact: Path, name: str) -> int:
+    if fetch_manifest(artifact):
+        return int(parse_manifest(artifact)["files"][name]["bytes"])
+    return (artifact / name).stat().st_size
 
 
 def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
