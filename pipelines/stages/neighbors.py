@@ -195,7 +195,7 @@ def _others(config: Config) -> list[SearchedShards]:
 def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[SearchedShards]) -> Recipe:
     return Recipe(
         stage="neighbors",
-        version=7,
+        version=7 if config.neighbors.search == "ngrams" else 6,  # 7: until the lists have 512 entries
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
         inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
