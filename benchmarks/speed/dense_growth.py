@@ -61,9 +61,8 @@ def embeddings(chunks: Split, table: np.ndarray) -> np.ndarray:
 
     sample = np.concatenate([means(first)[::40] for first in range(0, chunks.num_chunks, _BLOCK)])
     center = sample.mean(axis=0)
-    components = np.linalg.svd(sample - center, full_matrices=False)[2][
-        1 : _WIDTH + 1
-    ].T  # without the first, as the paper
+    first_ones = slice(1, _WIDTH + 1)  # without the first, as in the paper
+    components = np.linalg.svd(sample - center, full_matrices=False)[2][first_ones].T
     blocks = (normalized((means(first) - center) @ components) for first in range(0, chunks.num_chunks, _BLOCK))
     return np.concatenate([block.astype(np.float16) for block in blocks])
 

@@ -188,11 +188,15 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
     }
 
 
+_CANDIDATE_BYTES = 1500  # of a chunk of a block: 64 ids and sums, and a copy
+
+
 def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
-    if size.search == "ngrams":  # sums and places of every chunk, and of every thread; the index completes
-        return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + 2 * group
+    if size.search == "ngrams":  # sums and places of every chunk, and of every thread; a block; the index completes
+        block = min(size.train_chunks / size.shards, 2**19) * (4 * layout.dimension + _CANDIDATE_BYTES)
+        return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + block + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group
