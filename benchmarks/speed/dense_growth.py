@@ -23,12 +23,10 @@ import numpy as np
 import torch
 
 from benchmarks.common import add_minutes, budget, markdown, say, write
-from benchmarks.speed.index_stages import list_index
+from benchmarks.speed.index_stages import add_shards, list_index, train_index
 from indexing.index import build as building
-from indexing.index.key import choose_key
+from indexing.index.exact_search import exact_search, recall, rerank
 from indexing.store.datastore import Datastore, Split, shard_name
-from indexing.store.files import NpyWriter
-from indexing.store.sharded_array import ShardedArray
 from pipelines.results import Table
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 
@@ -83,29 +81,39 @@ def normalized(rows: np.ndarray) -> np.ndarray:
 
 
 class Sample:
-    """Some documents: embeddings [n, d] float32, the document of each chunk, queries, and their nearest two of other documents."""
+    """Some documents in the form of a datastore, and the nearest two chunks of other documents for 1,000 queries.
 
-    def __init__(self, vectors: np.ndarray, documents: np.ndarray) -> None:
-        self.vectors, self.documents = vectors.astype(np.float32), documents
+    Attributes:
+        vectors: [n, d] float32 embeddings.
+        train: the same in `folder`, as stored.
+        own: first and stop [n] of the chunks of each chunk's document.
+        queries: [q] chunks.
+        nearest: ids [q, 2], and `distances` [q, 2] of them.
+    """
+
+    def __init__(self, folder: Path, vectors: np.ndarray, documents: np.ndarray) -> None:
+        self.vectors, self.train = vectors.astype(np.float32), Split(folder, "train", (len(vectors),), (1,), 64, 0)
+        path = folder / "embeddings" / shard_name(0) / "train.npy"
+        path.parent.mkdir(parents=True)
+        np.save(path, vectors)
+        self.own = np.searchsorted(documents, documents), np.searchsorted(documents, documents, "right")
         self.queries = np.random.default_rng(1).choice(len(vectors), _QUERIES, replace=False)
-        self.nearest = np.empty((_QUERIES, 2), dtype=np.int64)
-        for first in range(0, _QUERIES, 50):
-            some = self.queries[first : first + 50]
-            products = self.vectors[some] @ self.vectors.T
-            products[documents[some][:, None] == documents] = -np.inf
-            self.nearest[first : first + 50] = np.argpartition(-products, 2, axis=1)[:, :2]
+        self.distances, self.nearest = exact_search(
+            self.vectors[self.queries], self.train.embeddings, 2, self.own_of(self.queries)
+        )
 
     def __len__(self) -> int:
         return len(self.vectors)
 
-    def recall(self, found: list[np.ndarray]) -> float:
-        """Share of the nearest two among the two nearest hits of other documents; `found` are the ids of each query."""
-        shares = []
-        for query, ids, nearest in zip(self.queries, found, self.nearest, strict=True):
-            others = ids[(ids >= 0) & (self.documents[ids] != self.documents[query])]
-            best = others[np.argsort(-(self.vectors[others] @ self.vectors[query]))[:2]]
-            shares.append(len(np.intersect1d(best, nearest)) / 2)
-        return float(np.mean(shares))
+    def own_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First and stop of the chunks of the documents of some chunks."""
+        return self.own[0][rows], self.own[1][rows]
+
+    def recall(self, ids: np.ndarray) -> float:
+        """recall@2 of the hits ids [q, k] of other documents, -1 = none."""
+        first, stop = self.own_of(self.queries)
+        others = np.where((ids >= first[:, None]) & (ids < stop[:, None]), -1, ids)
+        return recall(rerank(self.vectors[self.queries], others, self.train.embeddings)[0][:, :2], self.distances)
 
 
 def in_lists(sample: Sample, length: int) -> dict[int, float]:
@@ -144,35 +152,24 @@ def in_graph(sample: Sample) -> tuple[float, float]:
     for effort in _EFFORTS:
         graph.hnsw.efSearch = effort
         counted.hnsw_stats.reset()
-        recall = sample.recall(list(graph.search(sample.vectors[sample.queries], effort)[1]))
-        if recall >= _RECALL:
+        found = sample.recall(graph.search(sample.vectors[sample.queries], effort)[1])
+        if found >= _RECALL:
             break
-    say(f"graph: recall@2 of {recall:.3f} with {effort} candidates")
+    say(f"graph: recall@2 of {found:.3f} with {effort} candidates")
     return counted.hnsw_stats.ndis / _QUERIES, added
 
 
-def by_lists(sample: Sample, folder: Path) -> tuple[float, float]:
+def by_lists(sample: Sample) -> tuple[float, float]:
     """The smallest measured `nprobe` for the required recall, and microseconds of a core per chunk."""
-    path = folder / "embeddings" / shard_name(0) / "train.npy"
-    path.parent.mkdir(parents=True)
-    with NpyWriter(path, np.float16, sample.vectors.shape[1:]) as file:
-        file.append(sample.vectors.astype(np.float16))
-    stored = ShardedArray([path], [len(sample)])
-    split, settings = Split(folder, "train", (len(sample),), (1,), 64, 0), building.IndexSettings(points_per_list=40)
-    key = choose_key(len(sample), sample.vectors.shape[1], settings)
-    trained, work = folder / "index" / "trained", folder / "index" / shard_name(0)
-    trained.mkdir(parents=True)
-    work.mkdir()
-    building.train(trained, key, building.training_sample(split, key, settings), settings)
-    building.add_shard(work, trained, stored.shard(0), 0, advance=lambda _: None)
-    index = list_index("lists", folder / "index", split)["lists"]
-    starts, stops = (np.searchsorted(sample.documents, sample.documents, side) for side in ("left", "right"))
+    train_index(sample.train, building.IndexSettings())
+    add_shards(sample.train)
+    index = list_index("lists", sample.train.folder / "index", sample.train)["lists"]
 
     def search(rows: np.ndarray, nprobe: int) -> np.ndarray:
-        return index.search(sample.vectors[rows], 16, (starts[rows], stops[rows]), nprobe)
+        return index.search(sample.vectors[rows], 16, sample.own_of(rows), nprobe)
 
     for nprobe in (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
-        if sample.recall(list(search(sample.queries, nprobe))) >= _RECALL:
+        if sample.recall(search(sample.queries, nprobe)) >= _RECALL:
             break
     rows = np.random.default_rng(2).choice(len(sample), min(_TIMED, len(sample)), replace=False)
     started = time.process_time()
@@ -182,14 +179,14 @@ def by_lists(sample: Sample, folder: Path) -> tuple[float, float]:
 
 def measure(vectors: np.ndarray, documents: np.ndarray) -> dict[str, float]:
     """All measurements for some documents."""
-    sample = Sample(vectors, documents)
-    row = {"chunks": float(len(sample))}
-    for length in _LENGTHS:
-        for copies, comparisons in in_lists(sample, length).items():
-            row[f"lists of {length}, a chunk in {copies}: comparisons"] = comparisons
     with tempfile.TemporaryDirectory() as folder:
-        row["search `lists`: nprobe"], row["search `lists`: µs"] = by_lists(sample, Path(folder))
-    row["graph: comparisons"], row["graph: µs to add a chunk"] = in_graph(sample)
+        sample = Sample(Path(folder), vectors, documents)
+        row = {"chunks": float(len(sample))}
+        for length in _LENGTHS:
+            for copies, comparisons in in_lists(sample, length).items():
+                row[f"lists of {length}, a chunk in {copies}: comparisons"] = comparisons
+        row["search `lists`: nprobe"], row["search `lists`: µs"] = by_lists(sample)
+        row["graph: comparisons"], row["graph: µs to add a chunk"] = in_graph(sample)
     return row
 
 

@@ -240,12 +240,12 @@ def bare_indexes(train: Split, checked: tuple[np.ndarray, Any], exact: np.ndarra
     trained = ivf_of(whole)
     if trained is None:
         return found
-    inverted = faiss.IndexIVFScalarQuantizer(
+    inverted: Any = faiss.IndexIVFScalarQuantizer(
         trained.quantizer, vectors.shape[1], trained.nlist, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_L2, False
     )
     inverted.train(vectors[:1000])
     inverted.add(vectors)
-    inverted.referenced_objects = [whole]  # type: ignore[attr-defined]
+    inverted.referenced_objects = [whole]
     for nprobe in _NPROBES:
         inverted.nprobe = min(nprobe, trained.nlist)
         distances, ids = inverted.search(checked[0], 512)
@@ -286,21 +286,8 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
         embeddings = draw(Path(folder), size, dimension, num_shards)
         train = Split(Path(folder), "train", tuple(np.diff(embeddings.starts)), (1,) * num_shards, 64, 0)
         settings = building.IndexSettings(recall_target=0.8, tune_queries=500)
-        key = choose_key(size, dimension, settings)
-        for name in ("trained", "tuned", *map(shard_name, range(num_shards))):
-            (Path(folder) / "index" / name).mkdir(parents=True)
-        sample = building.training_sample(train, key, replace(settings, points_per_list=40))
-        building.train(Path(folder) / "index" / "trained", key, sample, settings)
-        del sample
-
-        def add() -> None:
-            for shard in range(num_shards):
-                work, first = Path(folder) / "index" / shard_name(shard), int(embeddings.starts[shard])
-                building.add_shard(
-                    work, work.parent / "trained", embeddings.shard(shard), first, advance=lambda _: None
-                )
-
-        took = {"add": seconds(add) / size}
+        key = train_index(train, settings)
+        took = {"add": seconds(lambda: add_shards(train)) / size}
         sample_ids = np.sort(np.random.default_rng(1).choice(size, min(size, _NUM_QUERIES["lists"]), replace=False))
         searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
         searched |= list_index("lists", Path(folder) / "index", train)
@@ -324,6 +311,25 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
             "anonymous_mb": memory_bytes("RssAnon") / 1e6,
             "peak_mb": peak / 1e3,
         }
+
+
+def train_index(train: Split, settings: building.IndexSettings) -> str:
+    """Train the index of some embeddings in folder / "index", and return its key."""
+    index = train.folder / "index"
+    key = choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
+    for name in ("trained", "tuned", *map(shard_name, range(len(train.chunk_rows)))):
+        (index / name).mkdir(parents=True)
+    sample = building.training_sample(train, key, replace(settings, points_per_list=40))
+    building.train(index / "trained", key, sample, settings)
+    return key
+
+
+def add_shards(train: Split) -> None:
+    """Add the embeddings to the trained index."""
+    trained = train.folder / "index" / "trained"
+    for shard, first in enumerate(train.embeddings.starts[:-1].tolist()):
+        work = trained.with_name(shard_name(shard))
+        building.add_shard(work, trained, train.embeddings.shard(shard), first, advance=lambda _: None)
 
 
 def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArray:

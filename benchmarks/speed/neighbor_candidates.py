@@ -16,8 +16,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -79,12 +81,12 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
     for _ in limit.rounds(options.rounds):
         for method, search in searches.items():
             started = time.process_time()
-            wall[method].append(seconds(lambda search=search: search(train, queries, 0)))  # type: ignore[misc]
+            wall[method].append(seconds(partial(search, train, queries, 0)))
             cpu[method].append(time.process_time() - started)
     alone: dict[str, list[float]] = {method: [] for method in searches}
     for row in following[:_ALONE]:
         for method, search in searches.items():
-            alone[method].append(seconds(lambda row=row, search=search: search(valid, row[None], options.k)))  # type: ignore[misc]
+            alone[method].append(seconds(partial(search, valid, row[None], options.k)))
     rows: list[dict[str, Any]] = []
     for method, search in searches.items():
         ids = search(valid, following, options.k)
@@ -144,12 +146,8 @@ def bounded(search: Search, most: int) -> Search:
     """The search by n-grams with another bound on the entries that a chunk reads."""
 
     def search_bounded(split: Split, chunks: np.ndarray, first: int) -> np.ndarray:
-        own = ngram_search._MOST_ENTRIES
-        ngram_search._MOST_ENTRIES = most
-        try:
+        with patch.object(ngram_search, "_MOST_ENTRIES", most):
             return search(split, chunks, first)
-        finally:
-            ngram_search._MOST_ENTRIES = own
 
     return search_bounded
 

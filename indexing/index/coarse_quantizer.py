@@ -19,9 +19,8 @@ TWO_LEVELS = 16_384
 _GROUP_VECTORS = 256  # training vectors per group: with more, groups hardly change
 _NEAREST_GROUPS = 8
 _ITERATIONS = 10  # of the second k-means, which starts from good centroids
-_IN_LISTS = (
-    5  # time of a comparison in a list of an index, against one in a product with all centroids (docs/results/scale.md)
-)
+_IN_LISTS = 5
+"""Time of a comparison in a list of an index, against one in a product with all centroids (docs/results/scale.md)."""
 
 
 def train_centroids(vectors: np.ndarray, count: int, parameters: Any) -> np.ndarray:

@@ -11,7 +11,6 @@ from indexing.store.sharded_array import ShardedArray
 
 _BLOCK_ROWS = 16_384  # embeddings compared at a time
 _BLOCK = 2**20  # components of candidates per thread at a time: 4 MB in float32
-_PAIRS = 16_384  # pairs of a query and a chunk compared at a time
 
 
 def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +54,8 @@ def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) 
     distances = np.full(ids.size, np.inf, dtype=np.float32)
     pairs = np.flatnonzero(ids.ravel() >= 0)
     pairs = pairs[np.argsort(ids.ravel()[pairs], kind="stable")]
-    for some in np.split(pairs, range(_PAIRS, len(pairs), _PAIRS)):
+    step = max(1, _BLOCK // queries.shape[1])
+    for some in np.split(pairs, range(step, len(pairs), step)):
         vectors = to_float32(retrieval.embeddings(ids.ravel()[some]))
         distances[some] = np.square(queries[some // ids.shape[1]] - vectors).sum(axis=1)
     return distances.reshape(ids.shape)

@@ -132,6 +132,7 @@ def _quantizer_bytes(trained: Path) -> int:
 
 
 def _bytes_of(artifact: Path, name: str) -> int:
+    """Bytes of a file of an artifact; from the manifest if there is one, so that nothing is fetched from a URL."""
     if fetch_manifest(artifact):
         return int(parse_manifest(artifact)["files"][name]["bytes"])
     return (artifact / name).stat().st_size

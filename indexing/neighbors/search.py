@@ -431,13 +431,18 @@ def neighbor_shard(
     return counts
 
 
-def _block_rows(searched: Sequence[OpenIndex], by_ngrams: NgramIndex | None) -> int:
-    """Chunks per block, of which the embeddings take up to 256 MB of float32 for a search by lists, and 512 MB with n-grams.
+def ngram_block_rows(dimension: int) -> int:
+    """Chunks per block of a search by n-grams: up to 512 MB of float32 embeddings.
 
-    With n-grams a block reads many of the embeddings for its distances, and the index for chunks with too few candidates.
+    Every block reads the embeddings of its neighbors, which are anywhere in the datastore, and may read the index.
     """
+    return max(_BLOCK_ROWS, min(8 * _BLOCK_ROWS, 2**27 // dimension))
+
+
+def _block_rows(searched: Sequence[OpenIndex], by_ngrams: NgramIndex | None) -> int:
+    """Chunks per block. A search by lists gets large blocks, up to 256 MB of float32."""
     if by_ngrams is not None:
-        return max(_BLOCK_ROWS, min(8 * _BLOCK_ROWS, 2**27 // by_ngrams.retrieval.own.embeddings.row_shape[0]))
+        return ngram_block_rows(by_ngrams.retrieval.own.embeddings.row_shape[0])
     by_lists = [each.index for each in searched if isinstance(each.index, ListIndex)]
     fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
     return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))

@@ -12,8 +12,8 @@ from indexing.store import remote
 from indexing.store.artifact import reading
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
-_AROUND = 65_536
-"""Bytes of a file for each of its wanted rows from which on it is read in sequence. Linux reads 128 KiB around a missing page."""
+_AROUND = 131_072
+"""Bytes that Linux reads around a missing page of a file that is read in sequence."""
 
 
 def open_array(path: Path) -> np.ndarray:
@@ -73,22 +73,25 @@ class ShardedArray:
         shards = np.searchsorted(self.starts, ids, side="right") - 1
         present = np.unique(shards)
         if len(present) == 1:
-            return self._map_for(int(present[0]), len(ids))[ids - self.starts[present[0]]]
+            rows = ids - self.starts[present[0]]
+            return self._map_for(int(present[0]), rows)[rows]
         first = self.shard(int(present[0]) if len(present) else 0)
         out = np.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
         for shard in present:
-            rows = np.flatnonzero(shards == shard)
-            out[rows] = self._map_for(int(shard), len(rows))[ids[rows] - self.starts[shard]]
+            places = np.flatnonzero(shards == shard)
+            rows = ids[places] - self.starts[shard]
+            out[places] = self._map_for(int(shard), rows)[rows]
         return out
 
-    def _map_for(self, shard: int, wanted: int) -> np.ndarray:
-        """A map of one shard for this many rows anywhere in it.
+    def _map_for(self, shard: int, rows: np.ndarray) -> np.ndarray:
+        """A map of one shard for some of its rows.
 
-        If the array does not fit into half of the memory, and these rows are on few pages, this is another map than for reading
-        in sequence: the kernel then reads no pages around a missing one. Most would be unused, and would displace used ones.
+        If the array does not fit into half of the memory, and the rows are far apart, this is another map than for reading in
+        sequence: the kernel then reads no pages around a missing one. Most would be unused, and would displace used ones.
         """
         array = self.shard(shard)
-        if len(self) * array[:1].nbytes <= usable_memory() / 2 or wanted * _AROUND >= array.nbytes:
+        row_bytes = array[:1].nbytes
+        if len(self) * row_bytes <= usable_memory() / 2 or _is_dense(rows, row_bytes):
             return array
         if shard not in self._open_scattered:
             again: Any = open_array(self.paths[shard])
@@ -102,3 +105,9 @@ class ShardedArray:
         if self.reading == "mmap" and shard < len(self.paths) and stop <= self.starts[shard + 1]:
             return self.shard(shard)[start - self.starts[shard] : stop - self.starts[shard]]
         return self.gather(np.arange(start, stop, dtype=np.int64))
+
+
+def _is_dense(rows: np.ndarray, row_bytes: int) -> bool:
+    """Whether the span of some rows of a file has at least two of them for each part that is read around a missing page."""
+    span = (int(rows.max()) - int(rows.min()) + 1) * row_bytes if len(rows) else 0
+    return len(rows) >= 2 * (1 + span / _AROUND)

@@ -10,7 +10,7 @@ from typing import Any
 from indexing.index.build import IndexSettings
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.search import Method
+from indexing.neighbors.search import Method, ngram_block_rows
 from indexing.sparse.ngram_search import NARROW
 from indexing.store.errors import InputError
 from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
@@ -30,6 +30,7 @@ _MANIFEST_BYTES = {
     "materialized": 1360,
 }  # of a shard's artifact, approximately
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
+_CANDIDATE_BYTES = 1500  # of a chunk whose neighbors are searched: 64 ids and sums, and a copy
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,12 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
     }
 
 
-_CANDIDATE_BYTES = 1500  # of a chunk of a block: 64 ids and sums, and a copy
-
-
 def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
     if size.search == "ngrams":  # sums and places of every chunk, and of every thread; a block; the index completes
-        block = min(size.train_chunks / size.shards, 2**19) * (4 * layout.dimension + _CANDIDATE_BYTES)
+        block = min(size.train_chunks / size.shards, ngram_block_rows(layout.dimension))
+        block *= 4 * layout.dimension + _CANDIDATE_BYTES
         return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + block + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks

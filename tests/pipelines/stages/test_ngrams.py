@@ -71,7 +71,7 @@ def test_distances_are_the_same_for_any_number_of_chunks_at_a_time(built: Config
     retrieval, split = RetrievalSet.of(datastore), datastore.valid
     order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
     monkeypatch.setattr(search, "_block_rows", lambda *_: 5)
-    monkeypatch.setattr(exact_search, "_PAIRS", 7)
+    monkeypatch.setattr(exact_search, "_BLOCK", 7 * 32)  # 7 pairs of 32 dimensions at a time
     parts = (split, (0, split.num_chunks), [], built.neighbors)
     search.neighbor_shard(tmp_path, *parts, order=order, by_ngrams=NgramIndex.open(retrieval), advance=lambda _: None)
     ids, distances = (np.load(tmp_path / f"{name}.npy") for name in ("ids", "distances"))

@@ -130,9 +130,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 4
 COUNTED: list[tuple[ParallelSettings, int]] = [
-    (ParallelSettings(zero=zero), accumulation)  # type: ignore[arg-type]
-    for zero in (0, 1, 2, 3)
-    for accumulation in (1, 2)
+    (ParallelSettings(zero=zero), accumulation) for zero in (0, 1, 2, 3) for accumulation in (1, 2)
 ] + [(ParallelSettings(zero=3, activation_checkpointing="full"), 1), (ParallelSettings(expert=4), 1)]
 """Parallel settings and number of accumulated batches of the steps whose communication is measured."""
 COPYING_MODES = {
