@@ -4,7 +4,7 @@
                      → sparse product with the lists of these n-grams → chunks with the greatest sum of idf
 
 An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
-entries: so its cost does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
+entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
 similarity in large collections with MapReduce".
 """
 
