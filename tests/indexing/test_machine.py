@@ -1,6 +1,9 @@
 """Memory under limits of control groups, work on several threads, and devices that multiply bfloat16."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from indexing.machine import has_bfloat16, map_ahead, one_thread_each, usable_memory
+from indexing.machine import choose_blas_kernels, has_bfloat16, map_ahead, one_thread_each, usable_memory
 from tests.conftest import PATIENCE
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -117,3 +120,47 @@ def test_gpu_that_emulates_bfloat16_does_not_count(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda _: True)  # as for V100 and T4
     monkeypatch.setattr(torch.version, "hip", None)
     assert has_bfloat16("cuda") == has
+
+
+@pytest.mark.parametrize(
+    ("description", "kernels"),
+    [
+        ("vendor_id: GenuineIntel\nflags: sse avx2 avx512f avx512vl", "SkylakeX"),
+        ("vendor_id: GenuineIntel\nflags: sse avx2", "Haswell"),
+        ("vendor_id: GenuineIntel\nflags: sse", None),
+        ("vendor_id: AuthenticAMD\nflags: sse avx2 avx512f avx512vl", None),
+    ],
+)
+def test_openblas_uses_the_vector_instructions_of_an_intel_processor(
+    description: str, kernels: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(description)
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "")  # restored afterwards
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    choose_blas_kernels(tmp_path / "cpuinfo")
+    assert os.environ.get("OPENBLAS_CORETYPE") == kernels
+
+
+def test_a_choice_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text("vendor_id: GenuineIntel\nflags: sse avx2")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
+    choose_blas_kernels(tmp_path / "cpuinfo")
+    assert os.environ["OPENBLAS_CORETYPE"] == "Zen"
+
+
+def test_a_machine_without_a_description_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "")
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    choose_blas_kernels(tmp_path / "cpuinfo")
+    assert "OPENBLAS_CORETYPE" not in os.environ
+
+
+def test_faiss_does_not_use_kernels_of_2004_on_this_machine() -> None:
+    pytest.importorskip("threadpoolctl")
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or " avx2 " not in cpuinfo.read_text():
+        pytest.skip("a processor without AVX2")
+    code = "import json, indexing, faiss, threadpoolctl; print(json.dumps(threadpoolctl.threadpool_info()))"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "Prescott" not in [each.get("architecture") for each in json.loads(printed.stdout)]
