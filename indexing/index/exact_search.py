@@ -55,9 +55,13 @@ def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) 
     pairs = np.flatnonzero(ids.ravel() >= 0)
     pairs = pairs[np.argsort(ids.ravel()[pairs], kind="stable")]
     step = max(1, _BLOCK // queries.shape[1])
-    for some in np.split(pairs, range(step, len(pairs), step)):
+
+    def fill(some: np.ndarray) -> None:
         vectors = to_float32(retrieval.embeddings(ids.ravel()[some]))
         distances[some] = np.square(queries[some // ids.shape[1]] - vectors).sum(axis=1)
+
+    with one_thread_each() as run:
+        run(fill, np.split(pairs, range(step, len(pairs), step)))
     return distances.reshape(ids.shape)
 
 

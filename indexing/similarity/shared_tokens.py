@@ -16,7 +16,11 @@ from indexing.index.exact_search import order_by_distance
 from indexing.machine import one_thread_each
 from indexing.store.retrieval_set import RetrievalSet
 
-_PAIRS = 4096  # pairs of chunk and candidate compared at a time, so that they stay in the cache
+_PAIRS = 4096  # pairs of chunk and candidate scored at a time, so that they stay in the cache
+_READ_PAIRS = 32_768  # pairs whose tokens are read at a time, so that a file is opened for several
+_TABLE = 2**16  # masks of tokens at a time: half a megabyte
+_BITS = 64
+_BIT = np.uint8(1) << np.arange(8, dtype=np.uint8)
 _SEEN = np.float32(0.5)  # factor of a token for each neighbor that contains it
 
 
@@ -46,7 +50,7 @@ class SharedTokens:
         """
         distances, ids = order_by_distance(distances, ids)
         chosen = np.empty((len(ids), k), dtype=np.int64)
-        rows = max(1, _PAIRS // max(1, ids.shape[1]))
+        rows = max(1, _READ_PAIRS // max(1, ids.shape[1]))
 
         def choose(start: int) -> None:
             block = slice(start, start + rows)
@@ -58,29 +62,57 @@ class SharedTokens:
 
     def _choose(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
         """Columns [n, k] of the chosen candidates; missing ones are last."""
-        m, rows = tokens.shape[1], np.arange(len(ids))
+        (n, m), columns = tokens.shape, np.empty((len(ids), k), dtype=np.int64)
         weights = self.weights[tokens] * np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)  # [n, m]
-        shared = self._shared(tokens, ids)
-        columns, excluded = np.empty((len(ids), k), dtype=np.int64), np.where(ids < 0, np.float32(-1), 0)
-        for number in range(k):
-            # einsum, not matmul: BLAS rounds differently with other numbers of threads.
-            best = (np.einsum("tnc,nt->nc", shared, weights) + excluded).argmax(axis=1)
-            columns[:, number], excluded[rows, best] = best, -np.inf
-            weights *= np.where(shared[:, rows, best].T > 0, _SEEN, 1)
+        bits = self._shared(tokens, ids)
+        step = max(1, _PAIRS // max(1, ids.shape[1]))
+        for start in range(0, n, step):
+            block = slice(start, start + step)
+            # Pairs are adjacent, so that each operation runs over long rows.
+            shared = (bits[:, None, block] & _BIT[:, None, None]) != 0
+            shared = shared.reshape(-1, *shared.shape[2:])[:m].astype(np.float32)
+            columns[block] = _best_columns(shared, weights[block], ids[block] >= 0, k)
         return columns
 
     def _shared(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Which tokens of the chunks [n, m] are in the candidates [n, c]: float32 [m, n, c], 0 for a candidate of -1."""
-        present = np.flatnonzero(ids.ravel() >= 0)
-        wanted = tokens[present // ids.shape[1]]  # [present, m]
-        # Pairs are adjacent, so that each operation runs over long rows.
-        held = np.ascontiguousarray(
-            self.retrieval.chunks(ids.ravel()[present])[0].T, dtype=tokens.dtype
-        )  # [m, present]
-        shared = np.zeros((tokens.shape[1], ids.size), dtype=np.float32)
-        wanted = np.ascontiguousarray(wanted.T)
-        step = max(1, _PAIRS // max(1, len(present)))  # tokens at a time
-        for start in range(0, len(wanted), step):
-            some = wanted[start : start + step, None]
-            shared[start : start + step, present] = (held == some).any(axis=1)
-        return shared.reshape(-1, *ids.shape)
+        """Which tokens of the chunks [n, m] are in the candidates [n, c]: uint8 [⌈m/64⌉ · 8, n, c], a bit for each token from the
+        lowest one on; 0 for a candidate of -1.
+
+        A table has the mask of each token of the vocabulary: the bits of its places in a chunk.
+        """
+        (n, m), c = tokens.shape, ids.shape[1]
+        held = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
+        words = np.zeros((-(-m // _BITS), n, c), dtype="<u8")
+        step = max(1, _TABLE // len(self.weights))  # chunks at a time
+        table = np.zeros((step, len(self.weights)), dtype="<u8")
+        for start in range(0, n, step):
+            block, rows = slice(start, start + step), np.arange(min(step, n - start))[:, None]
+            places = held[block] + rows * len(self.weights)
+            for word, first in zip(words, range(0, m, _BITS), strict=True):
+                some = tokens[block, first : first + _BITS]
+                np.bitwise_or.at(table, (rows, some), np.uint64(1) << np.arange(some.shape[1], dtype=np.uint64))
+                word[block] = np.bitwise_or.reduce(table.ravel()[places].reshape(-1, c, m), axis=2)
+                table[rows, some] = 0
+        words[:, ids < 0] = 0
+        return np.ascontiguousarray(words.view(np.uint8).reshape(*words.shape, 8).transpose(0, 3, 1, 2)).reshape(
+            -1, n, c
+        )
+
+
+def _best_columns(shared: np.ndarray, weights: np.ndarray, present: np.ndarray, k: int) -> np.ndarray:
+    """Columns [n, k] of candidates [n, c], chosen one after another.
+
+    Args:
+        shared: [m, n, c] float32, whether candidate c of chunk n contains the chunk's token m.
+        weights: [n, m] float32 of the tokens.
+        present: [n, c], false for a missing candidate.
+        k: columns.
+    """
+    rows, columns = np.arange(len(weights)), np.empty((len(weights), k), dtype=np.int64)
+    excluded = np.where(present, np.float32(0), -1)
+    for number in range(k):
+        # einsum, not matmul: BLAS rounds differently with other numbers of threads.
+        best = (np.einsum("tnc,nt->nc", shared, weights) + excluded).argmax(axis=1)
+        columns[:, number], excluded[rows, best] = best, -np.inf
+        weights *= np.where(shared[:, rows, best].T > 0, _SEEN, 1)
+    return columns

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from indexing.machine import one_thread_each
 from indexing.sparse.candidates import Kept
 from indexing.sparse.ngram_index import MOST_CHUNKS, NgramLists, changes, ngrams, within
 from indexing.store.retrieval_set import RetrievalSet
@@ -23,6 +24,7 @@ _MOST_ENTRIES = 512  # of the lists of a query before its last one
 _FULL_DEPTH = _MOST_ENTRIES + MOST_CHUNKS  # chunks that can share an n-gram with a query
 _ROW_BITS = 16
 _BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
+_WORKERS = 4
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
@@ -89,8 +91,11 @@ class NgramIndex:
             sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
             return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
 
-        for start in range(0, len(tokens), _BLOCK_ROWS):
-            block = slice(start, start + _BLOCK_ROWS)
+        workers = _workers(len(tokens))
+        step = -(-min(len(tokens), _BLOCK_ROWS) // workers)
+
+        def search(start: int) -> None:
+            block = slice(start, start + step)
             queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
             for rows in queries.parts(max(1, _RESULTS // (2 * wanted))):
                 part = queries.take(rows)
@@ -98,6 +103,14 @@ class NgramIndex:
                 for first in range(0, len(starved), _FEW_ROWS):
                     some = starved[first : first + _FEW_ROWS]
                     fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
+
+        blocks = range(0, len(tokens), max(1, step))
+        if workers == 1:
+            for start in blocks:
+                search(start)
+        else:
+            with one_thread_each(workers) as run:
+                run(search, blocks)
         return ids, sums
 
     def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":
@@ -152,6 +165,13 @@ class NgramIndex:
             chunks[np.repeat(filled, sizes) + within(sizes)] = some
             filled += sizes
         return offsets, chunks
+
+
+def _workers(queries: int) -> int:
+    """Blocks of queries at a time; together they are as large as one block, and so is their memory."""
+    import torch
+
+    return 1 if queries < _BLOCK_ROWS else min(_WORKERS, torch.get_num_threads())
 
 
 class _Operands(NamedTuple):

@@ -87,13 +87,12 @@ class RetrievalSet:
             tokens[rows], lengths[rows] = split.with_continuation(chunk_ids)
         return tokens, lengths
 
-    def chunks(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chunks without continuation: ids [n] int64, none of them -1 → tokens [n, m] int64, lengths [n] int64."""
-        tokens = np.empty((len(ids), self.own.chunk_length), dtype=np.int64)
-        lengths = np.empty(len(ids), dtype=np.int64)
+    def tokens(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of chunks without continuation, as stored: ids [n] int64 → [n, m]; 0 for an id of -1."""
+        out = np.zeros((len(ids), self.own.chunk_length), dtype=self.own.tokens.dtype)
         for split, rows, chunk_ids in self._by_split(ids):
-            tokens[rows], lengths[rows] = split.tokens.gather(chunk_ids), split.lengths.gather(chunk_ids)
-        return tokens, lengths
+            out[rows] = split.tokens.gather(chunk_ids)
+        return out
 
     def embeddings(self, ids: np.ndarray) -> np.ndarray:
         """Stored embeddings: ids [n] int64, none of them -1 → [n, d] float16."""

@@ -44,8 +44,8 @@ def other(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_data
 
 
 def text_of(retriever: Retriever, chunk: int) -> str:
-    tokens, lengths = retriever.retrieval.chunks(np.array([chunk]))
-    return retriever.tokenizer.decode(tokens[0, : lengths[0]])
+    own, rows = retriever.retrieval.own, np.array([chunk])
+    return retriever.tokenizer.decode(own.tokens.gather(rows)[0, : own.lengths.gather(rows)[0]])
 
 
 def chunk_ids(hits: list[Hit]) -> list[int]:

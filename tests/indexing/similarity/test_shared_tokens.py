@@ -44,7 +44,7 @@ def chosen_one_by_one(order: SharedTokens, tokens: np.ndarray, ids: np.ndarray, 
     """The definition: k of the candidates ids [c], nearest first, of a chunk tokens [m]."""
     m, chosen, left = len(tokens), list[int](), ids.tolist()
     weights = [float(order.weights[token]) * 2 ** (-2 * (m - 1 - t) / m) for t, token in enumerate(tokens)]
-    texts = {each: set(order.retrieval.chunks(np.array([each]))[0][0].tolist()) for each in left}
+    texts = {each: set(order.retrieval.tokens(np.array([each]))[0].tolist()) for each in left}
     for _ in range(k):
         scores = [sum(w for w, x in zip(weights, tokens, strict=True) if x in texts[each]) for each in left]
         best = left.pop(int(np.argmax(np.round(scores, 4))))  # equal sums differ by rounding

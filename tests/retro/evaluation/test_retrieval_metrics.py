@@ -55,7 +55,8 @@ def test_documents_are_found_by_their_own_text_only(retriever: Retriever, way: R
     split = retriever.retrieval.own
     numbers = list(range(0, split.num_documents, 9))
     rows = split.metadata(numbers)
-    tokens, lengths = retriever.retrieval.chunks(split.chunk_ranges(np.array(numbers))[:, 0])
+    first = split.chunk_ranges(np.array(numbers))[:, 0]
+    tokens, lengths = split.tokens.gather(first), split.lengths.gather(first)
     texts = [retriever.tokenizer.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
     asked = [Question(str(n), text, (), (row["id"],)) for n, (text, row) in enumerate(zip(texts, rows, strict=True))]
     right, settings = right_documents(retriever.retrieval, asked), RetrievalSettings(k=(1, 5), chunks=30)
