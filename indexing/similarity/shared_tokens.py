@@ -21,7 +21,7 @@ _READ_PAIRS = 32_768  # pairs whose tokens are read at a time, so that a file is
 _TABLE = 2**16  # masks of tokens at a time: half a megabyte
 _BITS = 64
 _BIT = np.uint8(1) << np.arange(8, dtype=np.uint8)
-_SEEN = np.float32(0.5)  # factor of a token for each neighbor that contains it
+_SEEN = np.float32(0.5)  # what a token loses of its weight for each neighbor that contains it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class SharedTokens:
     def _choose(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
         """Columns [n, k] of the chosen candidates; missing ones are last."""
         (n, m), columns = tokens.shape, np.empty((len(ids), k), dtype=np.int64)
-        weights = self.weights[tokens] * np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)  # [n, m]
+        positions = np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)
+        weights = self.weights[tokens.T] * positions[:, None]  # [m, n]
         bits = self._shared(tokens, ids)
         step = max(1, _PAIRS // max(1, ids.shape[1]))
         for start in range(0, n, step):
@@ -71,7 +72,7 @@ class SharedTokens:
             # Pairs are adjacent, so that each operation runs over long rows.
             shared = (bits[:, None, block] & _BIT[:, None, None]) != 0
             shared = shared.reshape(-1, *shared.shape[2:])[:m].astype(np.float32)
-            columns[block] = _best_columns(shared, weights[block], ids[block] >= 0, k)
+            columns[block] = _best_columns(shared, weights[:, block].copy(), ids[block] >= 0, k)
         return columns
 
     def _shared(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -104,15 +105,15 @@ def _best_columns(shared: np.ndarray, weights: np.ndarray, present: np.ndarray, 
 
     Args:
         shared: [m, n, c] float32, whether candidate c of chunk n contains the chunk's token m.
-        weights: [n, m] float32 of the tokens.
+        weights: [m, n] float32 of the tokens; they are changed.
         present: [n, c], false for a missing candidate.
         k: columns.
     """
-    rows, columns = np.arange(len(weights)), np.empty((len(weights), k), dtype=np.int64)
-    excluded = np.where(present, np.float32(0), -1)
+    rows, columns = np.arange(len(present)), np.empty((len(present), k), dtype=np.int64)
+    excluded = np.where(present, np.float32(0), np.float32(-1))
     for number in range(k):
         # einsum, not matmul: BLAS rounds differently with other numbers of threads.
-        best = (np.einsum("tnc,nt->nc", shared, weights) + excluded).argmax(axis=1)
+        best = (np.einsum("tnc,tn->nc", shared, weights) + excluded).argmax(axis=1)
         columns[:, number], excluded[rows, best] = best, -np.inf
-        weights *= np.where(shared[:, rows, best].T > 0, _SEEN, 1)
+        weights *= 1 - _SEEN * shared[:, rows, best]
     return columns
