@@ -72,6 +72,24 @@ def one_thread_each(workers: int | None = None) -> Iterator[Callable[[Callable[[
             torch.set_num_threads(threads)
 
 
+def for_each(function: Callable[[T], object], items: Sequence[T], workers: int | None = None) -> None:
+    """Call a function of numpy with each item, on several threads; a single item or worker stays on this thread.
+
+    For the few queries of a server, starting threads would take longer than the work.
+
+    Args:
+        function: called with each item. What it calls of other libraries uses one thread, unless it runs on this thread.
+        items: the items.
+        workers: threads; None = torch's default number.
+    """
+    if len(items) < 2 or workers == 1:
+        for item in items:
+            function(item)
+    else:
+        with one_thread_each(workers) as run:
+            run(function, items)
+
+
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
     """Yield results in the order of the items, and compute some of the next ones on other threads."""
     with ThreadPoolExecutor(workers) as pool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from indexing.index.floats import to_float32
-from indexing.machine import one_thread_each
+from indexing.machine import for_each
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
 
@@ -37,12 +37,7 @@ def rerank(queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray) -> tu
         squared = norms[block, None] - 2 * products + np.einsum("ncd,ncd->nc", vectors, vectors)
         distances[block], ordered[block] = order_by_distance(np.maximum(squared, 0), ids[block])
 
-    blocks = range(0, len(queries), step)
-    if len(blocks) == 1:  # the few queries of a server: starting threads would take longer than the work
-        fill(0)
-        return distances, ordered
-    with one_thread_each() as run:
-        run(fill, blocks)
+    for_each(fill, range(0, len(queries), step))
     return distances, ordered
 
 
@@ -60,8 +55,7 @@ def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) 
         vectors = to_float32(retrieval.embeddings(ids.ravel()[some]))
         distances[some] = np.square(queries[some // ids.shape[1]] - vectors).sum(axis=1)
 
-    with one_thread_each() as run:
-        run(fill, np.split(pairs, range(step, len(pairs), step)))
+    for_each(fill, np.split(pairs, range(step, len(pairs), step)))
     return distances.reshape(ids.shape)
 
 

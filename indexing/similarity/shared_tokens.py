@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexing.index.exact_search import order_by_distance
-from indexing.machine import one_thread_each
+from indexing.machine import for_each
 from indexing.store.retrieval_set import RetrievalSet
 
 _PAIRS = 4096  # pairs of chunk and candidate scored at a time, so that they stay in the cache
@@ -56,8 +56,7 @@ class SharedTokens:
             block = slice(start, start + rows)
             chosen[block] = self._choose(np.asarray(tokens[block]), ids[block], k)
 
-        with one_thread_each() as run:
-            run(choose, range(0, len(ids), rows))
+        for_each(choose, range(0, len(ids), rows))
         return np.take_along_axis(ids, chosen, 1), np.take_along_axis(distances, chosen, 1)
 
     def _choose(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
@@ -84,7 +83,7 @@ class SharedTokens:
         (n, m), c = tokens.shape, ids.shape[1]
         held = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
         words = np.zeros((-(-m // _BITS), n, c), dtype="<u8")
-        step = max(1, _TABLE // len(self.weights))  # chunks at a time
+        step = max(1, min(n, _TABLE // len(self.weights)))  # chunks at a time
         table = np.zeros((step, len(self.weights)), dtype="<u8")
         for start in range(0, n, step):
             block, rows = slice(start, start + step), np.arange(min(step, n - start))[:, None]

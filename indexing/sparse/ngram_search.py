@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexing.machine import one_thread_each
+from indexing.machine import for_each
 from indexing.sparse.candidates import Kept
 from indexing.sparse.ngram_index import MOST_CHUNKS, NgramLists, changes, ngrams, within
 from indexing.store.retrieval_set import RetrievalSet
@@ -104,13 +104,7 @@ class NgramIndex:
                     some = starved[first : first + _FEW_ROWS]
                     fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
 
-        blocks = range(0, len(tokens), max(1, step))
-        if workers == 1:
-            for start in blocks:
-                search(start)
-        else:
-            with one_thread_each(workers) as run:
-                run(search, blocks)
+        for_each(search, range(0, len(tokens), max(1, step)), workers)
         return ids, sums
 
     def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":

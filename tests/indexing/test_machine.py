@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from indexing.machine import choose_blas_kernels, has_bfloat16, map_ahead, one_thread_each, usable_memory
+from indexing.machine import choose_blas_kernels, for_each, has_bfloat16, map_ahead, one_thread_each, usable_memory
 from tests.conftest import PATIENCE
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -31,6 +31,15 @@ def test_only_a_single_item_runs_on_the_calling_thread(size: int) -> None:
     with one_thread_each(3) as run:
         run(lambda _: seen.add(threading.get_ident()), range(size))
     assert (threading.get_ident() in seen) == (size == 1)
+
+
+@pytest.mark.parametrize(("size", "workers"), [(0, None), (1, 3), (3, 1), (50, 3)])
+def test_each_item_is_visited_once_and_few_of_them_on_this_thread(size: int, workers: int | None) -> None:
+    seen = []
+    for_each(lambda item: seen.append((item, threading.get_ident())), range(size), workers)
+    assert sorted(item for item, _ in seen) == list(range(size))
+    if size < 2 or workers == 1:
+        assert {thread for _, thread in seen} <= {threading.get_ident()}
 
 
 def test_overlapping_users_restore_the_original_number_of_threads() -> None:
