@@ -27,6 +27,7 @@ import torch
 from benchmarks.common import Budget, add_minutes, budget, markdown, say, seconds, write
 from indexing.embedding.lexical import token_weights
 from indexing.index.floats import to_float32
+from indexing.machine import keep_freed_memory
 from indexing.neighbors.search import Method, NeighborSettings, OpenIndex, find_neighbors, open_index
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse import ngram_search
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("neighbor_candidates.json"))
     add_minutes(parser)
     options = parser.parse_args()
+    keep_freed_memory()  # as the stage does
     write(options.output, measure(options, budget(options)))
 
 

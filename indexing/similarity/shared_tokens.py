@@ -18,7 +18,7 @@ from indexing.store.retrieval_set import RetrievalSet
 
 _PAIRS = 4096  # pairs of chunk and candidate scored at a time, so that they stay in the cache
 _READ_PAIRS = 32_768  # pairs whose tokens are read at a time, so that a file is opened for several
-_TABLE = 2**16  # masks of tokens at a time: half a megabyte
+_TABLE = 2**18  # masks of tokens at a time, 2 MB: five chunks with a vocabulary of 50,000
 _BITS = 64
 _BIT = np.uint8(1) << np.arange(8, dtype=np.uint8)
 _SEEN = np.float32(0.5)  # what a token loses of its weight for each neighbor that contains it
