@@ -94,9 +94,8 @@ class SharedTokens:
                 word[block] = np.bitwise_or.reduce(table.ravel()[places].reshape(-1, c, m), axis=2)
                 table[rows, some] = 0
         words[:, ids < 0] = 0
-        return np.ascontiguousarray(words.view(np.uint8).reshape(*words.shape, 8).transpose(0, 3, 1, 2)).reshape(
-            -1, n, c
-        )
+        in_bytes = np.moveaxis(words.view(np.uint8).reshape(*words.shape, 8), -1, 1)  # [words, 8, n, c]
+        return np.ascontiguousarray(in_bytes).reshape(-1, n, c)
 
 
 def _best_columns(shared: np.ndarray, weights: np.ndarray, present: np.ndarray, k: int) -> np.ndarray:

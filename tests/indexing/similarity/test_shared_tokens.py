@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,6 +52,21 @@ def chosen_one_by_one(order: SharedTokens, tokens: np.ndarray, ids: np.ndarray, 
         weights = [w / 2 if x in texts[best] else w for w, x in zip(weights, tokens, strict=True)]
         chosen.append(best)
     return chosen
+
+
+@pytest.mark.parametrize("m", [1, 5, 64, 70, 130])
+def test_chunks_of_any_length_are_ordered_by_the_definition(m: int) -> None:
+    rng, stored = np.random.default_rng(m), SimpleNamespace()
+    chunks = rng.integers(0, 3 * m + 20, (200, m)).astype(np.uint16)
+    stored.tokens = lambda ids: chunks[ids]
+    order = SharedTokens(rng.random(3 * m + 20).astype(np.float32), stored)
+    ids = np.stack([rng.permutation(200)[:12] for _ in range(150)])
+    ids[::7, 9:] = -1
+    distances = np.where(ids < 0, np.inf, np.arange(12)).astype(np.float32)
+    best, near = order.best(chunks[:150], ids, distances, 5)
+    for row in range(150):
+        assert best[row].tolist() == chosen_one_by_one(order, chunks[row], ids[row][ids[row] >= 0], 5)
+    np.testing.assert_array_equal(np.take_along_axis(ids, near.astype(int), 1), best)
 
 
 def test_each_neighbor_shares_most_of_what_the_ones_before_lack(ordered: Datastore) -> None:
