@@ -10,7 +10,6 @@ similarity in large collections with MapReduce".
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,12 +27,13 @@ _WORKERS = 4
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
-_FEW_QUERIES = 64  # for which starting threads takes longer than the product
-_FEW_ENTRIES = 2**13  # of lists, as many as one query can have
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
-_WHOLE = 2**44  # weight of a shared n-gram: 32 n-grams of idf up to 40 fit into 63 bits
-NARROW = 2**27
-"""Chunks below which the product has a column for each."""
+_SORTED_ROWS = 1024  # queries sorted at a time, so that their entries stay in the cache
+_IDF_BITS, _RANK_BITS = (
+    14,
+    12,
+)  # of the idf of an n-gram (at most 64), and of the place of a chunk among those of a query
+_LEAST = np.uint32(1 << (32 - _RANK_BITS)) - 1  # no sum is larger
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class NgramIndex:
         def search(start: int) -> None:
             block = slice(start, start + step)
             queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
-            for rows in queries.parts(max(1, _RESULTS // (2 * wanted))):
+            for rows in queries.parts(max(1, _RESULTS // (2 * wanted * workers)), _ENTRIES // workers):
                 part = queries.take(rows)
                 starved = fill(start + rows, part, wanted + wanted // 2)
                 for first in range(0, len(starved), _FEW_ROWS):
@@ -137,15 +137,17 @@ class NgramIndex:
         hashes, found, columns = queries.used()
         idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
         rarity = np.rint(idf * _UNIT).astype(np.int64)
-        offsets, chunks = self._read(hashes, found)
-        operands = _Operands(queries.offsets, columns, rarity, offsets, chunks, self.retrieval.num_chunks)
-        counts, chunks, products = _largest(operands, depth)
-        ids = np.full((len(queries), depth), -1, dtype=np.int64)
+        lists, chunks = self._read(hashes, found)
+        positions = np.full((len(queries), depth), -1, dtype=np.int64)
         sums = np.zeros((len(queries), depth), dtype=np.float32)
-        rows, ranks = np.repeat(np.arange(len(queries)), counts), within(counts)
-        ids[rows, ranks] = self.retrieval.ids_at(chunks)
-        sums[rows, ranks] = np.rint(products / (_WHOLE - chunks)) / _UNIT
-        return ids, sums
+        for start in range(0, len(queries), _SORTED_ROWS):
+            block = slice(start, start + _SORTED_ROWS)
+            offsets = queries.offsets[start : start + _SORTED_ROWS + 1]
+            some = slice(offsets[0], offsets[-1])
+            positions[block], sums[block] = _largest(
+                offsets - offsets[0], columns[some], rarity[some], lists, chunks, depth
+            )
+        return np.where(positions < 0, -1, self.retrieval.ids_at(np.maximum(positions, 0))), sums / np.float32(_UNIT)
 
     def _read(self, hashes: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read the lists of n-grams, hashes [n] uint64 in order, `found` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
@@ -168,70 +170,61 @@ def _workers(queries: int) -> int:
     return 1 if queries < _BLOCK_ROWS else min(_WORKERS, torch.get_num_threads())
 
 
-class _Operands(NamedTuple):
-    """A sparse product of queries and lists.
+def _largest(
+    queries: np.ndarray, columns: np.ndarray, rarity: np.ndarray, lists: np.ndarray, chunks: np.ndarray, depth: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The chunks with the largest sums of idf for each query: two sorts of integers, of the entries of each query and of its sums.
 
-    Attributes:
+    Memory is read in sequence. A table of sums with a place for each chunk, as in a sparse product, is slower: with 25 million chunks
+    most of its places are not in the cache.
+
+    Args:
         queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
         columns: int64, the n-grams of one query after another.
         rarity: int64, their idf.
         lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
         chunks: int64, the chunks of one n-gram after another.
-        total: chunks of the retrieval set.
-    """
-
-    queries: np.ndarray
-    columns: np.ndarray
-    rarity: np.ndarray
-    lists: np.ndarray
-    chunks: np.ndarray
-    total: int
-
-
-def _largest(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The `depth` largest entries of each row of the product.
-
-    Integers, and a little less for each next chunk: so the result does not depend on the order in which equal sums are met.
+        depth: chunks for each query.
 
     Returns:
-        how many each query has [n], their chunks, and the sums of idf times 2^44 - chunk, of one query after another.
+        chunks [n, depth] int64, the largest sum first, of equal sums the first chunk, -1 = none, and their sums [n, depth] int64, 0.
     """
-    few = len(x.chunks) <= _FEW_ENTRIES and len(x.queries) - 1 <= _FEW_QUERIES
-    return _by_sorting(x, depth) if few else _by_product(x, depth)
+    sizes = np.diff(lists)[columns]
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    per_query = np.diff(before[queries])
+    entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
+    keys = entries.astype(np.uint64) << np.uint64(_IDF_BITS) | np.repeat(rarity, sizes).astype(np.uint64)
+    keys = _sorted_rows(keys, per_query)
+    entries, idf = (
+        (keys >> np.uint64(_IDF_BITS)).astype(np.int64),
+        (keys & np.uint64((1 << _IDF_BITS) - 1)).astype(np.int64),
+    )
+    is_first = changes(entries)
+    is_first[(np.cumsum(per_query) - per_query)[per_query > 0]] = True
+    first = np.flatnonzero(is_first)
+    sums = np.add.reduceat(idf, first) if len(first) else idf
+    found = np.diff(np.searchsorted(first, np.concatenate([[0], np.cumsum(per_query)])))
+    ranked = _sorted_rows(
+        (_LEAST - sums.astype(np.uint32)) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32), found
+    )
+    kept = within(found) < depth
+    ranks, rows = within(found)[kept], np.repeat(np.arange(len(found)), np.minimum(found, depth))
+    ranked = ranked[kept]
+    best, largest = np.full((len(found), depth), -1, dtype=np.int64), np.zeros((len(found), depth), dtype=np.int64)
+    starts = np.repeat(np.cumsum(found) - found, np.minimum(found, depth))
+    best[rows, ranks] = entries[first][starts + (ranked & np.uint32((1 << _RANK_BITS) - 1))]
+    largest[rows, ranks] = _LEAST - (ranked >> np.uint32(_RANK_BITS))
+    return best, largest
 
 
-def _by_product(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    import torch
-    from scipy.sparse import csr_matrix
-    from sparse_dot_topn import sp_matmul_topn
-
-    if x.total // 16 < len(x.chunks) and x.total < NARROW:
-        places, held = x.chunks, np.arange(x.total)
-    else:
-        # The product takes time and memory for each column, so few queries get columns only for the chunks in their lists.
-        held, places = np.unique(x.chunks, return_inverse=True)
-    rarities = csr_matrix((x.rarity, x.columns, x.queries), shape=(len(x.queries) - 1, len(x.lists) - 1))
-    listed = csr_matrix((_WHOLE - x.chunks, places, x.lists), shape=(len(x.lists) - 1, len(held)))
-    threads = 1 if len(x.queries) <= _FEW_QUERIES else torch.get_num_threads()
-    best = sp_matmul_topn(rarities, listed, top_n=depth, sort=True, n_threads=threads)
-    counts = np.diff(best.indptr)
-    return counts, held[best.indices[: counts.sum()]], best.data[: counts.sum()]
-
-
-def _by_sorting(x: _Operands, depth: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For lists so short that making sparse matrices takes longer than sorting."""
-    sizes = np.diff(x.lists)[x.columns]
-    entries = x.chunks[np.repeat(x.lists[x.columns], sizes) + within(sizes)]
-    rows = np.repeat(np.repeat(np.arange(len(x.queries) - 1), np.diff(x.queries)), sizes)
-    order = np.lexsort((entries, rows))
-    entries, rows = entries[order], rows[order]
-    first = np.flatnonzero(changes(entries) | changes(rows))
-    entries, rows = entries[first], rows[first]
-    products = np.add.reduceat(np.repeat(x.rarity, sizes)[order], first) * (_WHOLE - entries)
-    order = np.lexsort((-products, rows))
-    counts = np.bincount(rows, minlength=len(x.queries) - 1)
-    order = order[within(counts) < depth]
-    return np.minimum(counts, depth), entries[order], products[order]
+def _sorted_rows(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Sort each of some lists of unsigned integers one after another, lengths [n] int64."""
+    there = np.arange(sizes.max(initial=0)) < sizes[:, None]
+    rows = np.full(there.shape, np.iinfo(values.dtype).max, dtype=values.dtype)
+    rows[there] = values
+    rows.sort(axis=1)
+    sorted_values: np.ndarray = rows[there]
+    return sorted_values
 
 
 @dataclass(frozen=True)
@@ -268,12 +261,12 @@ class _Queries:
         is_used[self.columns] = True
         return self.hashes[is_used], self.found[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
 
-    def parts(self, most: int) -> Iterator[np.ndarray]:
-        """Yield the rows of consecutive parts of at most `most` queries whose lists have at most about 2^25 entries."""
+    def parts(self, most: int, most_entries: int) -> Iterator[np.ndarray]:
+        """Yield the rows of consecutive parts of at most `most` queries, and about as many entries of lists as `most_entries`."""
         entries = np.concatenate([[0], np.cumsum(self.frequencies[self.columns])])[self.offsets]
         start = 0
         while start < len(self):
-            stop = int(np.searchsorted(entries, entries[start] + _ENTRIES, side="right")) - 1
+            stop = int(np.searchsorted(entries, entries[start] + most_entries, side="right")) - 1
             stop = max(start + 1, min(stop, start + most, len(self)))
             yield np.arange(start, stop)
             start = stop

@@ -11,7 +11,6 @@ from indexing.index.build import IndexSettings
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method, ngram_block_rows
-from indexing.sparse.ngram_search import NARROW
 from indexing.store.errors import InputError
 from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
 
@@ -195,7 +194,7 @@ def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "ngrams":  # sums and places of every chunk, and of every thread; a block; the index completes
         block = min(size.train_chunks / size.shards, ngram_block_rows(layout.dimension))
         block *= 4 * layout.dimension + _CANDIDATE_BYTES
-        return (16 + 8 * (os.cpu_count() or 1)) * min(size.train_chunks, NARROW) + block + 2 * group
+        return (16 + 8 * (os.cpu_count() or 1)) * size.train_chunks + block + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group

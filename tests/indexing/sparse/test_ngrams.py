@@ -150,7 +150,7 @@ def test_blocks_and_parts_change_no_candidate(tmp_path, monkeypatch) -> None:
     whole = index.search(tokens, lengths, 20, 5, all_kept, own=True)
     monkeypatch.setattr(ngram_search, "_BLOCK_ROWS", 128)
     monkeypatch.setattr(ngram_search, "_ENTRIES", 1000)
-    monkeypatch.setattr(ngram_search, "NARROW", 1)
+    monkeypatch.setattr(ngram_search, "_SORTED_ROWS", 7)
     parts = index.search(tokens, lengths, 20, 5, all_kept, own=True)
     np.testing.assert_array_equal(parts[0], whole[0])
     np.testing.assert_array_equal(parts[1], whole[1])
