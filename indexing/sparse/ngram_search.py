@@ -1,7 +1,7 @@
 """Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
 
     block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
-                     → sparse product with the lists of these n-grams → chunks with the greatest sum of idf
+                     → the lists of these n-grams, sorted by chunk → sums of idf, sorted → chunks with the greatest sums
 
 An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
 entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
@@ -29,11 +29,9 @@ _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
 _SORTED_ROWS = 1024  # queries sorted at a time, so that their entries stay in the cache
-_IDF_BITS, _RANK_BITS = (
-    14,
-    12,
-)  # of the idf of an n-gram (at most 64), and of the place of a chunk among those of a query
-_LEAST = np.uint32(1 << (32 - _RANK_BITS)) - 1  # no sum is larger
+_IDF_BITS = 14  # of the idf of an n-gram, at most 64
+_RANK_BITS = 12  # of the number of a chunk among those of a query
+_HIGHEST = np.uint32((1 << (32 - _RANK_BITS)) - 1)  # no sum is larger
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class NgramIndex:
         One and a half times the wanted chunks are requested, since `kept` may exclude some. If it leaves fewer than `enough`, all
         chunks that share a rare n-gram are requested.
 
-        Memory: the n-grams of 65,536 queries (at most 2m each, 76 bytes), 2^25 entries of lists (40 bytes each), and 8 bytes for
-        each chunk and thread, of 2^27 chunks at most. Files are memory-mapped and read in the order of the hashes.
+        Memory: `search_bytes` of the queries, of 65,536 at most. Files are memory-mapped and read in the order of the hashes.
 
         Args:
             tokens: [n, m].
@@ -163,6 +160,11 @@ class NgramIndex:
         return offsets, chunks
 
 
+def search_bytes(queries: float, chunk_length: int) -> float:
+    """Memory of a search of the first 65,536 queries: their n-grams (at most 2m each, 76 bytes) and entries (about 512, 32 bytes)."""
+    return min(queries, _BLOCK_ROWS) * (152 * chunk_length + 32 * _MOST_ENTRIES)
+
+
 def _workers(queries: int) -> int:
     """Blocks of queries at a time; together they are as large as one block, and so is their memory."""
     import torch
@@ -189,42 +191,34 @@ def _largest(
     Returns:
         chunks [n, depth] int64, the largest sum first, of equal sums the first chunk, -1 = none, and their sums [n, depth] int64, 0.
     """
-    sizes = np.diff(lists)[columns]
+    sizes = lists[columns + 1] - lists[columns]
     before = np.concatenate([[0], np.cumsum(sizes)])
-    per_query = np.diff(before[queries])
     entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
     keys = entries.astype(np.uint64) << np.uint64(_IDF_BITS) | np.repeat(rarity, sizes).astype(np.uint64)
-    keys = _sorted_rows(keys, per_query)
-    entries, idf = (
-        (keys >> np.uint64(_IDF_BITS)).astype(np.int64),
-        (keys & np.uint64((1 << _IDF_BITS) - 1)).astype(np.int64),
-    )
+    keys = _sorted_rows(keys, np.diff(before[queries]))
+    keys = keys[keys != np.iinfo(np.uint64).max]
+    entries, idf = (keys >> np.uint64(_IDF_BITS)).astype(np.int64), keys & np.uint64((1 << _IDF_BITS) - 1)
     is_first = changes(entries)
-    is_first[(np.cumsum(per_query) - per_query)[per_query > 0]] = True
+    is_first[before[queries[:-1]][np.diff(before[queries]) > 0]] = True
     first = np.flatnonzero(is_first)
-    sums = np.add.reduceat(idf, first) if len(first) else idf
-    found = np.diff(np.searchsorted(first, np.concatenate([[0], np.cumsum(per_query)])))
-    ranked = _sorted_rows(
-        (_LEAST - sums.astype(np.uint32)) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32), found
-    )
-    kept = within(found) < depth
-    ranks, rows = within(found)[kept], np.repeat(np.arange(len(found)), np.minimum(found, depth))
-    ranked = ranked[kept]
-    best, largest = np.full((len(found), depth), -1, dtype=np.int64), np.zeros((len(found), depth), dtype=np.int64)
-    starts = np.repeat(np.cumsum(found) - found, np.minimum(found, depth))
-    best[rows, ranks] = entries[first][starts + (ranked & np.uint32((1 << _RANK_BITS) - 1))]
-    largest[rows, ranks] = _LEAST - (ranked >> np.uint32(_RANK_BITS))
-    return best, largest
+    sums = np.add.reduceat(idf, first).astype(np.uint32)
+    starts = np.searchsorted(first, before[queries])
+    found = np.diff(starts)
+    ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32)
+    ranks = _sorted_rows(ranks, found, depth)[:, :depth]
+    there = ranks != np.iinfo(np.uint32).max
+    best = np.full(ranks.shape, -1, dtype=np.int64)
+    best[there] = entries[first][(starts[:-1, None] + (ranks & np.uint32((1 << _RANK_BITS) - 1)))[there]]
+    return best, np.where(there, _HIGHEST - (ranks >> np.uint32(_RANK_BITS)), 0)
 
 
-def _sorted_rows(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Sort each of some lists of unsigned integers one after another, lengths [n] int64."""
-    there = np.arange(sizes.max(initial=0)) < sizes[:, None]
-    rows = np.full(there.shape, np.iinfo(values.dtype).max, dtype=values.dtype)
-    rows[there] = values
+def _sorted_rows(values: np.ndarray, sizes: np.ndarray, width: int = 0) -> np.ndarray:
+    """Lists of unsigned integers one after another, lengths [n] int64, each sorted in a row: [n, at least `width`], filled with the
+    largest integer."""
+    rows = np.full((len(sizes), max(width, sizes.max(initial=0))), np.iinfo(values.dtype).max, dtype=values.dtype)
+    rows[np.arange(rows.shape[1]) < sizes[:, None]] = values
     rows.sort(axis=1)
-    sorted_values: np.ndarray = rows[there]
-    return sorted_values
+    return rows
 
 
 @dataclass(frozen=True)

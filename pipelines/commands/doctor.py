@@ -21,7 +21,7 @@ _TESTED = (3, 13)
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "tantivy": "tantivy",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "pydantic": "pydantic",
-    "safetensors": "safetensors", "sparse-dot-topn": "sparse_dot_topn",
+    "safetensors": "safetensors",
     "pydivsufsort": "pydivsufsort",
 }  # fmt: skip
 OPTIONAL = {

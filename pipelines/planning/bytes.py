@@ -1,7 +1,6 @@
 """Bytes of every artifact of a datastore, computed from the file formats, and memory of the build (docs/reference/file-formats.md)."""
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from indexing.index.build import IndexSettings
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method, ngram_block_rows
+from indexing.sparse.ngram_search import search_bytes
 from indexing.store.errors import InputError
 from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
 
@@ -191,10 +191,10 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
 def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
-    if size.search == "ngrams":  # sums and places of every chunk, and of every thread; a block; the index completes
+    if size.search == "ngrams":  # and the index, for chunks that share too little
         block = min(size.train_chunks / size.shards, ngram_block_rows(layout.dimension))
-        block *= 4 * layout.dimension + _CANDIDATE_BYTES
-        return (16 + 8 * (os.cpu_count() or 1)) * size.train_chunks + block + 2 * group
+        embeddings = block * (4 * layout.dimension + _CANDIDATE_BYTES)
+        return search_bytes(block, layout.chunk_length) + embeddings + 2 * group
     if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
         return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,6 @@ def without_ngrams(config: Config) -> str:
         return f"embedder.kind = {config.embedder.kind!r} finds meaning, n-grams find wording"
     if config.chunks.chunk_length < _LEAST_LENGTH:
         return f"chunks.chunk_length = {config.chunks.chunk_length} is below {_LEAST_LENGTH}"
-    if find_spec("sparse_dot_topn") is None:
-        return "the package sparse-dot-topn is not installed"
     others = (folder for folder in config.neighbors.extra_datastores if not Datastore.open(folder).has("ngrams"))
     return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
 

@@ -16,7 +16,6 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from pipelines.cli import main
 from pipelines.config import Config
-from pipelines.stages import neighbors
 from pipelines.stages.neighbors import by_embeddings
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
@@ -90,14 +89,11 @@ def test_neighbors_alone_name_the_stage_that_is_missing(tmp_path: Path) -> None:
         build_local(config, only="neighbors")
 
 
-@pytest.mark.parametrize("missing", ["tokens", "package", "ngrams of another datastore"])
-def test_without_ngrams_a_line_says_why(tmp_path: Path, monkeypatch, caplog, missing: str) -> None:
+@pytest.mark.parametrize("missing", ["tokens", "ngrams of another datastore"])
+def test_without_ngrams_a_line_says_why(tmp_path: Path, caplog, missing: str) -> None:
     config, reason = config_of(tmp_path, "a"), ""
     if missing == "tokens":
         config, reason = replace(config, chunks=replace(config.chunks, chunk_length=7)), "chunk_length = 7 is below 8"
-    elif missing == "package":
-        monkeypatch.setattr(neighbors, "find_spec", lambda _: None)
-        reason = "sparse-dot-topn is not installed"
     else:
         other = replace(config, datastore=tmp_path / "other", neighbors=replace(AUTO, search="exact"))
         build_local(other)
