@@ -28,7 +28,7 @@ _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
 _UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
-_SORTED_ROWS = 1024  # queries sorted at a time, so that their entries stay in the cache
+_SORTED_ROWS = 256  # queries sorted at a time, so that their entries stay in the cache
 _IDF_BITS = 14  # of the idf of an n-gram, at most 64
 _RANK_BITS = 12  # of the number of a chunk among those of a query
 _HIGHEST = np.uint32((1 << (32 - _RANK_BITS)) - 1)  # no sum is larger
@@ -194,10 +194,11 @@ def _largest(
     sizes = lists[columns + 1] - lists[columns]
     before = np.concatenate([[0], np.cumsum(sizes)])
     entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
-    keys = entries.astype(np.uint64) << np.uint64(_IDF_BITS) | np.repeat(rarity, sizes).astype(np.uint64)
+    keys = entries.view(np.uint64) << np.uint64(_IDF_BITS)
+    keys |= np.repeat(rarity.astype(np.uint64), sizes)
     keys = _sorted_rows(keys, np.diff(before[queries]))
     keys = keys[keys != np.iinfo(np.uint64).max]
-    entries, idf = (keys >> np.uint64(_IDF_BITS)).astype(np.int64), keys & np.uint64((1 << _IDF_BITS) - 1)
+    entries, idf = keys >> np.uint64(_IDF_BITS), keys & np.uint64((1 << _IDF_BITS) - 1)
     is_first = changes(entries)
     is_first[before[queries[:-1]][np.diff(before[queries]) > 0]] = True
     first = np.flatnonzero(is_first)
