@@ -105,8 +105,8 @@ def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> I
 def choose_blas_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     """Let OpenBLAS multiply with all vector instructions of an Intel processor. Call it before numpy and Faiss are imported.
 
-    Their wheels bring OpenBLAS of 2021 and 2023, which take a processor that they do not know for one of 2004 (OpenBLAS, pull requests
-    3485 and 4268). On servers since Ice Lake, k-means and adding to an index then take five times as long (docs/results/indexing-speed.md).
+    Their wheels bring OpenBLAS of 2021 and 2023. It takes an Intel server that it does not know for a processor of 2004 (OpenBLAS, pull
+    requests 3485 and 4268), and k-means takes five times as long (docs/results/indexing-speed.md).
 
     Args:
         cpuinfo: Linux's description of the processor; nothing is done where it is missing.

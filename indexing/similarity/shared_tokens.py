@@ -17,10 +17,10 @@ from indexing.machine import for_each
 from indexing.store.retrieval_set import RetrievalSet
 
 _PAIRS = 4096  # pairs of chunk and candidate scored at a time, so that they stay in the cache
-_READ_PAIRS = 32_768  # pairs whose tokens are read at a time, so that a file is opened for several
+_READ_PAIRS = 32_768  # pairs whose tokens are read at a time
 _TABLE = 2**18  # masks of tokens at a time, 2 MB: five chunks with a vocabulary of 50,000
-_BITS = 64
-_BIT = np.uint8(1) << np.arange(8, dtype=np.uint8)
+_WORD = 64  # tokens of a chunk in a mask
+_BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)  # of a byte, the lowest first
 _SEEN = np.float32(0.5)  # what a token loses of its weight for each neighbor that contains it
 
 
@@ -69,27 +69,27 @@ class SharedTokens:
         for start in range(0, n, step):
             block = slice(start, start + step)
             # Pairs are adjacent, so that each operation runs over long rows.
-            shared = (bits[:, None, block] & _BIT[:, None, None]) != 0
+            shared = (bits[:, None, block] & _BITS[:, None, None]) != 0
             shared = shared.reshape(-1, *shared.shape[2:])[:m].astype(np.float32)
             columns[block] = _best_columns(shared, weights[:, block].copy(), ids[block] >= 0, k)
         return columns
 
     def _shared(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Which tokens of the chunks [n, m] are in the candidates [n, c]: uint8 [⌈m/64⌉ · 8, n, c], a bit for each token from the
-        lowest one on; 0 for a candidate of -1.
+        """Which tokens of the chunks [n, m] are in the candidates [n, c]: uint8 [⌈m/64⌉ · 8, n, c], one bit for each token, the lowest
+        bit first; 0 for a candidate of -1.
 
-        A table has the mask of each token of the vocabulary: the bits of its places in a chunk.
+        For each token of the vocabulary, a table has the bits of its places in a chunk. The masks of a candidate's tokens are joined.
         """
         (n, m), c = tokens.shape, ids.shape[1]
         held = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
-        words = np.zeros((-(-m // _BITS), n, c), dtype="<u8")
+        words = np.zeros((-(-m // _WORD), n, c), dtype="<u8")
         step = max(1, min(n, _TABLE // len(self.weights)))  # chunks at a time
         table = np.zeros((step, len(self.weights)), dtype="<u8")
         for start in range(0, n, step):
             block, rows = slice(start, start + step), np.arange(min(step, n - start))[:, None]
             places = held[block] + rows * len(self.weights)
-            for word, first in zip(words, range(0, m, _BITS), strict=True):
-                some = tokens[block, first : first + _BITS]
+            for word, first in zip(words, range(0, m, _WORD), strict=True):
+                some = tokens[block, first : first + _WORD]
                 np.bitwise_or.at(table, (rows, some), np.uint64(1) << np.arange(some.shape[1], dtype=np.uint64))
                 word[block] = np.bitwise_or.reduce(table.ravel()[places].reshape(-1, c, m), axis=2)
                 table[rows, some] = 0

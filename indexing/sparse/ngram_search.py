@@ -23,7 +23,7 @@ _MOST_ENTRIES = 512  # of the lists of a query before its last one
 _FULL_DEPTH = _MOST_ENTRIES + MOST_CHUNKS  # chunks that can share an n-gram with a query
 _ROW_BITS = 16
 _BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
-_WORKERS = 4
+_WORKERS = 4  # threads, each with a part of these queries
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
@@ -91,7 +91,7 @@ class NgramIndex:
         workers = _workers(len(tokens))
         step = -(-min(len(tokens), _BLOCK_ROWS) // workers)
 
-        def search(start: int) -> None:
+        def search_block(start: int) -> None:
             block = slice(start, start + step)
             queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
             for rows in queries.parts(max(1, _RESULTS // (2 * wanted * workers)), _ENTRIES // workers):
@@ -101,7 +101,7 @@ class NgramIndex:
                     some = starved[first : first + _FEW_ROWS]
                     fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
 
-        for_each(search, range(0, len(tokens), max(1, step)), workers)
+        for_each(search_block, range(0, len(tokens), max(1, step)), workers)
         return ids, sums
 
     def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":
@@ -166,7 +166,7 @@ def search_bytes(queries: float, chunk_length: int) -> float:
 
 
 def _workers(queries: int) -> int:
-    """Blocks of queries at a time; together they are as large as one block, and so is their memory."""
+    """Threads that search together. Their blocks are as large as one, and take as much memory as one."""
     import torch
 
     return 1 if queries < _BLOCK_ROWS else min(_WORKERS, torch.get_num_threads())
@@ -177,8 +177,8 @@ def _largest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The chunks with the largest sums of idf for each query: two sorts of integers, of the entries of each query and of its sums.
 
-    Memory is read in sequence. A table of sums with a place for each chunk, as in a sparse product, is slower: with 25 million chunks
-    most of its places are not in the cache.
+    A sparse product would have a sum for each chunk of the datastore. With 25 million chunks these do not fit into the cache, and it is
+    slower (docs/results/scale.md).
 
     Args:
         queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
@@ -193,17 +193,18 @@ def _largest(
     """
     sizes = lists[columns + 1] - lists[columns]
     before = np.concatenate([[0], np.cumsum(sizes)])
+    borders = before[queries]  # of the entries of each query
     entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
     keys = entries.view(np.uint64) << np.uint64(_IDF_BITS)
     keys |= np.repeat(rarity.astype(np.uint64), sizes)
-    keys = _sorted_rows(keys, np.diff(before[queries]))
+    keys = _sorted_rows(keys, np.diff(borders))
     keys = keys[keys != np.iinfo(np.uint64).max]
     entries, idf = keys >> np.uint64(_IDF_BITS), keys & np.uint64((1 << _IDF_BITS) - 1)
     is_first = changes(entries)
-    is_first[before[queries[:-1]][np.diff(before[queries]) > 0]] = True
+    is_first[borders[:-1][np.diff(borders) > 0]] = True
     first = np.flatnonzero(is_first)
     sums = np.add.reduceat(idf, first).astype(np.uint32)
-    starts = np.searchsorted(first, before[queries])
+    starts = np.searchsorted(first, borders)
     found = np.diff(starts)
     ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32)
     ranks = _sorted_rows(ranks, found, depth)[:, :depth]
@@ -257,7 +258,7 @@ class _Queries:
         return self.hashes[is_used], self.found[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
 
     def parts(self, most: int, most_entries: int) -> Iterator[np.ndarray]:
-        """Yield the rows of consecutive parts of at most `most` queries, and about as many entries of lists as `most_entries`."""
+        """Yield the rows of consecutive parts: at most `most` queries, whose lists have at most about `most_entries` entries."""
         entries = np.concatenate([[0], np.cumsum(self.frequencies[self.columns])])[self.offsets]
         start = 0
         while start < len(self):

@@ -165,7 +165,6 @@ def test_a_machine_without_a_description_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_faiss_does_not_use_kernels_of_2004_on_this_machine() -> None:
-    pytest.importorskip("threadpoolctl")
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or " avx2 " not in cpuinfo.read_text():
         pytest.skip("a processor without AVX2")

@@ -207,7 +207,9 @@ def test_the_next_checkpoint_removes_leftovers_of_killed_runs_and_nothing_else(c
 
 def test_the_best_checkpoint_is_saved_at_its_evaluation_and_kept(config: Config) -> None:
     """The learning rate grows far too high, so the first evaluations are the best."""
-    config = with_train(config, steps=12, warmup_steps=12, lr=10.0, eval_every=2, checkpoint_every=7, keep_checkpoints=1)
+    config = with_train(
+        config, steps=12, warmup_steps=12, lr=10.0, eval_every=2, checkpoint_every=7, keep_checkpoints=1
+    )
     outcome = run(config)
     values = {
         line["step"]: line["valid_bits_per_byte_on"] for line in outcome.metrics if "valid_bits_per_byte_on" in line
