@@ -9,11 +9,13 @@ own documents, the order by tokens (with the lexical embedder) and distances. Op
 Coverage is the mean share of the next chunk's distinct bigrams and 4-grams that the first k neighbors with their continuations hold,
 for held-out chunks. `one` is the median time of a search for the first k neighbors of one held-out chunk, as in generation.
 
---most-entries 256 1024 8192 measures `ngrams` once for each bound on the entries of lists that a chunk reads.
+--most-entries 256 1024 8192 measures `ngrams` once for each bound on the entries of lists that a chunk reads. --shares 0.5 0.99 1
+measures `ngrams` once in each first part of the chunks, without the index: the neighbors of chunks from before the others were appended.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +33,7 @@ from indexing.machine import keep_freed_memory
 from indexing.neighbors.search import Method, NeighborSettings, OpenIndex, find_neighbors, open_index
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse import ngram_search
+from indexing.sparse.ngram_index import NgramLists
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore, Split
@@ -48,13 +51,14 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("datastore", type=Path)
-    parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=["lists", "ngrams"])
+    parser.add_argument("--methods", nargs="*", choices=get_args(Method), default=["lists", "ngrams"])
     parser.add_argument(
         "--rerank", choices=("tokens", "embeddings"), default="tokens", help="order; a transformer has `embeddings`"
     )
     parser.add_argument(
         "--most-entries", nargs="*", type=int, default=[], help="bounds of `ngrams`, instead of its own"
     )
+    parser.add_argument("--shares", nargs="*", type=float, default=[], help="first parts of the chunks for `ngrams`")
     parser.add_argument("--queries", type=int, default=65_536, help="training chunks per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--k", type=int, default=4, help="neighbors for the coverage")
@@ -74,6 +78,9 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
         search = search_by(datastore, method, options.rerank)
         bounds = options.most_entries if method == "ngrams" else []
         searches |= {f"ngrams, {most:,} entries": bounded(search, most) for most in bounds} or {method: search}
+    searches |= {
+        f"ngrams, {share:.0%} of the chunks": search_part(datastore, share, options.rerank) for share in options.shares
+    }
     queries = np.arange(min(options.queries, train.num_chunks))
     following = np.arange(max(0, valid.num_chunks - 1))
     following = following[following + 1 < valid.documents_of(following)[2]]
@@ -124,13 +131,29 @@ def measure(options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
 
 def search_by(datastore: Datastore, method: Method, rerank: str) -> Search:
     """Open what a method searches, and return its search."""
-    train, retrieval = datastore.train, RetrievalSet((datastore.train,))
+    train = datastore.train
+    opened = [OpenIndex(open_index(train, range(len(train.chunk_rows)), method, keep=True), train)]
+    by_ngrams = NgramIndex.open(RetrievalSet((train,))) if method == "ngrams" else None
+    return searching(datastore, method, rerank, opened, by_ngrams)
+
+
+def search_part(datastore: Datastore, share: float, rerank: str) -> Search:
+    """The search by n-grams of the first chunks, as if there were no others. The n-grams are written to a temporary folder."""
+    retrieval, stop = RetrievalSet((datastore.train,)), int(share * datastore.train.num_chunks)
+    with tempfile.TemporaryDirectory() as folder:
+        by_ngrams = NgramIndex(retrieval, NgramLists.of_part(retrieval, [lambda ids: ids < stop], Path(folder)), stop)
+    return searching(datastore, "ngrams", rerank, [], by_ngrams)
+
+
+def searching(
+    datastore: Datastore, method: Method, rerank: str, opened: list[OpenIndex], by_ngrams: NgramIndex | None
+) -> Search:
+    """The search of open indexes with the default rules."""
     lexical = stored_json(datastore.folder / "embedder" / "embedder.json")["kind"] == "lexical"
     by_tokens = lexical and rerank == "tokens"
     settings = NeighborSettings(search=method, rerank="tokens" if by_tokens else "embeddings")
+    retrieval = RetrievalSet((datastore.train,))
     order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval) if by_tokens else None
-    opened = [OpenIndex(open_index(train, range(len(train.chunk_rows)), method, keep=True), train)]
-    by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
 
     def search(split: Split, chunks: np.ndarray, first: int) -> np.ndarray:
         own = split.documents_of(chunks)[1:] if split.name == "train" else None

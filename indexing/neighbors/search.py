@@ -6,7 +6,8 @@
 
 Each generation of the datastore and each datastore of `neighbors.extra_datastores` has an index. Every index is searched, and
 the nearest or best neighbors of all are stored. New generations are merged with the stored neighbors, with the same result as one
-search of everything. The order by tokens and n-grams depend on all candidates or chunks, so with them everything is searched again.
+search of everything. The order by tokens and n-grams depend on all candidates or chunks, so with them the stored neighbors stay as
+they are.
 
 Chunks are excluded by id, never by their position in a result: column 0 of a search need not be the query itself. Chunks
 left with fewer neighbors than `neighbors.stored` are searched again with more candidates. Missing neighbors are stored as -1.

@@ -1,6 +1,7 @@
 """The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from indexing.store.artifact import (
 from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor
+from pipelines.executors.tasks import Executor, Task
 from pipelines.stages import other_datastores as sharing
 from pipelines.stages.corpus import generations
 from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
@@ -132,28 +133,43 @@ def run_neighbors(config: Config, executor: Executor) -> str:
     folder = config.datastore
     config, method = _chosen(config)
     own, others = _generations(config), _others(config)
-    todo = []
-    for shard, source in enumerate(shards(folder, "chunks")):
-        # The recipes of this shard for a datastore with one generation, two generations, …
-        recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
-        out = folder / "neighbors" / shard_name(shard)
-        known = _set_aside(out, recipes)
-        if config.neighbors.rerank == "tokens" or config.neighbors.search == "ngrams":
-            known = 0  # the order needs all candidates, n-grams all chunks; only the chosen neighbors are stored
-        if not is_finished(out, recipes[-1]):
-            searched = (*own[known:], *(() if known else others))
-            before = _before(out) if known else None
-            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            retrieved = (folder, *(part.folder for part in others))
-            task = shard_task(out, recipes[-1], shard, config.neighbors, searched, retrieved, method, before, size=size)
-            todo.append(task)
+    stops = [len(own) if _merges(config) else _num_searched(config, generation, own, others) for generation in own]
+    kept, todo = 0, list[Task]()
+    for generation, stop in zip(own, stops, strict=True):
+        kept += len(generation.shards) if stop < len(own) else 0
+        todo += _tasks(config, method, generation.shards, own[:stop], others)
     if todo:
         _warn_of_few_chunks(config)
+    if todo and kept:
+        log.info(
+            "neighbors: %s shards keep the neighbors from before --append. To search the new chunks for them too: "
+            "retro index CONFIG --stage neighbors --rebuild",
+            f"{kept:,}",
+        )
     _open_searched.cache_clear()  # from an earlier build in this process: a repaired index has the same fingerprint
     run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
     for out in shards(folder, "neighbors"):
         remove(_before(out))
     return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
+
+
+def _tasks(
+    config: Config, method: Method, numbers: range, own: list[SearchedShards], others: list[SearchedShards]
+) -> Iterator[Task]:
+    """Yield a task for each unfinished shard of a generation, which searches the generations `own` and the datastores `others`."""
+    folder = config.datastore
+    for shard in numbers:
+        out = folder / "neighbors" / shard_name(shard)
+        # The recipes of this shard for a datastore with one generation, two generations, …
+        recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
+        known = _set_aside(out, recipes) if _merges(config) else 0
+        if not is_finished(out, recipes[-1]):
+            searched = (*own[known:], *(() if known else others))
+            before = _before(out) if known else None
+            folders = tuple(part.folder for part in others)
+            size = sum(split["chunks"] for split in read_manifest(folder / "chunks" / out.name)["counts"].values())
+            arguments = (shard, config.neighbors, searched, folders, method, before)
+            yield shard_task(out, recipes[-1], *arguments, size=size)
 
 
 def _warn_of_few_chunks(config: Config) -> None:
@@ -206,17 +222,42 @@ def _before(out: Path) -> Path:
     return out.with_name(f"{out.name}.before")
 
 
+def _merges(config: Config) -> bool:
+    """Whether the neighbors in an appended generation are merged with the stored ones. The order by tokens needs all candidates, and
+    n-grams need all chunks, but only the chosen neighbors are stored."""
+    return config.neighbors.rerank != "tokens" and config.neighbors.search != "ngrams"
+
+
+def _num_searched(
+    config: Config, generation: SearchedShards, own: list[SearchedShards], others: list[SearchedShards]
+) -> int:
+    """The number of generations that a generation's chunks search, if nothing is merged: as many as its finished shards have searched,
+    so that stored neighbors stay; all if there are none."""
+    counts = range(1, len(own) + 1)
+    stored = (
+        _number_of(
+            config.datastore / "neighbors" / shard_name(shard),
+            [_recipe(config, shard, own[:count], others) for count in counts],
+        )
+        for shard in generation.shards
+    )
+    return max(stored) or len(own)
+
+
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are usable."""
-    earlier = [recipe.fingerprint for recipe in recipes[:-1]]
-    if not damage(out) and parse_manifest(out)["fingerprint"] in earlier:
+    if _number_of(out, recipes[:-1]):
         remove(_before(out))
         remove(out.parent.with_name("materialized") / out.name)  # made from these neighbors, so made again
         remote.move(out, _before(out))
-    if damage(_before(out)):
-        return 0
-    previous = parse_manifest(_before(out))["fingerprint"]
-    return earlier.index(previous) + 1 if previous in earlier else 0
+    return _number_of(_before(out), recipes[:-1])
+
+
+def _number_of(out: Path, recipes: list[Recipe]) -> int:
+    """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
+    prints = [recipe.fingerprint for recipe in recipes]
+    made = None if damage(out) else parse_manifest(out)["fingerprint"]
+    return prints.index(made) + 1 if made in prints else 0
 
 
 @lru_cache(maxsize=1)
@@ -235,7 +276,7 @@ def neighbor_task(
     shard: int,
     settings: Any,
     searched: tuple[SearchedShards, ...],
-    retrieved: tuple[Path, ...],
+    others: tuple[Path, ...],
     method: Method,
     before: Path | None,
     *,
@@ -243,12 +284,13 @@ def neighbor_task(
 ) -> None:
     """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations.
 
-    `retrieved` are the folders of the datastores in the retrieval set, in order.
+    `others` are the folders of the other datastores in the retrieval set, in order.
     """
     keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
-    retrieval = RetrievalSet(tuple(Datastore.open(path).train for path in retrieved))
+    own = datastore.train.first_shards(max(part.shards.stop for part in searched if part.number == 0))
+    retrieval = RetrievalSet((own, *(Datastore.open(path).train for path in others)))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
     by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
     with create(out, recipe) as (work, counts):
