@@ -16,7 +16,7 @@ from pydantic import Field
 
 from indexing.index.coarse_quantizer import TWO_LEVELS, train_centroids
 from indexing.index.exact_search import recall, rerank
-from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index
+from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index, write_shard
 from indexing.index.faiss_gpu import on_cpu, on_gpus
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
@@ -135,14 +135,14 @@ def _train_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
 
 
 def add_shard(work: Path, trained: Path, embeddings: np.ndarray, first_id: int, *, advance: Advance) -> None:
-    """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`."""
-
+    """Write `work/vectors.faiss`: a copy of the trained index with the embeddings [n, d] of one shard, ids from `first_id`; see
+    `write_shard`."""
     index = on_gpus(read_index(trained / "trained.faiss"), "adding")
     for start in range(0, len(embeddings), _BLOCK_ROWS):
         rows = to_float32(embeddings[start : start + _BLOCK_ROWS])
         index.add_with_ids(rows, np.arange(first_id + start, first_id + start + len(rows), dtype=np.int64))
         advance(len(rows))
-    write_index(work / "vectors.faiss", on_cpu(index))
+    write_shard(work / "vectors.faiss", on_cpu(index))
 
 
 def tune(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index.faiss_files import ivf_of, num_lists, read_index, search_index
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, shares_quantizer
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
 from indexing.store.artifact import parse_manifest, reading, stored_json
@@ -29,12 +29,15 @@ class ShardedIndex:
         shards: Faiss indexes with disjoint ids, or groups of files that every search opens in turn.
         nprobe: inverted lists that a search visits in each, unless the search sets its own.
         folders: artifacts of the shards, to detect damage.
+        trained: the trained index, whose quantizer the files share.
     """
 
     by_codes = True
 
-    def __init__(self, shards: Sequence[Any], nprobe: int = 1, *, folders: Sequence[Path] = ()) -> None:
-        self._shards, self.folders = list(shards), folders
+    def __init__(
+        self, shards: Sequence[Any], nprobe: int = 1, *, folders: Sequence[Path] = (), trained: Any = None
+    ) -> None:
+        self._shards, self.folders, self._trained = list(shards), folders, trained
         self.num_vectors = self.max_nprobe = 0
         for shard in self.each():
             self.num_vectors += int(shard.ntotal)
@@ -56,11 +59,13 @@ class ShardedIndex:
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
         nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
-        groups = _groups(wanted, memory, _quantizer_bytes(folder / "trained"))
+        trained = read_index(folder / "trained" / "trained.faiss")
+        groups = _groups(wanted, memory, trained)
         if len(groups) > 1 and is_merged(folder / "merged", wanted):
             return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
         files = [[present(shard / "vectors.faiss") for shard in group] for group in groups]
-        return cls(_opened(files[0]) if len(files) == 1 else files, nprobe, folders=wanted)
+        opened = _opened(files[0], trained) if len(files) == 1 else files
+        return cls(opened, nprobe, folders=wanted, trained=trained)
 
     @cached_property
     def _stop(self) -> int:
@@ -72,7 +77,7 @@ class ShardedIndex:
     def each(self) -> Iterator[Any]:
         """Yield the Faiss indexes to search, with one group of shards in memory at a time."""
         for shard in self._shards:
-            yield from _opened(shard) if isinstance(shard, list) else [shard]
+            yield from _opened(shard, self._trained) if isinstance(shard, list) else [shard]
 
     def search(
         self,
@@ -110,51 +115,47 @@ class ShardedIndex:
         return nearest if excluded is None else _without(nearest, excluded)
 
 
-def _groups(shards: Sequence[Path], memory: int, quantizer: int) -> list[list[Path]]:
-    """Consecutive shards that fit into memory together, where they have one quantizer instead of one each."""
+def _groups(shards: Sequence[Path], memory: int, trained: Any) -> list[list[Path]]:
+    """Consecutive shards that fit into memory together, without the quantizer that they share."""
+    ivf: Any = ivf_of(trained)
+    row_bytes = ivf.code_size + 8 if shares_quantizer(trained) else None
     groups: list[list[Path]] = []
     filled = 0
     for shard in shards:
-        added = _bytes_of(shard, "vectors.faiss") - quantizer
+        added = _bytes_of(shard, row_bytes)
         if not groups or filled + added > memory:
             groups.append([])
-            filled = quantizer
+            filled = 0
         groups[-1].append(shard)
         filled += added
     return groups
 
 
-def _quantizer_bytes(trained: Path) -> int:
-    """Bytes of the empty index, which every shard holds; 0 if the shards cannot be merged."""
-    if not (fetch_manifest(trained) or trained.exists()) or stored_json(trained / "index.json")["key"].endswith("fs"):
-        return 0
-    return _bytes_of(trained, "trained.faiss")
-
-
-def _bytes_of(artifact: Path, name: str) -> int:
-    """Bytes of a file of an artifact; from the manifest if there is one, so that nothing is fetched from a URL."""
-    if fetch_manifest(artifact):
-        return int(parse_manifest(artifact)["files"][name]["bytes"])
-    return (artifact / name).stat().st_size
+def _bytes_of(shard: Path, row_bytes: int | None) -> int:
+    """Bytes of a shard: of its vectors, or of its file; from the manifest if there is one, so that nothing is fetched from a URL."""
+    if not fetch_manifest(shard):
+        return (shard / "vectors.faiss").stat().st_size
+    manifest = parse_manifest(shard)
+    return int(manifest["counts"]["vectors"] * row_bytes if row_bytes else manifest["files"]["vectors.faiss"]["bytes"])
 
 
 def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return np.where((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None]), -1, ids)
 
 
-def _opened(files: list[Path]) -> list[Any]:
+def _opened(files: list[Path], trained: Any) -> list[Any]:
     """Open some shards: merged into one if Faiss can, packed for fast scanning, and on GPUs if there are any.
 
     Faiss 1.15.1 corrupts memory when it merges fast-scan lists. So shards are stored with plain four-bit codes, which can be
     merged, and packed here. An index whose key asks for fast-scan lists stays divided into shards.
     """
 
-    whole = read_index(files[0])
+    whole = read_shard(files[0], trained)
     if not _can_merge(whole):
-        return [whole, *map(read_index, files[1:])]
+        return [whole, *(read_shard(file, trained) for file in files[1:])]
     with reading(*files):
         for file in files[1:]:
-            whole.merge_from(read_index(file), 0)  # one at a time: each file has its own copy of the quantizer
+            whole.merge_from(read_shard(file, trained), 0)
     if whole.ntotal == 0:  # an empty index would be replicated to GPUs; Faiss's replicas take no nprobe
         return [whole]
     return [on_gpus(_fast(whole), "searching")]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from indexing.index.build import IndexSettings
+from indexing.index.faiss_files import shares_quantizer
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
 from indexing.neighbors.search import Method, ngram_block_rows
@@ -110,8 +111,8 @@ def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str
     raise InputError(f"index: no index of {chunks:,.0f} × {dimension} exists for any index.memory.")
 
 
-def index_bytes(key: str, dimension: int) -> tuple[int, int]:
-    """Bytes of a stored vector without its id, and of the trained index, which is copied into every shard.
+def index_bytes(key: str, dimension: int) -> tuple[int, int, int]:
+    """Bytes of a stored vector without its id, of the trained index, and of a shard without vectors.
 
     Raises:
         InputError: Faiss does not understand the key.
@@ -123,21 +124,23 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
         index = faiss.index_factory(dimension, key, faiss.METRIC_L2)
     except RuntimeError as error:
         raise InputError(f"index.factory = {key!r} with dimension {dimension}: {error}") from error
-    trained, inner = _INDEX_HEADER, index  # `index` owns the parts
+    empty, quantizer, inner = _INDEX_HEADER, 0, index  # `index` owns the parts
     if isinstance(index, faiss.IndexPreTransform):
         chain: Any = index.chain
         transforms = [faiss.downcast_VectorTransform(chain.at(position)) for position in range(chain.size())]
-        trained += sum(4 * transform.d_in * transform.d_out for transform in transforms)
+        empty += sum(4 * transform.d_in * transform.d_out for transform in transforms)
         inner = faiss.downcast_index(index.index)
     if num_lists(key) > 1:
-        trained += 4 * inner.d * inner.nlist + (16 if "fs" in key else 8) * inner.nlist
+        empty += (16 if "fs" in key else 8) * inner.nlist
+        quantizer = 4 * inner.d * inner.nlist
         if graph := re.search(
             r"HNSW(\d+)", key
         ):  # 2 M neighbors at the bottom, M in each level above, of 1/M of the nodes
-            trained += inner.nlist * (4 * 2 * int(graph[1]) + 16)
+            quantizer += inner.nlist * (4 * 2 * int(graph[1]) + 16)
     if hasattr(inner, "pq"):
-        trained += 4 * inner.pq.d * inner.pq.ksub
-    return int(getattr(inner, "code_size", 0) or inner.sa_code_size()), trained
+        empty += 4 * inner.pq.d * inner.pq.ksub
+    code = int(getattr(inner, "code_size", 0) or inner.sa_code_size())
+    return code, empty + quantizer, empty if shares_quantizer(index) else empty + quantizer
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def index_bytes(key: str, dimension: int) -> tuple[int, int]:
 
 def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
     """Bytes of the folders of a datastore."""
-    code, trained = index_bytes(size.key, layout.dimension)
+    code, trained, empty = index_bytes(size.key, layout.dimension)
     files = size.shards * NUM_SPLITS
     documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
     # A list's last block of fast-scan codes is half empty on average.
@@ -153,7 +156,7 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
     arrays = {
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
-        "index": (code + 8) * size.train_chunks + padding + (size.shards + 1) * trained,
+        "index": (code + 8) * size.train_chunks + padding + size.shards * empty + trained,
         **{
             name: of_chunk * size.train_chunks + of_shard * size.shards
             for name, (of_chunk, of_shard) in layout.measured.items()
@@ -172,8 +175,8 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
     Memory-mapped embeddings are not counted. Reranking reads them at random, so they should fit into the page cache. An index larger
     than `indexing.index.sharded.MEMORY` is searched in groups of shards; a group is in memory as stored and in its fastest form.
     """
-    code, trained = index_bytes(size.key, layout.dimension)
-    whole = (code + 8) * size.train_chunks + size.shards * trained
+    code, trained, empty = index_bytes(size.key, layout.dimension)
+    whole = (code + 8) * size.train_chunks + size.shards * empty
     shard = whole / size.shards
     group = max(shard, min(whole, MEMORY))
     sample = size.trained_on * layout.dimension

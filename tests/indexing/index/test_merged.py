@@ -63,14 +63,3 @@ def test_a_datastore_with_a_merged_index_is_rebuilt_to_the_same_bytes_and_search
     shards = range(len(train.chunk_rows))
     from_disk = ShardedIndex.open(moved / "index", shards, memory=0).search(queries, 5)
     np.testing.assert_array_equal(from_disk, ShardedIndex.open(moved / "index", shards).search(queries, 5))
-
-
-def test_shards_are_searched_together_if_they_fit_with_one_quantizer(tmp_path) -> None:
-    build(tmp_path / "index", clustered(1500), "IVF64,PQ8x4")
-    folders = [tmp_path / "index" / f"{number:05d}" for number in range(3)]
-    sizes = [(folder / "vectors.faiss").stat().st_size for folder in folders]
-    quantizer = (tmp_path / "index" / "trained" / "trained.faiss").stat().st_size
-    together = sum(sizes) - 2 * quantizer
-    assert together < 0.6 * sum(sizes)
-    for memory, groups in ((together, 1), (together - 1, 2), (0, 3)):
-        assert len(ShardedIndex.open(tmp_path / "index", range(3), memory)._shards) == groups

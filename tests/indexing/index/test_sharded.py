@@ -7,18 +7,21 @@ import faiss
 import numpy as np
 import pytest
 
-from indexing.index.faiss_files import ivf_of, num_lists, search_index, write_index
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, write_index
 from indexing.index.sharded import ShardedIndex
+from tests.indexing.index.test_build import build, clustered
 
 _DIMENSION = 32
 
 
 def written(folder: Path, key: str, shards: int = 3, rows: int = 400) -> np.ndarray:
-    """Write an index with this key in several shards; returns queries [50, d]."""
+    """Write an index with this key in several shards, each with a quantizer as earlier versions did; returns queries [50, d]."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((shards * rows, _DIMENSION), dtype=np.float32)
     index = faiss.index_factory(_DIMENSION, key)
     index.train(vectors)
+    (folder / "trained").mkdir(parents=True)
+    write_index(folder / "trained" / "trained.faiss", index)
     for shard in range(shards):
         index.reset()
         ids = np.arange(shard * rows, (shard + 1) * rows)
@@ -91,3 +94,33 @@ def test_index_loaded_in_groups_finds_the_same_neighbors(tmp_path) -> None:
     assert len(list(together.each())) == 1
     assert len(list(apart.each())) == 3
     assert np.array_equal(together.search(queries, 5, nprobe=4), apart.search(queries, 5, nprobe=4))
+
+
+def test_shards_are_searched_together_if_their_vectors_fit(tmp_path) -> None:
+    build(tmp_path, clustered(1500), "IVF64,PQ8x4")
+    size = sum((tmp_path / f"{number:05d}" / "vectors.faiss").stat().st_size for number in range(3))
+    for memory, groups in ((size, 1), (size - 1, 2), (0, 3)):
+        assert len(ShardedIndex.open(tmp_path, range(3), memory)._shards) == groups
+
+
+SHARED = ["IVF64,Flat", "IVF64,SQ8", "IVF64_HNSW8,PQ8x4", "OPQ8_32,IVF64,PQ8x4"]
+OWN = ["IVF64,PQ8x4fs", "IVF64,PQ8", "IVF64,RaBitQ", "Flat"]
+
+
+@pytest.mark.parametrize("key", [*SHARED, *OWN])
+def test_shards_without_a_quantizer_are_searched_as_those_with_one(tmp_path, key: str) -> None:
+    vectors, queries = clustered(1500), clustered(50, seed=1).astype(np.float32)
+    index, _ = build(tmp_path, vectors, key)
+    found = index.search(queries, 20, nprobe=8)
+    trained = read_index(tmp_path / "trained" / "trained.faiss")
+    for number in range(3):
+        file = tmp_path / f"{number:05d}" / "vectors.faiss"
+        size, whole = file.stat().st_size, read_shard(file, trained)
+        write_index(file, whole)
+        if key in SHARED:
+            assert size < file.stat().st_size - 0.9 * 64 * 4 * 32
+        else:
+            assert size == file.stat().st_size
+        for memory in (10**9, 0):
+            again = ShardedIndex.open(tmp_path, range(3), memory)
+            np.testing.assert_array_equal(again.search(queries, 20, nprobe=8), found)

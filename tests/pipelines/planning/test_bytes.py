@@ -90,8 +90,8 @@ def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
 
 def test_memory_of_neighbors_workers_is_twice_the_index_up_to_a_limit() -> None:
     memory = memory_bytes(SIZE, LAYOUT, base=1e9)
-    code, trained = index_bytes(SIZE.key, 32)
-    assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * trained)
+    code, _, empty = index_bytes(SIZE.key, 32)
+    assert memory["neighbors"] - 1e9 == 2 * ((code + 8) * SIZE.train_chunks + 2 * empty)
     assert memory["add"] < memory["neighbors"]
     assert memory_bytes(replace(SIZE, train_chunks=10**12, shards=10**4), LAYOUT, base=1e9)["neighbors"] == 9e9
     assert memory_bytes(replace(SIZE, search="exact"), LAYOUT, base=1e9)["neighbors"] == 1e9
