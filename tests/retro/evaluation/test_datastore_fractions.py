@@ -153,14 +153,16 @@ def test_neighbors_ordered_by_tokens_keep_this_order(tmp_path: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def by_ngrams(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
-    """A datastore of two generations whose neighbors share n-grams."""
+    """A datastore of two generations whose neighbors share n-grams and were found in both."""
     folder = tmp_path_factory.mktemp("ngrams")
     files = [write_corpus(folder / f"{seed}.jsonl", 60, seed, num_paragraphs=60) for seed in range(2)]
     files[1].write_text(files[1].read_text().replace("doc-", "more-"))  # ids are different
     settings = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
     config = tiny_config(folder, files[0], neighbors=settings)
     build_local(config)
-    return build_local(replace(config, corpus=replace(config.corpus, paths=tuple(map(str, files)))), append=True)
+    both = replace(config, corpus=replace(config.corpus, paths=tuple(map(str, files))))
+    build_local(both, append=True)
+    return build_local(both, only="neighbors", rebuild=True)
 
 
 @pytest.mark.parametrize("rerank", ["tokens", "embeddings"])
