@@ -42,7 +42,8 @@ _BLOCK_ROWS = 1 << _ROW_BITS  # chunks sorted at a time
 _PART_NGRAMS = 2**24  # n-grams merged at a time
 _MOST_SHARDS = 1 << (64 - _HASH_BITS)
 _MOST_TOGETHER = 1 << (63 - _PLACE_BITS - _ROW_BITS)  # shards whose keys fit into 64 bits
-_RUN_BYTES = 2**34  # of runs on disk at a time
+_RUN_BYTES = 2**34  # of runs on disk at a time, if they are made in at most four passes
+_MOST_PASSES = 4  # over the chunks of a generation
 
 
 def ngrams(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,11 +112,16 @@ class Generation:
         return 1 + self.num_chunks * 2 * self.train.chunk_length // len(self.shards) // _PART_NGRAMS
 
     def passes(self) -> Iterator[range]:
-        """Yield shards of n-grams that are made together, so that their runs have 16 GB."""
-        run_bytes = 8 * self.num_chunks * 2 * self.train.chunk_length
-        size = min(_MOST_TOGETHER, max(1, len(self.shards) * _RUN_BYTES // max(1, run_bytes)))
+        """Yield shards of n-grams that are made together, with one pass over the chunks; see `num_passes`."""
+        size = min(_MOST_TOGETHER, -(-len(self.shards) // num_passes(self.num_chunks, self.train.chunk_length)))
         for first in range(0, len(self.shards), size):
             yield self.shards[first : first + size]
+
+
+def num_passes(num_chunks: float, chunk_length: int) -> int:
+    """Passes over the chunks of a generation, so that the runs of one have 16 GB, or a quarter of all runs if that is more."""
+    run_bytes = 8 * num_chunks * 2 * chunk_length
+    return min(_MOST_PASSES, 1 + int(run_bytes // _RUN_BYTES))
 
 
 def write_run(

@@ -15,6 +15,7 @@ from indexing.index.build import sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.index.key import num_lists
 from indexing.neighbors.search import Method
+from indexing.sparse.ngram_index import num_passes
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.config import Config
 from pipelines.planning.bytes import (
@@ -228,7 +229,7 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
     """Seconds of each step on one machine like the measured one: those of the larger sample, times the growth of CPU seconds.
 
     CPU seconds grow with one quantity, along the line through both samples; those of `add` for each vector, with the lists that it is
-    compared with; those of `neighbors` with a power of the chunks.
+    compared with; those of `ngrams` for each pass over the chunks; those of `neighbors` with a power of the chunks.
     """
 
     small, large = measured.small, measured.large
@@ -244,6 +245,7 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
             "train-index": (1.0, size.trained_on * comparisons(size.lists)),
             "add": (size.train_chunks, lists),
             "tune nprobe": (1.0, size.tune_queries * size.train_chunks),
+            "ngrams": (float(num_passes(size.train_chunks, config.chunks.chunk_length)), size.chunks),
         }.get(name, (1.0, size.chunks))
 
     def growth(name: str) -> float:

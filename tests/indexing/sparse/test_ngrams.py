@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexing.sparse import ngram_index, ngram_search
-from indexing.sparse.ngram_index import FOLDER, Generation, write_ngrams, write_run
+from indexing.sparse.ngram_index import FOLDER, Generation, num_passes, write_ngrams, write_run
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Split, shard_name, write_datastore_manifest
@@ -109,6 +109,15 @@ def test_candidates_and_sums_are_those_of_counting(
         best = sorted(expected, key=lambda chunk: (-expected[chunk], chunk))[:30]
         assert ids[row].tolist() == best + [-1] * (30 - len(best))
         assert sums[row].tolist() == [expected[chunk] for chunk in best] + [0] * (30 - len(best))
+
+
+@pytest.mark.parametrize(("chunks", "passes"), [(0, 1), (10**6, 1), (25 * 10**6, 2), (10**9, 4), (4 * 10**9, 4)])
+def test_the_chunks_of_a_generation_are_read_a_bounded_number_of_times(chunks: int, passes: int) -> None:
+    """In as many as grow with the datastore, the time of `ngrams` would grow with the square."""
+    split = Split(Path(), "train", (chunks // 40,) * 40, (1,) * 40, 64, pad_id=0)
+    groups = list(Generation(split, range(40)).passes())
+    assert len(groups) == num_passes(chunks, 64) == passes
+    assert [*itertools.chain.from_iterable(groups)] == list(range(40))
 
 
 def test_only_the_rarest_ngrams_of_a_query_count(tmp_path, monkeypatch) -> None:

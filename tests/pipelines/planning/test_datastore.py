@@ -89,6 +89,14 @@ def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
     assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
 
 
+def test_ngrams_are_written_in_at_most_four_passes_over_the_chunks() -> None:
+    small, large = (timed(one, ngrams=one.size.chunks / 1000) for one in (measured().small, measured().large))
+    config = Config(chunks=replace(Config().chunks, chunk_length=64))
+    for factor, passes in ((40, 1), (40_000, 4)):
+        seconds = seconds_of(larger(factor), measured(small=small, large=large), config)["ngrams"]
+        assert seconds == pytest.approx(passes * larger(factor).chunks / 1000)
+
+
 def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
     """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
     samples = [
