@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,13 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
         + f"Restore the settings, choose another datastore folder, or rebuild this stage and all later ones: "
         f"add `--stage {recipe.stage} --rebuild`."
     )
+
+
+def made_by(folder: Path, recipes: Sequence[Recipe]) -> int:
+    """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
+    prints = [recipe.fingerprint for recipe in recipes]
+    made = None if damage(folder) else parse_manifest(folder)["fingerprint"]
+    return prints.index(made) + 1 if made in prints else 0
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

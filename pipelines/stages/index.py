@@ -1,5 +1,6 @@
 """The `train-index` and `add` stages: embeddings → a trained index → filled shards and a tuned `nprobe`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, fingerprint, is_finished
+from indexing.store.artifact import Recipe, create, fingerprint, is_finished, made_by
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.remote import present
 from indexing.store.sharded_array import open_array
@@ -60,10 +61,11 @@ def run_add(config: Config, executor: Executor) -> str:
     for shard, source in enumerate(shards(folder, "embeddings")):
         first_id = int(train.tokens.starts[shard])
         recipe = Recipe(
-            "add", 1, {"first_id": first_id}, {"trained": trained_print, "embeddings": fingerprint_of(source)}
+            "add", 2, {"first_id": first_id}, {"trained": trained_print, "embeddings": fingerprint_of(source)}
         )
         out = folder / "index" / shard_name(shard)
-        if not is_finished(out, recipe):
+        # Shards of version 1 hold the quantizer, and are read as well.
+        if not made_by(out, [replace(recipe, version=1)]) and not is_finished(out, recipe):
             arguments = (recipe, folder, source / "train.npy", first_id)
             todo.append(shard_task(out, *arguments, size=train.chunk_rows[shard]))
     run_tasks("add", "chunks", add_task, todo, executor)

@@ -23,6 +23,7 @@ from indexing.store.artifact import (
     damage,
     fingerprint,
     is_finished,
+    made_by,
     parse_manifest,
     read_manifest,
     remove,
@@ -235,7 +236,7 @@ def _num_searched(
     so that stored neighbors stay; all if there are none."""
     counts = range(1, len(own) + 1)
     stored = (
-        _number_of(
+        made_by(
             config.datastore / "neighbors" / shard_name(shard),
             [_recipe(config, shard, own[:count], others) for count in counts],
         )
@@ -246,18 +247,11 @@ def _num_searched(
 
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     """Set the neighbors from the first generations aside; returns the number of these generations, 0 if none are usable."""
-    if _number_of(out, recipes[:-1]):
+    if made_by(out, recipes[:-1]):
         remove(_before(out))
         remove(out.parent.with_name("materialized") / out.name)  # made from these neighbors, so made again
         remote.move(out, _before(out))
-    return _number_of(_before(out), recipes[:-1])
-
-
-def _number_of(out: Path, recipes: list[Recipe]) -> int:
-    """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
-    prints = [recipe.fingerprint for recipe in recipes]
-    made = None if damage(out) else parse_manifest(out)["fingerprint"]
-    return prints.index(made) + 1 if made in prints else 0
+    return made_by(_before(out), recipes[:-1])
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove, verify
+from indexing.store.artifact import Recipe, create, is_finished, made_by, read_manifest, remove, verify
 from indexing.store.errors import InputError
 
 
@@ -35,6 +35,16 @@ def test_differences_of_recipes_are_named_with_the_command_that_rebuilds(tmp_pat
     make(tmp_path / "a", recipe())
     with pytest.raises(InputError, match=r"chunks\.chunk_length .*64.*32(.|\n)*'corpus'(.|\n)*--stage chunk --rebuild"):
         is_finished(tmp_path / "a", Recipe("chunk", 1, {"chunks.chunk_length": 32}, {"corpus": "4567"}))
+
+
+def test_artifact_is_made_by_one_of_some_recipes_unless_it_is_damaged(tmp_path) -> None:
+    recipes = [Recipe("chunk", version) for version in (1, 2, 3)]
+    assert made_by(tmp_path / "a", recipes) == 0
+    with create(tmp_path / "a", recipes[1]) as (work, _):
+        (work / "file").write_text("text")
+    assert [made_by(tmp_path / "a", some) for some in (recipes, recipes[1:], recipes[2:])] == [2, 1, 0]
+    (tmp_path / "a" / "file").unlink()
+    assert made_by(tmp_path / "a", recipes) == 0
 
 
 def test_failed_artifact_leaves_no_files(tmp_path) -> None:
