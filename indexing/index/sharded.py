@@ -46,7 +46,9 @@ class ShardedIndex:
         self.nprobe = min(nprobe, self.max_nprobe)
 
     @classmethod
-    def open(cls, folder: Path, shards: Iterable[int], memory: int = MEMORY) -> "ShardedIndex":
+    def open(
+        cls, folder: Path, shards: Iterable[int], memory: int = MEMORY, *, only_fitting: bool = False
+    ) -> "ShardedIndex":
         """Open the shards of `datastore/index` with the tuned `nprobe`.
 
         Args:
@@ -54,13 +56,14 @@ class ShardedIndex:
             shards: shard numbers.
             memory: bytes. If the shards need more, the merged index on disk (`--stage merge`) is searched. Without one, every
                 search reads the shards group by group, which costs little for many queries at once.
+            only_fitting: search only the first of the shards, as many as fit into memory.
         """
         wanted = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
         nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
         trained = read_index(folder / "trained" / "trained.faiss")
-        groups = _groups(wanted, memory, trained)
+        groups = _groups(wanted, memory, trained)[: 1 if only_fitting else None]
         if len(groups) > 1 and is_merged(folder / "merged", wanted):
             return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
         files = [[present(shard / "vectors.faiss") for shard in group] for group in groups]

@@ -128,12 +128,13 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
         train: the split.
         shards: shard numbers.
         method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings. `ngrams` opens
-            the index for chunks with too few candidates by n-grams.
+            the index for chunks with too few candidates by n-grams: the first shards that fit into memory, so that few chunks
+            do not cause a read of all.
         device: of a search by embeddings.
         keep: keep the embeddings in memory, for searches of few queries.
     """
     if method in ("index", "ngrams"):
-        return ShardedIndex.open(train.folder / "index", shards)
+        return ShardedIndex.open(train.folder / "index", shards, only_fitting=method == "ngrams")
     opened = None
     if method == "lists":
         opened = ListIndex.open(train.folder / "index", train.embeddings, shards, device)

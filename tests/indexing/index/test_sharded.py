@@ -101,6 +101,8 @@ def test_shards_are_searched_together_if_their_vectors_fit(tmp_path) -> None:
     size = sum((tmp_path / f"{number:05d}" / "vectors.faiss").stat().st_size for number in range(3))
     for memory, groups in ((size, 1), (size - 1, 2), (0, 3)):
         assert len(ShardedIndex.open(tmp_path, range(3), memory)._shards) == groups
+        fitting = ShardedIndex.open(tmp_path, range(3), memory, only_fitting=True)
+        assert fitting.num_vectors == (1500, 1000, 500)[groups - 1]
 
 
 SHARED = ["IVF64,Flat", "IVF64,SQ8", "IVF64_HNSW8,PQ8x4", "OPQ8_32,IVF64,PQ8x4"]
