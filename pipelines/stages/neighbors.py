@@ -135,15 +135,15 @@ def run_neighbors(config: Config, executor: Executor) -> str:
     config, method = _chosen(config)
     own, others = _generations(config), _others(config)
     stops = [len(own) if _merges(config) else _num_searched(config, generation, own, others) for generation in own]
-    kept, todo = 0, list[Task]()
+    train, kept, todo = Datastore.open(folder).train, 0, list[Task]()
     for generation, stop in zip(own, stops, strict=True):
-        kept += len(generation.shards) if stop < len(own) else 0
+        kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
         todo += _tasks(config, method, generation.shards, own[:stop], others)
     if todo:
         _warn_of_few_chunks(config)
     if todo and kept:
         log.info(
-            "neighbors: %s shards keep the neighbors from before --append. To search the new chunks for them too: "
+            "neighbors: %s chunks keep those from before --append. To search the new chunks for them too: "
             "retro index CONFIG --stage neighbors --rebuild",
             f"{kept:,}",
         )

@@ -2,10 +2,12 @@
 
 
 def human_count(value: float, unit: str = "", *, named: bool = False) -> str:
-    """`12,345` (with the unit's name if `named`), or `1.2 MB` where the unit is bytes."""
+    """`12,345` (if `named`, with the unit's plural name, or `1 chunk`), or `1.2 MB` where the unit is bytes."""
     if unit == "bytes":
         return human_bytes(value)
     count = f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    if count == "1":
+        unit = unit[:-3] + "y" if unit.endswith("ies") else unit.removesuffix("s")
     return f"{count} {unit}" if named else count
 
 

@@ -13,6 +13,7 @@ from pipelines.terminal.output import echo
 from pipelines.terminal.progress import progress, running, views
 from pipelines.terminal.silence import live, silence
 from pipelines.terminal.stages import StagesView
+from pipelines.terminal.units import human_count
 from tests.conftest import wait_until
 from tests.pipelines.conftest import Terminal
 
@@ -191,3 +192,17 @@ def test_error_in_a_stage_propagates_and_closes_the_view(caplog) -> None:
     assert views == []
     assert view.steps == []
     assert "all" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1, "shards", "1 shard"),
+        (1, "queries", "1 query"),
+        (2, "shards", "2 shards"),
+        (0, "chunks", "0 chunks"),
+        (1, "bytes", "1 B"),
+    ],
+)
+def test_one_unit_is_singular(value: int, unit: str, text: str) -> None:
+    assert human_count(value, unit, named=True) == text
