@@ -147,8 +147,10 @@ def run_neighbors(config: Config, executor: Executor) -> str:
             "retro index CONFIG --stage neighbors --rebuild",
             f"{kept:,}",
         )
-    _open_searched.cache_clear()  # from an earlier build in this process: a repaired index has the same fingerprint
-    run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
+    try:
+        run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
+    finally:  # the report opens the index again, and a repaired one has the same fingerprint
+        _open_searched.cache_clear()
     for out in shards(folder, "neighbors"):
         remove(_before(out))
     return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
