@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
         steps |= {
             "train": partial(train, file, config.run),
             "queries": partial(query_times, config.datastore),
-            "append": partial(append, folder, files, config),
+            "append": partial(append, folder, files, config, options.stages),
             "delete": partial(delete, config.datastore),
         }
     left = [name for name in steps if name not in results or (name == "bytes" and "neighbors" not in results[name])]
@@ -221,8 +221,8 @@ def query_times(folder: Path) -> dict[str, float]:
     return {"queries": len(warm), "p50_ms": statistics.median(warm), "p99_ms": float(np.quantile(warm, 0.99))}
 
 
-def append(folder: Path, files: list[Path], config: Config) -> dict[str, Any]:
-    """Append a file of the next documents."""
+def append(folder: Path, files: list[Path], config: Config, stages: Iterable[str]) -> dict[str, Any]:
+    """Append a file of the next documents, stage by stage."""
     parts = len(config.corpus.paths)
     following = files[parts : parts + appended_parts(parts)]
     content = b"".join(zstandard.ZstdDecompressor().decompressobj().decompress(each.read_bytes()) for each in following)
@@ -230,9 +230,17 @@ def append(folder: Path, files: list[Path], config: Config) -> dict[str, Any]:
     added = content[: content.index(b"\n", int(share * (len(content) - 1))) + 1]
     path = folder / "appended.jsonl"
     write_bytes(path, added)
-    before = Datastore.open(config.datastore).train.num_chunks
-    cost = measured("index", str(folder / "config.toml"), "--append", "--corpus.paths", *config.corpus.paths, str(path))
-    return {**cost, "num_chunks": Datastore.open(config.datastore).train.num_chunks - before}
+    before, costs = Datastore.open(config.datastore).train.num_chunks, {}
+    for name in stages:
+        named = ("--append", "--corpus.paths", str(path)) if name == "chunk" else ()
+        costs[name] = measured("index", str(folder / "config.toml"), "--stage", name, *named)
+        say(f"{name}: {json.dumps(costs[name])}")
+    return {
+        "num_chunks": Datastore.open(config.datastore).train.num_chunks - before,
+        "cpu_seconds": sum(cost["cpu_seconds"] for cost in costs.values()),
+        "peak_bytes": max(cost["peak_bytes"] for cost in costs.values()),
+        "stages": costs,
+    }
 
 
 def appended_parts(parts: int) -> int:
