@@ -66,14 +66,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     datastore, folder = retriever.datastore, retriever.datastore.folder
     ids, queries, split_name = sample_queries(datastore, _SAMPLE, seed=1)
     split = datastore.split(split_name)
-    stored = split.neighbor_distances.gather(ids)
-    excluded = split.documents_of(ids)[1:] if split.name == "train" else None
-    exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
-    near = split.neighbor_ids.gather(ids)[:, 0]
+    near = split.neighbor_ids.gather(ids)
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
-    settings = read_manifest(folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    # Otherwise the best neighbors are not the nearest.
-    by_distance = settings["neighbors.rerank"] != "tokens" and settings["neighbors.search"] != "ngrams"
     index = stored_json(folder / "index" / "trained" / "index.json")
     index |= stored_json(folder / "index" / "tuned" / "tuned.json")
     return {
@@ -81,20 +75,28 @@ def measure(retriever: Retriever) -> dict[str, Any]:
         "index": index,
         "search": ", ".join(sorted({_way(count["search"], index) for count in counts})),
         "splits": {name: _totals(datastore, name) for name in SPLITS},
-        "recall": {
-            f"recall_at_{k}": recall(stored[:, :k], exact[:, :k])
-            for k in sorted({1, 2, 10, stored.shape[1]})
-            if k <= stored.shape[1] and by_distance
-        },
+        "recall": _recalls_of_stored(retriever, split, ids, queries),
         "recall_queries": len(ids),
         "recall_split": split_name,
         "neighbors": {
-            name: _neighbor_counts(counts, name, stored.shape[1]) for name in SPLITS if datastore.split(name).num_chunks
+            name: _neighbor_counts(counts, name, near.shape[1]) for name in SPLITS if datastore.split(name).num_chunks
         },
-        "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near)),
+        "overlap_of_nearest": _quantiles(_overlaps(split, retriever.retrieval, ids, near[:, 0])),
         "latency_ms": _latency(retriever, queries),
         "largest_list_over_mean": _skew(retriever),
     }
+
+
+def _recalls_of_stored(retriever: Retriever, split: Split, ids: np.ndarray, queries: np.ndarray) -> dict[str, float]:
+    """Recall of the stored neighbors of some chunks, ids [n] and embeddings [n, d]; none if they are not the nearest but share tokens."""
+    settings = read_manifest(retriever.datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
+    if settings["neighbors.rerank"] == "tokens" or settings["neighbors.search"] == "ngrams":
+        return {}
+    stored = split.neighbor_distances.gather(ids)
+    excluded = split.documents_of(ids)[1:] if split.name == "train" else None
+    exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
+    numbers = sorted(k for k in {1, 2, 10, stored.shape[1]} if k <= stored.shape[1])
+    return {f"recall_at_{k}": recall(stored[:, :k], exact[:, :k]) for k in numbers}
 
 
 def _way(search: str, index: dict[str, Any]) -> str:
