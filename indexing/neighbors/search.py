@@ -44,6 +44,8 @@ Method = Literal["index", "exact", "lists", "ngrams"]
 _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
 _OVERLAP_ROWS = 4096
 _FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
+COMPLETING_BYTES = 1_000_000_000
+"""Codes and ids in which they are visited: 14 million chunks with the default index."""
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
@@ -128,13 +130,15 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
         train: the split.
         shards: shard numbers.
         method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings. `ngrams` opens
-            the index for chunks with too few candidates by n-grams: the first shards that fit into memory, so that few chunks
-            do not cause a read of all.
+            the index for chunks with too few candidates by n-grams: the first shards only, up to `COMPLETING_BYTES`, because these
+            chunks are few and find little.
         device: of a search by embeddings.
         keep: keep the embeddings in memory, for searches of few queries.
     """
-    if method in ("index", "ngrams"):
-        return ShardedIndex.open(train.folder / "index", shards, only_fitting=method == "ngrams")
+    if method == "ngrams":
+        return ShardedIndex.open(train.folder / "index", shards, COMPLETING_BYTES, only_fitting=True)
+    if method == "index":
+        return ShardedIndex.open(train.folder / "index", shards)
     opened = None
     if method == "lists":
         opened = ListIndex.open(train.folder / "index", train.embeddings, shards, device)

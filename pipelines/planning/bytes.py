@@ -10,7 +10,7 @@ from indexing.index.build import IndexSettings
 from indexing.index.faiss_files import shares_quantizer
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.search import Method, ngram_block_rows
+from indexing.neighbors.search import COMPLETING_BYTES, Method, ngram_block_rows
 from indexing.sparse.ngram_search import search_bytes
 from indexing.store.errors import InputError
 from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
@@ -179,13 +179,14 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
     whole = (code + 8) * size.train_chunks + size.shards * empty
     shard = whole / size.shards
     group = max(shard, min(whole, MEMORY))
+    searched = max(shard, min(whole, COMPLETING_BYTES)) if size.search == "ngrams" else group
     sample = size.trained_on * layout.dimension
     return {
         "scan": base + 16 * size.documents,  # hashes and lines of ids, in the process that starts the build
         "train-index": base + (2 + 4 + 4) * sample + trained,
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
-        "neighbors": base + _searched_bytes(size, layout, group),
+        "neighbors": base + _searched_bytes(size, layout, searched),
         "suffixes": base
         + SORTING_BYTES[layout.token_bytes] * min(size.train_chunks * layout.chunk_length, GROUP_POSITIONS),
     }
