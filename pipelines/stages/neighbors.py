@@ -29,7 +29,7 @@ from indexing.store.artifact import (
     remove,
     stored_json,
 )
-from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, shard_name
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
@@ -134,7 +134,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
     folder = config.datastore
     config, method = _chosen(config)
     own, others = _generations(config), _others(config)
-    stops = [len(own) if _merges(config) else _num_searched(config, generation, own, others) for generation in own]
+    stops = [len(own)] * len(own) if _merges(config) else _num_searched(config, own, others)
     train, kept, todo = Datastore.open(folder).train, 0, list[Task]()
     for generation, stop in zip(own, stops, strict=True):
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
@@ -231,20 +231,30 @@ def _merges(config: Config) -> bool:
     return config.neighbors.rerank != "tokens" and config.neighbors.search != "ngrams"
 
 
-def _num_searched(
-    config: Config, generation: SearchedShards, own: list[SearchedShards], others: list[SearchedShards]
-) -> int:
-    """The number of generations that a generation's chunks search, if nothing is merged: as many as its finished shards have searched,
-    so that stored neighbors stay; all if there are none."""
+def _num_searched(config: Config, own: list[SearchedShards], others: list[SearchedShards]) -> list[int]:
+    """How many generations the chunks of each generation search, if nothing is merged.
+
+    - As the datastore's manifest records: damaged shards get their bytes again.
+    - Else as many as the finished shards of the generation have searched: stored neighbors stay.
+    - Else all.
+    """
     counts = range(1, len(own) + 1)
-    stored = (
-        made_by(
-            config.datastore / "neighbors" / shard_name(shard),
-            [_recipe(config, shard, own[:count], others) for count in counts],
-        )
-        for shard in generation.shards
-    )
-    return max(stored) or len(own)
+    recipes = [
+        [[_recipe(config, shard, own[:count], others) for count in counts] for shard in generation.shards]
+        for generation in own
+    ]
+    recorded = read_datastore_manifest(config.datastore)["fingerprints"].get("neighbors")
+    for least in counts:  # generations when all were searched last
+        stops = [max(number, least) for number in counts]
+        made = zip(recipes, stops, strict=True)
+        if recorded == fingerprint([shard[stop - 1].fingerprint for shards, stop in made for shard in shards]):
+            return stops
+    folder = config.datastore / "neighbors"
+    return [
+        max(made_by(folder / shard_name(shard), each) for shard, each in zip(generation.shards, some, strict=True))
+        or len(own)
+        for generation, some in zip(own, recipes, strict=True)
+    ]
 
 
 def _set_aside(out: Path, recipes: list[Recipe]) -> int:

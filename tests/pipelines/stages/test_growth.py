@@ -86,7 +86,7 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
 
 
 def test_with_ngrams_earlier_chunks_keep_their_neighbors_until_a_rebuild(tmp_path) -> None:
-    """Also those of a shard that is made again."""
+    """Also those of a shard, or of all shards of a generation, that are made again."""
     files = corpora(tmp_path)
     small, large = (config_of(tmp_path, files[:count], "ngrams") for count in (1, 2))
 
@@ -108,17 +108,21 @@ def test_with_ngrams_earlier_chunks_keep_their_neighbors_until_a_rebuild(tmp_pat
     assert len(earlier) > 1
     assert first.items() < appended.items()
     assert largest(earlier) < num_earlier <= largest(later)
-    shutil.rmtree(small.datastore / "neighbors" / "00000")
-    build_local(small)
-    assert neighbors() == appended
+    for lost in (earlier[:1], earlier):
+        for shard in lost:
+            shutil.rmtree(small.datastore / "neighbors" / f"{shard:05d}")
+        build_local(small)
+        assert neighbors() == appended
     assert main(["verify", str(small.datastore)]) == 0
 
     build_local(large, only="neighbors", rebuild=True)
     rebuilt = neighbors()
     assert largest(earlier) >= num_earlier
-    shutil.rmtree(small.datastore / "neighbors" / "00000")
-    build_local(small)
-    assert neighbors() == rebuilt
+    for lost in (earlier[:1], earlier):
+        for shard in lost:
+            shutil.rmtree(small.datastore / "neighbors" / f"{shard:05d}")
+        build_local(small)
+        assert neighbors() == rebuilt
     assert main(["verify", str(small.datastore)]) == 0
 
 
