@@ -143,7 +143,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
         _warn_of_few_chunks(config)
     if todo and kept:
         log.info(
-            "neighbors: %s chunks keep those from before --append. To search the new chunks for them too: "
+            "neighbors: %s earlier chunks keep their neighbors. To search the new chunks for them too: "
             "retro index CONFIG --stage neighbors --rebuild",
             f"{kept:,}",
         )
