@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("neighbor_candidates.json"))
     add_minutes(parser)
     options = parser.parse_args()
+    if not options.methods and not options.shares:
+        parser.error("name --methods or --shares")
     keep_freed_memory()  # as the stage does
     write(options.output, measure(options, budget(options)))
 

@@ -29,10 +29,12 @@ def write_shard(path: Path, index: Any) -> None:
         write_index(path, index)
         return
     ivf: Any = ivf_of(index)
-    quantizer, none = ivf.quantizer, faiss.IndexFlatL2(ivf.d)
-    ivf.quantizer = none
-    write_index(path, index)
-    ivf.quantizer = quantizer
+    quantizer, empty = ivf.quantizer, faiss.IndexFlatL2(ivf.d)
+    ivf.quantizer = empty
+    try:
+        write_index(path, index)
+    finally:  # the index frees its quantizer
+        ivf.quantizer = quantizer
 
 
 def read_shard(path: Path, trained: Any) -> Any:

@@ -45,7 +45,7 @@ _BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per blo
 _OVERLAP_ROWS = 4096
 _FEW_LISTS = 8  # that chunks with too few candidates by n-grams visit
 COMPLETING_BYTES = 1_000_000_000
-"""Codes and ids in which they are visited: 14 million chunks with the default index."""
+"""Codes and ids of the index, in bytes, that these chunks search: of the first 14 million chunks with the default index."""
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
@@ -82,6 +82,12 @@ class NeighborSettings:
     def precise_candidates(self) -> int:
         """Candidates of a search by the embeddings: 1.5 times the kept ones, at least 16 more, because bfloat16 products are not exact."""
         return self.kept + max(16, self.kept // 2)
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether the nearest chunks are stored. Only these can be merged: the order by tokens needs all candidates, and n-grams need
+        all chunks, but only the chosen neighbors are stored."""
+        return self.rerank != "tokens" and self.search != "ngrams"
 
     @property
     def kept(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
+from indexing.neighbors.search import stored_settings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import MANIFEST, read_manifest, stored_json
@@ -88,9 +89,9 @@ def measure(retriever: Retriever) -> dict[str, Any]:
 
 
 def _recalls_of_stored(retriever: Retriever, split: Split, ids: np.ndarray, queries: np.ndarray) -> dict[str, float]:
-    """Recall of the stored neighbors of some chunks, ids [n] and embeddings [n, d]; none if they are not the nearest but share tokens."""
-    settings = read_manifest(retriever.datastore.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-    if settings["neighbors.rerank"] == "tokens" or settings["neighbors.search"] == "ngrams":
+    """Recall of the stored neighbors of some chunks, ids [n] and embeddings [n, d]; none if they are not the nearest."""
+    found = stored_settings(retriever.datastore)
+    if found is None or not found[0].by_distance:
         return {}
     stored = split.neighbor_distances.gather(ids)
     excluded = split.documents_of(ids)[1:] if split.name == "train" else None

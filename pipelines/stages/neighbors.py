@@ -134,7 +134,7 @@ def run_neighbors(config: Config, executor: Executor) -> str:
     folder = config.datastore
     config, method = _chosen(config)
     own, others = _generations(config), _others(config)
-    stops = [len(own)] * len(own) if _merges(config) else _num_searched(config, own, others)
+    stops = [len(own)] * len(own) if config.neighbors.by_distance else _num_searched(config, own, others)
     train, kept, todo = Datastore.open(folder).train, 0, list[Task]()
     for generation, stop in zip(own, stops, strict=True):
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
@@ -165,13 +165,12 @@ def _tasks(
         out = folder / "neighbors" / shard_name(shard)
         # The recipes of this shard for a datastore with one generation, two generations, …
         recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
-        known = _set_aside(out, recipes) if _merges(config) else 0
+        known = _set_aside(out, recipes) if config.neighbors.by_distance else 0
         if not is_finished(out, recipes[-1]):
             searched = (*own[known:], *(() if known else others))
             before = _before(out) if known else None
-            folders = tuple(part.folder for part in others)
             size = sum(split["chunks"] for split in read_manifest(folder / "chunks" / out.name)["counts"].values())
-            arguments = (shard, config.neighbors, searched, folders, method, before)
+            arguments = (shard, config.neighbors, searched, method, before)
             yield shard_task(out, recipes[-1], *arguments, size=size)
 
 
@@ -225,12 +224,6 @@ def _before(out: Path) -> Path:
     return out.with_name(f"{out.name}.before")
 
 
-def _merges(config: Config) -> bool:
-    """Whether the neighbors in an appended generation are merged with the stored ones. The order by tokens needs all candidates, and
-    n-grams need all chunks, but only the chosen neighbors are stored."""
-    return config.neighbors.rerank != "tokens" and config.neighbors.search != "ngrams"
-
-
 def _num_searched(config: Config, own: list[SearchedShards], others: list[SearchedShards]) -> list[int]:
     """How many generations the chunks of each generation search, if nothing is merged.
 
@@ -243,11 +236,12 @@ def _num_searched(config: Config, own: list[SearchedShards], others: list[Search
         [[_recipe(config, shard, own[:count], others) for count in counts] for shard in generation.shards]
         for generation in own
     ]
+    prints = [[[recipe.fingerprint for recipe in shard] for shard in shards] for shards in recipes]
     recorded = read_datastore_manifest(config.datastore)["fingerprints"].get("neighbors")
     for least in counts:  # generations when all were searched last
         stops = [max(number, least) for number in counts]
-        made = zip(recipes, stops, strict=True)
-        if recorded == fingerprint([shard[stop - 1].fingerprint for shards, stop in made for shard in shards]):
+        made = zip(prints, stops, strict=True)
+        if recorded == fingerprint([shard[stop - 1] for shards, stop in made for shard in shards]):
             return stops
     folder = config.datastore / "neighbors"
     return [
@@ -282,21 +276,18 @@ def neighbor_task(
     shard: int,
     settings: Any,
     searched: tuple[SearchedShards, ...],
-    others: tuple[Path, ...],
     method: Method,
     before: Path | None,
     *,
     advance: Advance,
 ) -> None:
-    """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations.
-
-    `others` are the folders of the other datastores in the retrieval set, in order.
-    """
+    """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations."""
     keep_freed_memory()
     folder, opened = out.parent.parent, _open_searched(searched, method)
     datastore = Datastore.open(folder)
     own = datastore.train.first_shards(max(part.shards.stop for part in searched if part.number == 0))
-    retrieval = RetrievalSet((own, *(Datastore.open(path).train for path in others)))
+    # Complete unless neighbors are merged. Then nothing below reads it.
+    retrieval = RetrievalSet((own, *(Datastore.open(part.folder).train for part in searched if part.number)))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
     by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
     with create(out, recipe) as (work, counts):

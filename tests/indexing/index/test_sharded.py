@@ -1,5 +1,6 @@
 """Shards of an index are searched as one index. Merged, packed or separate, they give the same candidates."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import faiss
 import numpy as np
 import pytest
 
-from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, write_index
+from indexing.index import faiss_files
+from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, write_index, write_shard
 from indexing.index.sharded import ShardedIndex
 from tests.indexing.index.test_build import build, clustered
 
@@ -103,6 +105,23 @@ def test_shards_are_searched_together_if_their_vectors_fit(tmp_path) -> None:
         assert len(ShardedIndex.open(tmp_path, range(3), memory)._shards) == groups
         fitting = ShardedIndex.open(tmp_path, range(3), memory, only_fitting=True)
         assert fitting.num_vectors == (1500, 1000, 500)[groups - 1]
+
+
+def test_index_keeps_its_quantizer_if_the_disk_is_full(tmp_path, monkeypatch) -> None:
+    """It would free the one that it was written with, which is not its own."""
+    build(tmp_path, clustered(1500), "IVF64,PQ8x4", num_shards=1)
+    trained = read_index(tmp_path / "trained" / "trained.faiss")
+    index = read_shard(tmp_path / "00000" / "vectors.faiss", trained)
+    quantizer = ivf_of(index).quantizer
+
+    def full(path: Path, index: faiss.Index) -> None:
+        assert ivf_of(index).quantizer.ntotal == 0
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(faiss_files, "write_index", full)
+    with pytest.raises(OSError, match="No space"):
+        write_shard(tmp_path / "vectors.faiss", index)
+    assert ivf_of(index).quantizer.this == quantizer.this
 
 
 SHARED = ["IVF64,Flat", "IVF64,SQ8", "IVF64_HNSW8,PQ8x4", "OPQ8_32,IVF64,PQ8x4"]
