@@ -26,7 +26,16 @@ from typing import Any
 
 from indexing.store import remote
 from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, checksum, read_checked, read_json, sync_folder, write_checked
+from indexing.store.files import (
+    MANIFEST,
+    checksum,
+    files_of,
+    member,
+    read_checked,
+    read_json,
+    sync_folder,
+    write_checked,
+)
 
 log = logging.getLogger("retro")
 
@@ -214,14 +223,22 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     remote.fetch_manifest(folder)
     try:
         manifest = read_checked(path)
-        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not manifest.keys() >= _KEYS
-    except FileNotFoundError:
+        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not _is_complete(manifest)
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder} is not finished: {path} is missing") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} has changed since it was written ({error})") from error
     if changed:
         raise InputError(f"{path} has changed since it was written (fingerprint)")
+    files_of(manifest, folder)
     return manifest
+
+
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Whether a manifest has all keys, with values of their types."""
+    recipe = manifest["recipe"]
+    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"]]
+    return manifest.keys() >= _KEYS and all(isinstance(value, dict) for value in mappings)
 
 
 def damage(folder: Path) -> str | None:
@@ -247,7 +264,7 @@ def verify(folder: Path) -> list[str]:
 def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     """One line for each file of an artifact that is missing or has another size than in its manifest."""
     for name, expected in manifest["files"].items():
-        file = folder / name
+        file = member(folder, name)
         size = file.stat().st_size if file.is_file() else None
         if size != expected["bytes"] and not (size is None and remote.url_of(folder)):
             problem = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
@@ -256,7 +273,7 @@ def wrong_sizes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str | None:
     """A message if the bytes of one file of an artifact differ from its manifest, else None."""
-    if checksum(folder / name) == manifest["files"][name]["checksum"]:
+    if checksum(member(folder, name)) == manifest["files"][name]["checksum"]:
         return None
     return f"{folder / name} has changed since it was written (checksum)"
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ MANIFEST = "manifest.json"
 # A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
 # written first with a wrong number of rows, and overwritten in place once the rows have been counted.
 _HEADER_BYTES = 128
+# A part of a name that leads elsewhere: nothing, `.`, `..`, `C:`, `s3:`, or with a character that separates parts on some system.
+_FOREIGN_PART = re.compile(r"^\.{0,2}$|^[A-Za-z]:|:$|[\\\x00]|[\ud800-\udc7f\udd00-\udfff]")
+_LONGEST_NAME = 255
+_DEEPEST = 100
 # Rows arrive document by document, a few hundred bytes each. Network file systems need large sequential writes.
 _WRITE_BYTES = 1 << 20
 
@@ -72,6 +77,40 @@ class NpyWriter:
             self._file.close()
 
 
+def member(folder: Path, name: Any) -> Path:
+    """The path of a file in a folder, by its name in a manifest or a listing. Another machine may have written the name.
+
+    Raises:
+        InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a protocol. Or it
+            is no name of a file.
+    """
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(_FOREIGN_PART.search(part) or len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
+        shown = repr(name) if len(repr(name)) < 2 * _LONGEST_NAME else f"a name of {len(repr(name)):,} characters"
+        raise InputError(f"{folder}: {shown} is not the name of a file in this folder, such as 'train/tokens.npy'.")
+    return folder / name
+
+
+def files_of(manifest: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file of an artifact, by its name in the folder; none in the manifest of a datastore.
+
+    Raises:
+        InputError: a name leads out of the folder, or has no size and checksum.
+    """
+    files = manifest.get("files", {}) if isinstance(manifest, dict) else None
+    entries = list(files.values()) if isinstance(files, dict) else [None]
+    if not all(isinstance(entry, dict) and _is_entry(**entry) for entry in entries):
+        raise InputError(f"{folder / MANIFEST} must give 'bytes' and 'checksum' of each file under 'files'.")
+    for name in files or ():
+        member(folder, name)
+    return files or {}
+
+
+def _is_entry(bytes: Any = None, checksum: Any = None, **others: Any) -> bool:
+    is_size = isinstance(bytes, int) and not isinstance(bytes, bool) and bytes >= 0
+    return is_size and isinstance(checksum, str) and not others
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON with sorted keys, atomically: readers see the whole old or the whole new file."""
     write_bytes(path, _json_bytes(value))
@@ -96,7 +135,7 @@ def read_checked(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
     """
     data = path.read_bytes()
-    value = json.loads(data.decode())
+    value = parse_json(data)
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
     # Compared as bytes, so that a changed blank or a lost line end counts as a change.
@@ -143,9 +182,37 @@ def read_json(path: Path) -> Any:
         InputError: it is damaged.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}. Run the command that made it again.") from error
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Parse JSON that others may have written.
+
+    Raises:
+        ValueError: it is not JSON, or nested so deeply that functions that call themselves would fail.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if lists and dictionaries are nested more than a hundred levels deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
 
 
 def sync_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, checksum, read_json, write_bytes
+from indexing.store.files import MANIFEST, checksum, files_of, member, read_json, write_bytes
 
 _READ_ON_OPEN = (MANIFEST, "deleted.json")
 _TOP_FILES = (*_READ_ON_OPEN, "report.json", "report.html")  # files of a datastore that belong to no artifact
@@ -115,7 +115,7 @@ def present(path: Path) -> Path:
         return path
     above = path.parents if path.suffix else (path, *path.parents)
     folder = next((parent for parent in above if url_of(parent) and fetch_manifest(parent)), path)
-    files: dict[str, Any] = read_json(folder / MANIFEST).get("files", {}) if (folder / MANIFEST).exists() else {}
+    files = files_of(read_json(folder / MANIFEST), folder) if (folder / MANIFEST).exists() else {}
     names = [name for name in files if (folder / name).is_relative_to(path)]
     if not names:
         raise InputError(f"{url_of(path)} is not part of anything finished. Run `retro index` to make it.")
@@ -137,9 +137,11 @@ def fetch_manifest(folder: Path) -> bool:
 
 
 def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
-    file, url = folder / name, f"{url_of(folder)}/{name}"
+    file, url = member(folder, name), f"{url_of(folder)}/{name}"
     if file.exists():
         return
+    if not file.parent.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"{file.parent} is a link out of {folder}, where {url} would be written. Remove the link.")
     with _locked(folder):
         if file.exists():  # another process fetched it
             return
@@ -177,9 +179,10 @@ def pull(folder: Path) -> None:
         return
     with _asking(str(url_of(folder))) as (filesystem, root):
         filesystem.invalidate_cache()
-        names = [name[len(root) :].lstrip("/") for name in filesystem.find(root)]
+        prefix = root.rstrip("/") + "/"
+        names = [name.removeprefix(prefix) for name in filesystem.find(root) if name.startswith(prefix)]
         fetched = [name for name in names if name in _TOP_FILES or name.endswith(f"/{MANIFEST}")]
-        paths = {f"{root}/{name}": folder / name for name in fetched}
+        paths = {prefix + name: member(folder, name) for name in fetched}
         contents = {paths[path]: data for path, data in filesystem.cat(list(paths)).items()} if paths else {}
     tops = [folder / name for name in _TOP_FILES if (folder / name).exists()]
     for path in [*tops, *folder.glob(f"*/**/{MANIFEST}")]:
@@ -194,7 +197,7 @@ def publish(work: Path, folder: Path) -> None:
     """Upload the artifact in `work` that will become `folder`, its manifest last, so that others never see it incomplete."""
     if url_of(folder) is None:
         return
-    for name in (*read_json(work / MANIFEST)["files"], MANIFEST):
+    for name in (*files_of(read_json(work / MANIFEST), work), MANIFEST):
         _put(work / name, f"{url_of(folder)}/{name}")
 
 

@@ -1,7 +1,10 @@
 """Artifacts at URLs are complete or absent, here and there, fetched once, checked, and dropped when they change."""
 
+import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -12,6 +15,7 @@ from indexing.store import remote
 from indexing.store.artifact import MANIFEST, Recipe, create, is_finished, read_manifest, remove
 from indexing.store.datastore import Datastore, write_datastore_manifest
 from indexing.store.errors import InputError
+from indexing.store.files import read_checked, write_checked
 from indexing.store.sharded_array import ShardedArray
 
 ROWS = np.arange(4000, dtype=np.uint16).reshape(1000, 4)
@@ -229,3 +233,62 @@ def test_s3_answers_many_ranges_at_a_time_unless_configured(bucket, monkeypatch,
         monkeypatch.setitem(fsspec.config.conf, "s3", options)
     with remote._asking(bucket) as (filesystem, _):
         assert filesystem.config_kwargs == {"max_pool_connections": configured or 64}
+
+
+LEADING_OUT = ["../evil", "train/../../../evil", "/tmp/evil", "train//evil", "./evil", "..\\evil", "C:/evil", "s3:/evil", "", "a\0b"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEADING_OUT)
+def test_file_that_leads_out_of_its_artifact_is_refused_and_not_fetched(url, another_machine, name) -> None:
+    folder = make(url)
+    manifest = read_checked(folder / MANIFEST)
+    entry = manifest["files"].pop("documents.txt")
+    manifest["files"][name] = entry
+    write_checked(folder / MANIFEST, manifest)
+    remote.publish_file(folder / MANIFEST)
+    cache = another_machine()
+    folder = remote.local_folder(url) / "chunks" / "00000"
+    with pytest.raises(InputError, match="is not the name of a file"):
+        remote.present(folder)
+    with pytest.raises(InputError):
+        read_manifest(folder)
+    assert {path.name for path in cache.rglob("*") if path.is_file()} == {MANIFEST, ".fetch.lock"}
+
+
+def test_file_is_not_fetched_through_a_link_that_leads_out_of_its_artifact(url, another_machine, tmp_path) -> None:
+    make(url)
+    another_machine()
+    folder, other = remote.local_folder(url) / "chunks" / "00000", tmp_path / "other"
+    folder.mkdir(parents=True)
+    other.mkdir()
+    (folder / "train").symlink_to(other)
+    with pytest.raises(InputError, match="is a link out of"):
+        remote.present(folder / "train" / "tokens.npy")
+    assert not list(other.iterdir())
+
+
+@pytest.mark.parametrize(
+    "link", ["../../victim/manifest.json", "a/../../../victim/manifest.json", "/victim/manifest.json"]
+)
+def test_listing_of_a_server_writes_nothing_outside_of_the_datastore(another_machine, link: str) -> None:
+    class Lying(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_listing = self.path.rstrip("/") == "/some/wiki"
+            address = f"http://{self.headers['Host']}/some/wiki/{link}" if link[0] != "/" else link
+            body = f'<a href="{address}">x</a><a href="manifest.json">x</a>' if is_listing else "{}"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lying) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cache = another_machine()
+        folder = remote.local_folder(f"http://127.0.0.1:{server.server_port}/some/wiki")
+        with contextlib.suppress(InputError):
+            remote.pull(folder)
+        server.shutdown()
+    outside = [path for path in (*cache.rglob("*"), *cache.parent.glob("victim/*")) if path.is_file()]
+    assert all(path.is_relative_to(folder) for path in outside)
