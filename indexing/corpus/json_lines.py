@@ -1,12 +1,12 @@
 """Read JSON Lines, plain or compressed (.gz, .zst), with errors that name file and line."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from indexing.corpus.streams import DAMAGED, StoredReader, unpacked
 from indexing.store.errors import InputError
+from indexing.store.files import parse_json
 
 
 def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
@@ -30,6 +30,6 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
 
 def _parsed(where: str, line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}.") from error

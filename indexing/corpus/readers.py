@@ -33,6 +33,8 @@ from indexing.corpus.streams import (
     unpacked,
 )
 from indexing.store.errors import InputError
+from indexing.store.files import parse_json
+from indexing.store.remote import named_errors
 from indexing.store.settings import Text, settings
 
 # One document per file; its id is the file's name. `.json` is not accepted: it can hold a document, a list of documents or
@@ -186,7 +188,8 @@ def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Ite
         filesystem, path = filesystem_of(file.path)
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             raise PermissionError(f"{path} is a named pipe, a socket or a device, not a regular file")
-        opened = filesystem.open(path, "rb")
+        with named_errors(file.path, passed=_UNREADABLE) if "://" in file.path else contextlib.nullcontext():
+            opened = filesystem.open(path, "rb")
     except OSError as error:
         if not isinstance(error, _UNREADABLE) and error.errno != errno.ELOOP:  # a link to itself
             raise
@@ -282,8 +285,8 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
 def _parse(line: bytes, number: int, request: ReadRequest) -> dict[str, Any] | None:
     text = _decode(line, number, request)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # Python also raises ValueError for integers of over 4300 digits
+        value = parse_json(text)
+    except ValueError as error:  # also for integers of over 4300 digits
         request.report("broken JSON", number, str(error))
         return None
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► FileSlice ──read_slice──► Document
 """
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -31,6 +32,7 @@ from indexing.corpus.readers import (
 from indexing.corpus.streams import HashingReader, filesystem_of
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
+from indexing.store.remote import named_errors
 
 # Names of the modification time in file systems: local, S3, GCS and Azure, in-memory.
 _TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
@@ -127,6 +129,11 @@ def _files_at(given: str, key: str) -> list[CorpusFile]:
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or the protocol is unknown
         raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
     is_local = isinstance(filesystem, LocalFileSystem)
+    with contextlib.nullcontext() if is_local else named_errors(f"{key}: {given}"):
+        return _listed(filesystem, root, given, key, is_local)
+
+
+def _listed(filesystem: Any, root: str, given: str, key: str, is_local: bool) -> list[CorpusFile]:
     if filesystem.isfile(root):
         if not is_known(root):
             raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")

@@ -21,9 +21,9 @@ class EmbedderSettings:
 
     kind: Literal["lexical", "transformer"] = "lexical"
     """`lexical` needs no download. `transformer` runs the model at `path`."""
-    dimension: Annotated[int, Field(ge=8)] = 256
+    dimension: Annotated[int, Field(ge=8, le=2**16)] = 256
     """Width of lexical embeddings. A transformer has its own width."""
-    bigram_buckets: PositiveInt = 2**18
+    bigram_buckets: Annotated[int, Field(ge=1, le=2**31)] = 2**18
     """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
     Fewer of them save memory and find neighbors that are as useful (docs/results/lexical-embedder.md)."""
     fit_chunks: PositiveInt = 200_000

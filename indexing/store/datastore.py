@@ -222,8 +222,12 @@ class Split:
 
     @property
     def deleted(self) -> np.ndarray:
-        """The chunk ranges [n, 2] int64 of deleted documents; see `deletions.py`."""
-        return deleted_ranges(self.folder, self.name)
+        """The chunk ranges [n, 2] int64 of deleted documents; see `deletions.py`.
+
+        `deleted.json` is written before the manifest that lists appended shards, so it can name chunks that this split lacks.
+        """
+        ranges = deleted_ranges(self.folder, self.name)
+        return ranges[: np.searchsorted(ranges[:, 1], self.num_chunks, side="right")]
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
         """Replace chunk ids [...] int64 of deleted documents by -1."""

@@ -60,13 +60,25 @@ def read_deletions(folder: Path) -> Deletions:
 def _kept(path: Path, _: tuple[int, ...]) -> Deletions:
     try:
         stored = read_checked(path)
-        ranges = {name: np.array(rows, dtype=np.int64).reshape(-1, 2) for name, rows in stored["chunks"].items()}
-        return Deletions(stored["documents"], ranges)
-    except (ValueError, KeyError) as error:
+        if not all(type(shards) is int for shards in stored["documents"].values()):
+            raise ValueError("documents: each id needs a number of shards")
+        return Deletions(stored["documents"], {name: _ranges(name, rows) for name, rows in stored["chunks"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(
             f"{path} has changed since it was written ({error}). Restore it from a copy, or remove it and run `retro delete` "
             "again with the ids of all deleted documents."
         ) from error
+
+
+def _ranges(split: str, rows: list[list[int]]) -> np.ndarray:
+    """Stored ranges of chunk ids as [n, 2] int64; raises ValueError unless they are sorted and disjoint, as `inside` needs them."""
+    if not all(type(end) is int for row in rows for end in row) or {len(row) for row in rows} - {2}:
+        raise ValueError(f"chunks of {split}: each range must be two integers")
+    ranges = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    ends = ranges.ravel()
+    if (ends < 0).any() or (ranges[:, 0] >= ranges[:, 1]).any() or (np.diff(ends) < 0).any():
+        raise ValueError(f"chunks of {split}: the ranges are not in order")
+    return ranges
 
 
 def deleted_ranges(folder: Path, split: str = "train") -> np.ndarray:

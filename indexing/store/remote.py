@@ -253,19 +253,28 @@ def _put(file: Path, url: str) -> None:
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[tuple[Any, str]]:
-    """The filesystem of a URL and the path in it. Errors name the URL.
-
-    Raises:
-        InputError: in place of the filesystem's exceptions, which differ between filesystems.
-    """
+    """The filesystem of a URL and the path in it. Errors name the URL."""
     import fsspec
 
     options = {}
     if url.startswith(("s3:", "s3a:")) and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
         options["config_kwargs"] = {"max_pool_connections": _S3_CONNECTIONS}
-    try:
+    with named_errors(url):
         yield fsspec.core.url_to_fs(url, **options)
+
+
+@contextlib.contextmanager
+def named_errors(url: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Work with the filesystem of a URL.
+
+    Raises:
+        InputError: in place of the filesystem's exceptions, which differ between filesystems; those in `passed` are raised unchanged.
+    """
+    try:
+        yield
     except InputError:
+        raise
+    except passed:
         raise
     except Exception as error:
         raise InputError(

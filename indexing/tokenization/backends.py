@@ -1,12 +1,12 @@
 """The two tokenizer libraries with one interface: SentencePiece models and Hugging Face's `tokenizer.json`."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
+from indexing.store.files import parse_json
 
 META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot distinguish the two
 
@@ -138,7 +138,7 @@ TokenizerBackend = SentencePiece | HuggingFace
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; raises InputError if the file holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -243,9 +243,21 @@ def _check_top(folder: Path, top: Mapping[str, Any] | None, manifests: Manifests
                 yield DatastoreProblem(MANIFEST, problem)
 
 
+def _check_deletions(folder: Path, top: Mapping[str, Any] | None) -> None:
+    """Raise InputError if `deleted.json` is damaged, or names chunks that the datastore does not have."""
+    chunks = read_deletions(folder).chunks
+    for split, columns in top["splits"].items() if top else ():
+        last, rows = chunks[split].max(initial=0) if split in chunks else 0, sum(columns["chunks"])
+        if last > rows:
+            raise InputError(
+                f"{folder / 'deleted.json'} deletes chunks of {split} up to {last - 1:,}, the datastore has {rows:,}. Run "
+                "`retro index CONFIG`, which writes it again, or restore the file that belongs to this datastore."
+            )
+
+
 def _check_others(folder: Path, top: Mapping[str, Any] | None) -> Iterator[DatastoreProblem]:
     """Check what no stage of this datastore makes: `deleted.json`, and the datastores that neighbors come from."""
-    checks: list[Callable[[], object]] = [lambda: read_deletions(folder)]
+    checks: list[Callable[[], object]] = [lambda: _check_deletions(folder, top)]
     if top and "neighbors" in top["fingerprints"]:
         checks.append(lambda: RetrievalSet.of(Datastore.open(folder)))
     for check in checks:

@@ -16,7 +16,7 @@ def connect(address: str) -> None:
         address: `auto`, `ray://…`; empty: the cluster that runs this job, or a new one.
 
     Raises:
-        InputError: no cluster answers, or it refuses this process.
+        InputError: no cluster answers, it refuses this process, or Ray does not start.
     """
     import ray
 
@@ -25,7 +25,9 @@ def connect(address: str) -> None:
     try:
         require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (
+        Exception
+    ) as error:  # Ray raises many types, and `Exception` itself if a process of its own does not start in time
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store.errors import InputError
+from indexing.store.files import check_depth
 from indexing.store.remote import url_of
 
 
@@ -83,12 +84,16 @@ class TomlFile:
             return cls(None, {}, {})
         try:
             text = Path(file).read_text(encoding="utf-8-sig")
-            return cls(file, tomllib.loads(text), _lines(text))
+            values = tomllib.loads(text)
+            check_depth(values)  # before `_lines`, which takes long for names with very many dots
+            return cls(file, values, _lines(text))
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}; name a TOML file of settings.") from error
         except UnicodeDecodeError as error:
             raise InputError(f"{file}: not UTF-8 text (byte {error.start}); name a TOML file of settings.") from error
-        except tomllib.TOMLDecodeError as error:
+        except RecursionError as error:
+            raise InputError(f"{file}: lists or tables are nested too deeply; name a TOML file of settings.") from error
+        except ValueError as error:
             line = re.search(r"line (\d+)", str(error))
             at = f"{file}:{line[1] if line else text.count(chr(10)) + 1}"
             raise InputError(f"{at}: not valid TOML: {error}. Strings need quotes; see https://toml.io.") from error

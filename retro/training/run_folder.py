@@ -3,7 +3,6 @@
 run/  settings.json   metrics.jsonl   checkpoints/00000200/ …
 """
 
-import json
 import logging
 import math
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 from indexing.store.artifact import verify
 from indexing.store.errors import InputError
+from indexing.store.files import parse_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.training.optimizer import learning_rate
 from retro.training.settings import TrainSettings
@@ -180,7 +180,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     out = []
     for number, line in enumerate(whole, start=1):
         try:
-            out.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            out.append(parse_json(line))
+        except ValueError as error:
             raise InputError(f"{path}:{number}: not JSON ({error}). Remove the line.") from error
     return out

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, opened, read_documents
 from indexing.corpus.scan import (
     FileScan,
     FileSlice,
@@ -574,3 +574,24 @@ def test_deleted_documents_are_in_no_slice_and_counted_nowhere(tmp_path: Path, s
     assert read == kept
     assert (scan.documents, scan.left_out) == (len(kept), len(deleted))
     assert scan.text_bytes == sum(document.size for document in kept) == sum(part.text_bytes for part in scan.slices)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://nothing/data/*.jsonl", "s3://nothing/a.jsonl", "hf://datasets/some/thing/*.jsonl"]
+)
+def test_url_without_network_or_credentials_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    pytest.importorskip({"s3": "s3fs", "hf": "huggingface_hub"}[url[:2]])
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": "http://127.0.0.1:9", "skip_instance_cache": True})
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"skip_instance_cache": True})
+    with pytest.raises(
+        InputError, match=r"corpus\.paths: (s3|hf)://.*: .*Check the URL, the network and the credentials"
+    ):
+        list_files(CorpusSettings(paths=(url,)))
+    with (
+        pytest.raises(InputError, match=r"(s3|hf)://.*the credentials"),
+        opened(CorpusFile(url.replace("*", "b"), "b.jsonl", 1, ""), print),
+    ):
+        pass

@@ -124,3 +124,9 @@ def test_a_gpu_gives_nearly_the_vectors_of_a_cpu_in_float32(minilm: TransformerE
     tokens, lengths = np.array([[1], [2], [3]]), np.ones(3, np.int64)
     vectors = TransformerEmbedder(settings, minilm.decode).embed(tokens, lengths)
     assert (vectors * minilm.embed(tokens, lengths)).sum(axis=1).min() > 0.99
+
+
+@pytest.mark.parametrize("sizes", [{"dimension": 10**12}, {"bigram_buckets": 10**15}])
+def test_sizes_that_no_machine_holds_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="less than or equal to"):
+        EmbedderSettings(**sizes)

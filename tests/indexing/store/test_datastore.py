@@ -1,12 +1,18 @@
 """Continuations stay within their document, and other folders are refused."""
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexing.store.datastore import Datastore
+from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
+from indexing.store.files import write_checked
 
 
 @settings(deadline=None, max_examples=50)
@@ -37,3 +43,34 @@ def test_last_chunk_of_a_document_has_no_continuation(tiny_datastore: Datastore)
 def test_other_folder_is_refused_with_the_command_that_builds_a_datastore(tmp_path) -> None:
     with pytest.raises(InputError, match="retro index"):
         Datastore.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [[4, 8], [0, 2]],
+        [[0, 4], [3, 8]],
+        [[4, 4]],
+        [[8, 4]],
+        [[-2, 4]],
+        [[0]],
+        [[0, 10**30]],
+        [[0.5, 4]],
+        [["a", 4]],
+        7,
+    ],
+)
+def test_deleted_ranges_that_are_not_in_order_are_refused(tmp_path: Path, ranges: Any) -> None:
+    write_checked(tmp_path / "deleted.json", {"documents": {"a": 1}, "chunks": {"train": ranges}})
+    with pytest.raises(InputError, match=r"deleted\.json has changed since it was written"):
+        read_deletions(tmp_path)
+
+
+def test_deleted_chunks_that_a_split_does_not_have_are_left_out(tmp_path: Path, tiny_datastore: Datastore) -> None:
+    folder = shutil.copytree(tiny_datastore.folder, tmp_path / "datastore")
+    train = Datastore.open(folder).train
+    first, rows = train.chunk_range(0), train.num_chunks
+    chunks = {"train": [list(first), [rows, rows + 5], [10**15, 10**15 + 1]]}
+    write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": chunks})
+    assert train.deleted.tolist() == [list(first)]
+    assert train.deleted_documents.tolist() == [0]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.store.files import NpyWriter, read_checked, read_json, write_checked, write_json
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter, parse_json, read_checked, read_json, write_checked, write_json
 
 
 @settings(deadline=None)
@@ -64,3 +65,19 @@ def test_file_names_that_are_not_utf8_are_escaped_and_read_back(tmp_path) -> Non
     write_json(path, [name])
     assert read_json(path) == [name]
     assert b"caf\\udce9" in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 150 + b"]" * 150, b"1" * 5000, b"\xff"]
+)
+def test_json_that_cannot_be_read_is_refused_by_both_readers_with_its_reason(tmp_path, data: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"x\.json cannot be read"):
+        read_json(path)
+    with pytest.raises(ValueError):
+        read_checked(path)
+
+
+def test_json_of_a_hundred_levels_is_read() -> None:
+    assert parse_json("[" * 100 + "]" * 100)

@@ -336,3 +336,29 @@ def test_repair_removes_materialized_neighbors_of_others(built: Config, tmp_path
     edit(folder / "materialized" / "00001" / "manifest.json", change)
     assert "materialized/00001 was made from another 'neighbors'" in lines(folder)[0]
     assert repair(folder, verify(folder)) == ["materialized/00001"]
+
+
+def nested(manifest: Path) -> None:
+    manifest.write_bytes(b'{"files":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer", "chunks/00000", "index/tuned"])
+def test_repair_and_index_replace_a_manifest_that_is_nested_too_deeply(
+    tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, name: str
+) -> None:
+    config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tmp_path / "datastore")
+    shutil.copytree(tiny_datastore.folder, config.datastore)
+    whole = contents(config.datastore)
+    nested(config.datastore / name / "manifest.json")
+    assert any("nested more than" in line for line in lines(config.datastore))
+    assert main(["verify", str(config.datastore), "--repair"]) == 1
+    build_local(config)
+    assert contents(config.datastore) == whole
+    assert lines(config.datastore) == []
+
+
+def test_deletions_beyond_the_datastore_are_a_problem(folder: Path) -> None:
+    write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": {"train": [[0, 10**15]]}})
+    assert any("deletes chunks of train up to" in line for line in lines(folder))
+    write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": {"train": [[4, 8], [0, 2]]}})
+    assert any("the ranges are not in order" in line for line in lines(folder))

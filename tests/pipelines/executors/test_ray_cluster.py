@@ -50,3 +50,14 @@ def test_address_that_ray_cannot_parse_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(InputError, match=r"executor\.ray_address.*nonsense"):
         connect("nonsense")
+
+
+def test_ray_that_does_not_start_in_time_is_reported(ray_outside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def init(**_: Any) -> None:  # as `ray._private.node` does
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match=r"no Ray cluster at this machine: The current node timed out during startup"):
+        connect("")

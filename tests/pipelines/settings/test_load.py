@@ -173,6 +173,20 @@ def test_mistake_in_the_file_is_reported_with_file_line_key_and_accepted_values(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[train]\nlr = " + "[" * 100_000,
+        "[train]\nlr = " + "[" * 150 + "]" * 150,
+        ".".join("a" * 2000) + " = 1",
+        "a = " + "1" * 5000,
+    ],
+    ids=["open", "deep", "dots", "digits"],
+)
+def test_toml_that_is_nested_too_deeply_is_refused_at_once(tmp_path: Path, text: str):
+    assert error_of(tmp_path, text).startswith(f"{tmp_path / 'a.toml'}")
+
+
 def test_missing_file_and_binary_file_are_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"none\.toml"):
         load(Settings, tmp_path / "none.toml", [], verb="train")
