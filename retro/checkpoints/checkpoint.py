@@ -27,10 +27,10 @@ from torch import nn
 from indexing.progress import status
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_json
+from indexing.store.files import parse_json, read_json, write_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from retro.checkpoints.tensor_files import fill, index, save_tensors
+from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
@@ -280,10 +280,13 @@ def read(folder: Path) -> Checkpoint:
 def _checkpoint(
     path: Path, weights: tuple[Path, ...], training: tuple[Path, ...], fingerprint: str, state: dict[str, Any]
 ) -> Checkpoint:
+    _check_state(path, state)
     try:
         model = from_json(state["settings"]["model"])
-    except InputError as error:
+    except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
+    stored = index(weights)
+    check_size(model, len(stored), sum(one.shape.numel() for one in stored.values()), path)
     return Checkpoint(
         path=path,
         weights=weights,
@@ -305,6 +308,46 @@ def _checkpoint(
     )
 
 
+_STATE: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "tokens": int,
+    "datastores": list,
+    "settings": dict,
+    "settings.model": dict,
+    "settings.train": dict,
+    "settings.data": dict,
+    "settings.data.sequence_length": int,
+    "settings.data.datastores": list,
+}
+_OPTIONAL: dict[str, type | tuple[type, ...]] = {
+    "num_ids": int,
+    "tokenizer": str,
+    "unlogged": dict,
+    "best": (dict, type(None)),
+    "started_from": (str, type(None)),
+    "scaler": dict,
+    "skipped": dict,
+    "mesh_dims": dict,
+}
+
+
+def _check_state(path: Path, state: Any) -> None:
+    """Raise InputError if metadata of a checkpoint are missing or have another type."""
+    for key, accepted in (_STATE | {key: kind for key, kind in _OPTIONAL.items() if key in (state or ())}).items():
+        value: Any = state
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, accepted) or isinstance(value, bool):
+            kind = accepted if isinstance(accepted, type) else accepted[0]
+            found = "is missing" if value is None else f"is {value!r:.50}"
+            raise InputError(
+                f"{path}: {key} {found} in its metadata; accepted: {_KINDS[kind]}. Export or copy it again."
+            )
+
+
+_KINDS = {int: "an integer", str: "a string", dict: "an object", list: "a list"}
+
+
 def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     """The model of a checkpoint in evaluation mode, with LoRA merged into the weights.
 
@@ -315,6 +358,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     with torch.device("meta"):
         model = Retro(checkpoint.model)
         add_adapter(model, checkpoint.tuning)
+    check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them
     model.to_empty(device=device)
     load_weights(checkpoint, model)
     return (merge(model) if checkpoint.tuning.adapter == "lora" else model).eval()
@@ -359,17 +403,17 @@ def _read_exported(file: Path) -> Checkpoint:
             f"{file} has tensors, but not the metadata that `retro export` writes. Export it with `retro export`, or import the model."
         )
     try:
-        state = json.loads(metadata["retro"])
+        state = parse_json(metadata["retro"])
         whole = state.pop("checksum") == checksum(state, file)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise InputError(f"{file} has changed since it was written (checksum). Export or copy it again.")
-    _check_version(file, state["format_version"])
-    return _checkpoint(file, (file,), (), state["fingerprint"], state)
+    _check_version(file, state.get("format_version"))
+    return _checkpoint(file, (file,), (), str(state.get("fingerprint", "")), state)
 
 
-def _check_version(path: Path, version: int) -> None:
+def _check_version(path: Path, version: Any) -> None:
     if version != FORMAT_VERSION:
         raise InputError(
             f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Use the release of retro "

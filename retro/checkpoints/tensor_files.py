@@ -11,7 +11,7 @@ A part's header has PyTorch's entry with the offsets of its tensors, so `Hugging
 """
 
 import errno
-import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -26,6 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from indexing.store.errors import InputError
+from indexing.store.files import parse_json
+from retro.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
@@ -89,20 +91,65 @@ def index(files: Iterable[Path]) -> dict[str, StoredTensor]:
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
-            offsets = json.loads((opened.metadata() or {}).get(OFFSETS, "{}"))
+            offsets = _offsets(file, opened.metadata() or {})
             for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
                 header = opened.get_slice(key)
                 shape = tuple(header.get_shape())
-                offset = tuple(offsets[key]["saved_offsets"]) if key in offsets else (0,) * len(shape)
+                offset = offsets.get(key, (0,) * len(shape))
                 shards[key].append(TensorShard(offset, shape, file, key))
                 dtypes[key] = (header[:0] if shape else header[()]).dtype
     return {name: StoredTensor(_whole_shape(parts), dtypes[name], tuple(parts)) for name, parts in shards.items()}
 
 
+def _offsets(file: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The offsets of the tensors of a part, by name; of a whole file there are none."""
+    try:
+        stored = parse_json(metadata.get(OFFSETS, "{}"))
+        return {name: tuple(map(int, entry["saved_offsets"])) for name, entry in stored.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{file}: its metadata {OFFSETS} cannot be read ({error}). Copy the checkpoint again."
+        ) from error
+
+
 def _whole_shape(shards: list[TensorShard]) -> torch.Size:
-    """The shape of the tensor that shards make up."""
-    ends = ([start + size for start, size in zip(shard.offsets, shard.shape, strict=True)] for shard in shards)
-    return torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
+    """The shape of the tensor that shards make up.
+
+    Raises:
+        InputError: the shards do not fill it, so that it could claim any size.
+    """
+    ends = [[start + size for start, size in zip(shard.offsets, shard.shape, strict=False)] for shard in shards]
+    whole = tuple(max(sizes) for sizes in zip(*ends, strict=False))
+    elements = sum(math.prod(shard.shape) for shard in shards)
+    if elements != math.prod(whole) or any(len(shard.shape) != len(whole) for shard in shards):
+        raise InputError(
+            f"{shards[0].file}: the parts of {shards[0].name} do not fit together. Copy the checkpoint again."
+        )
+    return torch.Size(whole)
+
+
+def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, where: Path | str) -> None:
+    """Refuse settings of a model that is larger than its files, before anything is made in the sizes that they claim.
+
+    Args:
+        settings: what a header claims.
+        num_tensors: tensors in the files.
+        num_elements: numbers that the files hold at most, such as their bytes.
+        where: the file with the settings, for the message.
+
+    Raises:
+        InputError: there are fewer tensors than layers, or fewer elements than in the embedding, queries and feed-forward blocks.
+    """
+    elements, layers = settings.vocab_size * settings.d_model, 0
+    for stack in (settings, settings.encoder) if settings.retrieval.cca_layers else (settings,):
+        heads = settings.attention if stack is settings else settings.encoder
+        layers += stack.num_layers
+        elements += stack.num_layers * stack.d_model * (heads.num_heads * heads.head_dim + stack.d_ffw)
+    if layers > num_tensors or elements > num_elements:
+        raise InputError(
+            f"{where}: a model of {layers:,} layers and width {settings.d_model:,} has at least {elements:,} parameters, but its "
+            f"files hold {num_tensors:,} tensors with at most {num_elements:,}. The settings belong to another model."
+        )
 
 
 @torch.no_grad()
@@ -115,7 +162,8 @@ def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None
     from torch.distributed.checkpoint import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem
 
-    _check(tensors, stored)
+    check_shapes(tensors, stored)
+    assert not any(tensor.is_meta for tensor in tensors.values())  # nothing could be copied into them
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, _described({name: stored[name] for name in tensors}))
     by_file: dict[Path, list[tuple[str, ReadItem]]] = defaultdict(list)
@@ -132,7 +180,8 @@ def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None
                 planner.resolve_tensor(item).copy_(opened.get_slice(name)[box])
 
 
-def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+def check_shapes(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    """Raise InputError if a tensor is not stored, or has another shape."""
     where = next((str(one.shards[0].file.parent) for one in stored.values()), "the checkpoint")
     for name, tensor in tensors.items():
         if name not in stored:
@@ -142,7 +191,6 @@ def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) ->
         if stored[name].shape != tensor.shape:
             shapes = f"the shape {list(stored[name].shape)}, here it has {list(tensor.shape)}"
             raise InputError(f"{where}: {name} has {shapes}: it is the checkpoint of another model.")
-        assert not tensor.is_meta, name  # nothing could be copied into it
 
 
 def _described(stored: Mapping[str, StoredTensor]) -> "Metadata":

@@ -22,6 +22,7 @@ from torch import Tensor
 from indexing.machine import Precision
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
+from indexing.store.files import member
 from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import (
     HUGGINGFACE_MODEL,
@@ -31,6 +32,7 @@ from indexing.tokenization.tokenizer import (
     sentencepiece_file,
 )
 from retro.checkpoints.single_file import write_exported
+from retro.checkpoints.tensor_files import check_size
 from retro.data.settings import DataSettings
 from retro.huggingface.config_json import Config
 from retro.huggingface.families import settings_of
@@ -81,6 +83,8 @@ def read_base(folder: Path, chunk_length: int = 64) -> ImportedDecoder:
     family, settings, context = settings_of(config, chunk_length)
     num_ids = tokenizer_size(folder) or settings.vocab_size
     with open_weights(folder) as weights:
+        num_bytes = sum(file.stat().st_size for file in set(weights.files.values()))
+        check_size(settings, len(weights.files), num_bytes, config.file)
         tensors = _translated(weights, NAMES[family], settings)
     missing = max(0, num_ids - settings.vocab_size)
     if missing:
@@ -200,9 +204,10 @@ def open_weights(folder: Path) -> Iterator[Weights]:
         files = [folder / WEIGHTS]
     elif (folder / _INDEX).is_file():
         named = read_object(folder / _INDEX).get("weight_map")
-        if not isinstance(named, dict) or not all(Path(str(name)).name == name for name in named.values()):
+        in_folder = isinstance(named, dict) and all("/" not in str(name) != ".." for name in named.values())
+        if not isinstance(named, dict) or not named or not in_folder:
             raise InputError(f"{folder / _INDEX}: weight_map must map every tensor to a file in the same folder.")
-        files = [folder / name for name in sorted(set(named.values()))]
+        files = [member(folder, name) for name in sorted(set(map(str, named.values())))]
     elif pickled := sorted(folder.glob("*.bin")):
         raise InputError(
             f"{pickled[0]} is a pickle file, which is not supported. Convert it to safetensors with transformers: "

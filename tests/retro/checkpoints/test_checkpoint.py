@@ -5,8 +5,10 @@ import json
 import random
 import resource
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,67 @@ def test_a_full_disk_is_named_with_advice_and_nothing_remains(run: Path, tmp_pat
 def test_a_missing_folder_raises_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         save_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")
+
+
+def with_state(file: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the metadata of an exported file, with its checksum, as a faulty program would."""
+    with safe_open(file, "pt") as opened:
+        state = json.loads(opened.metadata()["retro"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    change(state)
+    del state["checksum"]
+    state["checksum"] = checkpoints.checksum(state, file)
+    save_file(tensors, file, {"retro": json.dumps(state, sort_keys=True)})
+    return file
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (key, value)
+        for key in (
+            "step",
+            "tokens",
+            "datastores",
+            "settings",
+            "settings.model",
+            "settings.train",
+            "settings.data",
+            "settings.data.sequence_length",
+            "settings.data.datastores",
+            "num_ids",
+            "best",
+        )
+        for value in (None, "x")
+        if (key, value) not in (("num_ids", None), ("best", None))
+    ],
+)
+def test_missing_or_wrong_metadata_are_named(exported: Path, key: str, value: str | None) -> None:
+    def change(state: dict[str, Any]) -> None:
+        *sections, name = key.split(".")
+        for section in sections:
+            state = state[section]
+        state[name] = value
+
+    problem = "is missing" if value is None else "is 'x'"
+    with pytest.raises(InputError, match=rf"model\.safetensors: {key} {problem} in its metadata; accepted: an? "):
+        checkpoints.open_checkpoint(with_state(exported, change))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"num_layers": 10**9}, {"num_layers": 1000}, {"d_ffw": 10**12}, {"vocab_size": 10**15}, {"d_model": 10**15}],
+)
+def test_settings_of_a_model_larger_than_the_file_are_refused_before_it_is_made(
+    exported: Path, sizes: dict[str, int]
+) -> None:
+    changed = with_state(exported, lambda state: state["settings"]["model"].update(sizes))
+    with pytest.raises(InputError, match=r"model\.safetensors: a model of .* but its files hold"):
+        checkpoints.open_checkpoint(changed)
+
+
+def test_weights_of_another_shape_are_refused_before_memory_is_allocated(exported: Path) -> None:
+    changed = with_state(exported, lambda state: state["settings"]["model"]["attention"].update(smeared_keys=True))
+    opened = checkpoints.open_checkpoint(changed)
+    with pytest.raises(InputError, match="it is the checkpoint of another model"):
+        checkpoints.load_model(opened, torch.device("cpu"))

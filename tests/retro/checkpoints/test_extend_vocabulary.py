@@ -20,7 +20,7 @@ CUTS = [[3], [1, 2, 4], [7, 7], [V - 1, 0]]
 
 def write_checkpoint(model: Retro, folder: Path, num_ids: int = 0, datastores: list[str] | None = None) -> Checkpoint:
     """Write a checkpoint of a model as `retro export` does."""
-    sections: dict[str, Any] = {"data": {"datastores": []}, "train": {"precision": "float32"}}
+    sections: dict[str, Any] = {"data": {"datastores": [], "sequence_length": 64}, "train": {"precision": "float32"}}
     state = {
         "step": 5,
         "tokens": 640,

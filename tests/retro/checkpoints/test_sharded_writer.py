@@ -63,7 +63,11 @@ STATE: dict[str, Any] = {
     "mesh_dims": LAYOUT,
     "step": 1,
     "tokens": 128,
-    "settings": {"model": json.loads(json.dumps(asdict(MODEL))), "train": {"seed": 3}, "data": {}},
+    "settings": {
+        "model": json.loads(json.dumps(asdict(MODEL))),
+        "train": {"seed": 3},
+        "data": {"sequence_length": 64, "datastores": []},
+    },
     "datastores": ["0123"],
     "unlogged": {"loss": 0.0, "steps": 0},
     "best": None,

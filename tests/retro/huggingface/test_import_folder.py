@@ -112,8 +112,23 @@ def test_incomplete_or_damaged_folders_are_rejected(folder: Path, tmp_path: Path
     for wrong in ({}, {"weight_map": {"transformer.wte.weight": "../one.safetensors"}}):
         index.write_text(json.dumps(wrong))
         expect_error("weight_map")
+    for wrong in ('{"weight_map": {"a": {}}}', '{"weight_map": {"a": ".."}}', '{"a":' * 100_000):
+        index.write_text(wrong)
+        expect_error("index.json")
     (folder / "config.json").write_text("{")
     expect_error("config.json is not JSON")
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    expect_error("config.json is not JSON: it is nested")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"n_layer": 100_000}, {"n_layer": 10**9}, {"n_embd": 2**40, "n_head": 1}, {"vocab_size": 10**15}]
+)
+def test_config_of_a_model_larger_than_its_files_is_refused_before_it_is_made(folder: Path, sizes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    with pytest.raises(InputError, match=r"config\.json: a model of .* but its files hold"):
+        read_base(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizers
