@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store import remote
-from indexing.store.errors import InputError
+from indexing.store.errors import DamagedFile, InputError
 from indexing.store.files import (
     MANIFEST,
     checksum,
@@ -280,7 +280,7 @@ def wrong_checksum(folder: Path, manifest: Mapping[str, Any], name: str) -> str 
 
 @contextlib.contextmanager
 def reading(*paths: Path) -> Iterator[None]:
-    """Open or read files of artifacts: an exception because of damage becomes an InputError that names the damaged file.
+    """Open or read files of artifacts: an exception because of damage becomes a DamagedFile that names it.
 
     After an exception the files are compared with their manifests. If they are intact, the exception is raised unchanged: it
     is a bug, or a lack of memory.
@@ -297,14 +297,14 @@ def reading(*paths: Path) -> Iterator[None]:
             raise
         for path in paths:
             if problem := _damage_at(path, error):
-                raise _damaged(problem) from error
+                raise damaged(path, problem) from error
         raise
 
 
 def require_finished(folder: Path) -> None:
-    """Raise InputError if an artifact of a datastore is unfinished or has `damage`."""
+    """Raise DamagedFile if an artifact of a datastore is unfinished or has `damage`."""
     if problem := damage(folder):
-        raise _damaged(problem)
+        raise damaged(folder, problem)
 
 
 def intact(path: Path) -> Path:
@@ -313,11 +313,11 @@ def intact(path: Path) -> Path:
     For small files, in which a changed byte could have any effect. Large files are compared only by `retro verify`.
 
     Raises:
-        InputError: the file is missing or differs.
+        DamagedFile: the file is missing or differs.
     """
     path = remote.present(path)
     if problem := _damage_at(path):
-        raise _damaged(problem)
+        raise damaged(path, problem)
     return path
 
 
@@ -345,10 +345,17 @@ def _damage_at(path: Path, error: BaseException | None = None) -> str | None:
     return f"{path} cannot be read ({error})" if error else None
 
 
-def _damaged(problem: str) -> InputError:
-    return InputError(
-        f"{problem}. `retro verify DATASTORE --repair` removes damaged parts, and `retro index CONFIG` makes them again."
-    )
+def damaged(path: Path, problem: str) -> DamagedFile:
+    """The error of a damaged file of a datastore.
+
+    Args:
+        path: the file, or its folder.
+        problem: a sentence that begins with the file.
+    """
+    above = [folder for folder in path.parents[:5] if (folder / MANIFEST).exists()]
+    root = above[-1] if above else path.parent  # the datastore
+    repair = "`retro verify DATASTORE --repair` removes damaged parts, and `retro index CONFIG` makes them again."
+    return DamagedFile(f"{problem}. {repair}", file=path, problem=problem, shown=problem.replace(f"{root}{os.sep}", ""))
 
 
 def remove(folder: Path) -> None:

@@ -301,6 +301,10 @@ class Datastore:
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
+        if not _is_complete(manifest):
+            raise InputError(
+                f"{path} lacks keys or has values of other types. Run `retro index CONFIG` to write it again."
+            )
         return cls(folder, manifest, reading)
 
     @property
@@ -364,6 +368,20 @@ class Datastore:
                 if name not in ("sparse", "suffixes", "votes", "ngrams", "materialize", "merge")
             }
         )
+
+
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Whether a datastore's manifest has what a reader needs, with values of the right types."""
+    splits, prints, length = (manifest.get(key) for key in ("splits", "fingerprints", "chunk_length"))
+    if not isinstance(prints, dict) or not isinstance(splits, dict) or "train" not in splits or length == 0:
+        return False
+    if not all(isinstance(split, dict) for split in splits.values()):
+        return False
+    columns = [split.get(key) for split in splits.values() for key in ("chunks", "documents")]
+    if not all(isinstance(column, list) for column in columns):
+        return False
+    numbers = [length, manifest.get("pad_id"), *(number for column in columns for number in column)]
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import reading
-from indexing.store.errors import InputError
+from indexing.store.artifact import damaged, reading
 from indexing.store.remote import present
 
 _GROUPS_KEPT = 64  # cached row groups, about a megabyte each
@@ -83,9 +82,8 @@ class DocumentTable:
         parquet = self._parquet(shard)
         sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
         if sum(sizes) < self.rows[shard]:
-            raise InputError(
-                f"{self.paths[shard]} has {sum(sizes)} rows, the datastore's manifest says {self.rows[shard]}."
-            )
+            problem = f"has {sum(sizes)} rows, the datastore's manifest says {self.rows[shard]}"
+            raise damaged(self.paths[shard], f"{self.paths[shard]} {problem}")
         return parquet.schema_arrow, np.cumsum([0, *sizes]).tolist()
 
     def _parquet(self, shard: int) -> Any:

@@ -28,6 +28,20 @@ class NotFound(InputError):
     """Nothing has the requested id; over HTTP this is status 404."""
 
 
+class DamagedFile(InputError):
+    """A stored file is missing, or differs from when it was written; over HTTP this is status 503.
+
+    Attributes:
+        file: the file, or the folder of its artifact.
+        problem: the file and how it differs.
+        shown: the same with the file's path in its datastore only, for clients.
+    """
+
+    def __init__(self, message: str, file: Path = Path(), problem: str = "", shown: str = "") -> None:
+        super().__init__(message)
+        self.file, self.problem, self.shown = file, problem, shown
+
+
 def in_words(error: OSError) -> str:
     """An error of the operating system as a sentence: the path that is in the way, the reason, and what to do."""
     reason = str(error.strerror or error)

@@ -15,8 +15,7 @@ from typing import Literal
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.artifact import reading
-from indexing.store.errors import InputError
+from indexing.store.artifact import damaged, reading
 
 Reading = Literal["mmap", "pread"]
 """`mmap`: memory-map files. `pread`: read only the requested byte ranges."""
@@ -114,18 +113,15 @@ class RangedArray:
         blocks = self._files.read(ranges)
         for (path, start, stop), block in zip(ranges, blocks, strict=True):
             if len(block) != stop - start:
-                raise InputError(
-                    f"{path} ends at byte {start + len(block):,}, before one of its rows. Remove its folder and run "
-                    "`retro index` again."
-                )
+                raise damaged(path, f"{path} ends at byte {start + len(block):,}, before one of its rows")
         header = self._headers[shards[0]]
         return np.frombuffer(b"".join(blocks), header.dtype).reshape(-1, *header.row_shape)
 
 
 def check_rows(path: Path, rows: int, expected: int) -> None:
-    """Raise InputError if an array has fewer rows than expected."""
+    """Raise DamagedFile if an array has fewer rows than expected."""
     if rows < expected:
-        raise InputError(f"{path} has {rows} rows, the datastore's manifest says {expected}.")
+        raise damaged(path, f"{path} has {rows} rows, the datastore's manifest says {expected}")
 
 
 class _Files:
@@ -167,7 +163,7 @@ class _Files:
             try:
                 self._open[path] = os.open(path, os.O_RDONLY)
             except FileNotFoundError as error:
-                raise InputError(f"{path} is missing. Run `retro index` again.") from error
+                raise damaged(path, f"{path} is missing") from error
             # Read-ahead by the kernel would fetch rows that nobody requested.
             if _HAS_ADVICE:
                 os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)

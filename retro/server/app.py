@@ -114,6 +114,7 @@ def make_app(
         metrics=service.metrics,
         token=token,
         public=frozenset({"/health", "/ready", "/docs", "/openapi.json", *_SWAGGER_FILES, *page_paths}),
+        files=service.files,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -166,9 +167,10 @@ async def health() -> Mapping[str, str]:
 
 @router.get("/ready", response_model=schemas.Status, responses={503: error_responses()[503]})
 async def ready(service: ServiceDependency) -> Mapping[str, str]:
-    """Report whether the server accepts requests; 503 while it shuts down."""
+    """Report whether the server accepts requests; 503 while it shuts down or a file of a datastore is damaged."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
+    await service.files.require_all()
     return {"status": "ready"}
 
 

@@ -1,6 +1,6 @@
 """Errors as JSON in the format of OpenAI's API. An answer never contains a stack trace.
 
-    ApiError, InputError (a user's mistake), pydantic's errors ─► {"error": {message, type, param, code}}
+    ApiError, InputError (a user's mistake), DamagedFile (503), pydantic's errors ─► {"error": {message, type, param, code}}
     any other exception ─► 500 with an id; the log has the stack trace under the same id
 
 The status of an invalid request is 422; under /v1 it is 400, as in OpenAI's API.
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from indexing.store.errors import InputError, NotFound
+from indexing.store.errors import DamagedFile, InputError, NotFound
 from retro.server.schemas import ErrorResponse
 
 log = logging.getLogger("retro.server")
@@ -37,7 +37,7 @@ _STATUSES: dict[int, tuple[str | None, str]] = {  # code of all errors of a stat
     429: ("rate_limit_exceeded", "Too many requests are waiting; retry after the time in `Retry-After`."),
     431: ("request_too_large", "The request's URL and headers have more bytes than the server allows."),
     500: ("internal_error", "Internal error; the server's log has details under the id in the message."),
-    503: ("unavailable", "The server is starting or shutting down."),
+    503: ("unavailable", "The server is starting or shutting down, or a file of a datastore is damaged."),
     504: ("timeout", "The request took longer than the server allows."),
 }
 _FIELD_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
@@ -102,6 +102,11 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _STATUSES[status][1]} for status in every}
 
 
+def is_expected(error: Exception) -> bool:
+    """Whether an exception is answered with its own message, not with 500."""
+    return isinstance(error, ApiError | RequestValidationError | InputError | HTTPException)
+
+
 def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
     """Convert an exception to an error answer. Unexpected exceptions are logged with their stack trace under an id.
 
@@ -116,6 +121,9 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
         return _as_invalid_request(error.errors()[0], scope)
     if isinstance(error, NotFound):
         return ApiError(404, str(error))
+    if isinstance(error, DamagedFile):
+        log.error("%s", error)
+        return ApiError(503, f"a file of the datastore is damaged: {error.shown}.", code="damaged_file")
     if isinstance(error, InputError):
         return InvalidRequest(str(error))
     if isinstance(error, HTTPException):

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -70,12 +70,20 @@ class GenerationQueue:
         language_model: the model that generates.
         max_num_seqs: largest number of texts in the batch; others wait.
         metrics: counts tokens and measures their latency.
+        before_step: called before each step; an exception ends all requests.
 
     Attributes:
         num_running: texts in the batch.
     """
 
-    def __init__(self, language_model: LanguageModel, max_num_seqs: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        max_num_seqs: int,
+        metrics: Metrics,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_step = before_step
         self._language_model, self._max_num_seqs, self._metrics = language_model, max_num_seqs, metrics
         self._batch, self.num_running = language_model.batch(), 0  # only the thread uses the batch
         self._count_batch = metrics.count_batch("generate")
@@ -142,6 +150,12 @@ class GenerationQueue:
 
     def _run(self) -> None:
         while requests := self._present():
+            try:
+                self._before_step()
+            except Exception as error:
+                self._batch = self._language_model.batch()
+                self._end(requests, error)
+                continue
             try:
                 self._admit(requests)
                 self._deliver(self._batch.step(), requests)

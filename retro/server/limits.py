@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retro.server.errors import ApiError, as_api_error, error_response, time_limit_error
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
+from retro.server.watched_files import WatchedFiles
 
 access_log = logging.getLogger("retro.access")
 
@@ -89,6 +90,7 @@ class Limits:
         metrics: counts the answers.
         token: bearer token that requests must send; empty = none.
         public: paths that need no token and are always answered: health, readiness, the page, the description of the API.
+        files: those of the datastores. No request is answered while one is damaged.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Limits:
         metrics: Metrics,
         token: str,
         public: frozenset[str],
+        files: WatchedFiles,
     ) -> None:
+        self._files = files
         self._app, self._settings, self._admission, self._metrics = app, settings, admission, metrics
         self._token, self._public = token.encode(), public
         self._hosts = {"", "localhost", *(name.lower() for name in settings.allowed_hosts)}
@@ -125,6 +129,7 @@ class Limits:
         except Exception as error:
             if answer.begun:
                 raise
+            error = await self._files.explained(error)
             await error_response(as_api_error(error, scope), scope["path"])(scope, receive, answer.send)
         finally:
             self._admission.unanswered.discard(task)
@@ -162,6 +167,7 @@ class Limits:
         self._check_load()  # other requests may have arrived meanwhile
         self._admission.under_way += 1
         try:
+            await self._files.require()
             await self._answer(scope, receive, answer, body)
         finally:
             self._admission.under_way -= 1

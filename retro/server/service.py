@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from fastapi import Depends, Request
@@ -21,9 +21,10 @@ from starlette.responses import Response
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import CANDIDATES, Retriever
 from indexing.sparse.candidates import Retrieval
-from indexing.store.errors import InputError
+from indexing.store.errors import DamagedFile, InputError
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from indexing.store.watch import Watch
 from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
 from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
@@ -38,6 +39,11 @@ from retro.server.limits import Admission
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
 from retro.server.verbatim_runs import TracedDatastore, is_traced, traced_datastores
+from retro.server.watched_files import WatchedFiles
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 
 Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
@@ -100,6 +106,7 @@ class Service:
         generations: None without a model.
         chat_template: None without a model, or if it has no template.
         started: time of the start in seconds since 1970.
+        files: those of the datastores; DamagedFile is answered 503.
         examples: by length in chunks: passages to try, and the task that measures their gains.
         measuring: held by the one of these tasks that runs.
     """
@@ -112,9 +119,10 @@ class Service:
         self.retriever, self.language_model, self.settings = retriever, language_model, settings
         self.name, self.started = settings.name or _name_of(retriever, language_model), int(time.time())
         self.admission, self.metrics = Admission(), Metrics()
+        self.files = WatchedFiles(split.folder for split in retriever.retrieval.splits)
         count, size = self.metrics.count_batch, settings.max_batch
         self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
-            "search", _search_with(retriever), size, count("search"), _cost_of_search
+            "search", _watched(self.files.watch, _search_with(retriever)), size, count("search"), _cost_of_search
         )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
         waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
@@ -122,12 +130,14 @@ class Service:
         if language_model is not None:
             self.score = Batcher(
                 "score",
-                _score_with(language_model),
+                _watched(self.files.watch, _score_with(language_model)),
                 settings.max_score_tokens,
                 count("score"),
                 lambda key, window: len(window) * (1 + 2 * key.k),
             )
-            generations = self.generations = GenerationQueue(language_model, settings.max_num_seqs, self.metrics)
+            generations = self.generations = GenerationQueue(
+                language_model, settings.max_num_seqs, self.metrics, self.files.watch.require
+            )
             self.chat_template = _chat_template(language_model, settings.chat_template)
             waiting |= {"score": self.score.__len__, "generate": generations.__len__}
             running = {"generate": lambda: generations.num_running}
@@ -181,6 +191,8 @@ class Service:
             opened = None if self.language_model is None else self.language_model.suffixes
             try:
                 self._traced = traced_datastores(self.retriever.retrieval, opened)
+            except DamagedFile:
+                raise
             except InputError as error:
                 raise ApiError(404, str(error)) from error
         return self._traced
@@ -313,6 +325,16 @@ ServiceDependency = Annotated[Service, Depends(service_of)]
 def _cost_of_search(search: SearchKey, query: Query) -> int:
     """Return the cost of one query; a query searched by its vector alone costs 1."""
     return 1 if search.retrieval == "dense" else _COST_WITH_TERMS
+
+
+def _watched(watch: Watch, work: Callable[[Key, list[Item]], Done]) -> Callable[[Key, list[Item]], Done]:
+    """Work that begins with a check of the files, because its requests may have waited."""
+
+    def watched(key: Key, items: list[Item]) -> Done:
+        watch.require()
+        return work(key, items)
+
+    return watched
 
 
 def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list[SearchResult]]:

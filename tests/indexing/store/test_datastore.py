@@ -74,3 +74,17 @@ def test_deleted_chunks_that_a_split_does_not_have_are_left_out(tmp_path: Path, 
     write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": chunks})
     assert train.deleted.tolist() == [list(first)]
     assert train.deleted_documents.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"splits": 7}, {"splits": {}}, {"splits": {"train": {"chunks": [1]}}}, {"chunk_length": "16"}, {"chunk_length": 0},
+        {"pad_id": None}, {"fingerprints": []}, {"splits": {"train": {"chunks": [-1], "documents": [1]}}},
+        {"splits": {"train": {"chunks": ["1"], "documents": [1]}}},
+    ],
+)  # fmt: skip
+def test_manifest_with_values_of_other_types_is_refused(tmp_path: Path, tiny_datastore: Datastore, change: Any) -> None:
+    write_checked(tmp_path / "manifest.json", {**tiny_datastore.manifest, **change})
+    with pytest.raises(InputError, match=r"manifest\.json lacks keys or has values of other types"):
+        Datastore.open(tmp_path)

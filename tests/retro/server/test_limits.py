@@ -20,6 +20,7 @@ from retro.server.errors import ApiError
 from retro.server.limits import Admission, Limits
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
+from retro.server.watched_files import WatchedFiles
 from tests.conftest import PATIENCE, wait_until
 from tests.retro.server.conftest import TEXT, Make, events_of, listening
 
@@ -34,6 +35,7 @@ def limited(inner: Callable, admission: Admission | None = None, token: str = ""
         metrics=Metrics(),
         token=token,
         public=frozenset({"/ready"}),
+        files=WatchedFiles(),
     )
 
 

@@ -1,0 +1,148 @@
+"""Watch the files of open datastores: a process that reads a memory-mapped file beyond its end is killed (SIGBUS).
+
+    open ─► sizes of all files ─► before each piece of work: sizes, modification times and inodes again
+                                      └─ changed ─► compared with the manifest and its checksum ─► DamagedFile
+
+Files of an artifact never change after they were written. So one with another modification time is read once to its end.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from indexing.store import remote
+from indexing.store.artifact import damaged, parse_manifest, wrong_checksum, wrong_sizes
+from indexing.store.errors import DamagedFile, InputError
+from indexing.store.files import MANIFEST
+
+_MAPPED = ("chunks", "embeddings", "index", "sparse", "suffixes", "neighbors")
+_IN_MEMORY = ("trained", "tuned")  # parts of an index that are read once
+_REPLACED = "neighbors"  # an append makes them again, and only examples read them
+_PAUSE = (
+    20  # the next check comes after this many times the duration of the last one: checks take 5% of the time at most
+)
+_LONGEST_PAUSE = 1.0  # seconds
+_MOST_BYTES = 4 << 30  # read to explain an error
+
+
+class Watch:
+    """The files of datastores that a process has open. Several threads may use it.
+
+    Args:
+        datastores: their folders. Of a mirror, files that are local now are watched.
+
+    Raises:
+        InputError: a file is missing, or has another size than in its manifest.
+    """
+
+    def __init__(self, datastores: Iterable[Path]) -> None:
+        self._files: dict[Path, Path] = {}  # file → its artifact
+        self._intact: dict[Path, tuple[int, ...]] = {}  # file → size, modification time and inode when it was intact
+        self._broken: dict[Path, tuple[int, ...]] = {}
+        self._reported: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._lock, self._next = threading.Lock(), 0.0
+        self._problem: tuple[Path, str] | None = None
+        for folder in (folder for datastore in datastores for folder in _artifacts(datastore)):
+            manifest = parse_manifest(folder)
+            if problem := next(wrong_sizes(folder, manifest), None):
+                raise damaged(folder, problem)
+            self._files |= {folder / name: folder for name in manifest["files"] if (folder / name).exists()}
+        self._intact = {file: _state(file) for file in self._files}
+
+    def require(self) -> None:
+        """Check all files, unless the last check was just now.
+
+        Raises:
+            DamagedFile: one is missing, has another size, or other bytes than when it was written.
+        """
+        with self._lock:
+            begun = time.monotonic()
+            if begun >= self._next:
+                self._problem = next(filter(None, map(self._problem_of, self._files)), None)
+                now = time.monotonic()
+                self._next = now + min(_PAUSE * (now - begun), _LONGEST_PAUSE)
+            if self._problem:
+                self._next = 0.0  # a repaired file is read again at once
+                raise damaged(*self._problem)
+
+    def require_unreported(self) -> None:
+        """As `require`; files that readers reported are damaged until they change."""
+        self.require()
+        for file, (state, problem) in list(self._reported.items()):
+            if _state(file) == state:
+                raise damaged(file, problem)
+            self._reported.pop(file, None)
+
+    def report(self, error: DamagedFile) -> None:
+        """Remember a damaged file that a reader found: one that was damaged before it was watched, or is not watched."""
+        self._reported[error.file] = _state(error.file), error.problem
+
+    def explain(self) -> DamagedFile | None:
+        """Look for a damaged file after an unexpected error: compare files that are younger than their manifest with its checksums.
+
+        A manifest is written last. A file that was found intact is not read again.
+        """
+        num_bytes = 0
+        for file, folder in self._files.items():
+            state = _state(file)
+            if not state or file in self._broken or state[1] <= (_state(folder / MANIFEST) or state)[1]:
+                continue
+            num_bytes += state[0]
+            if num_bytes > _MOST_BYTES:
+                break
+            with self._lock:
+                problem = self._difference(file, folder)
+            if problem:
+                return damaged(file, problem)
+        return None
+
+    def _problem_of(self, file: Path) -> tuple[Path, str] | None:
+        """The file with its damage, or None."""
+        state, folder = _state(file), self._files[file]
+        if state == self._intact[file]:
+            return None
+        if not state and (remote.url_of(folder) or folder.parent.name == _REPLACED):
+            return None  # dropped from a mirror, or made again; what is mapped stays readable
+        problem = self._difference(file, folder)
+        if problem and state:  # of a removed file, what is mapped stays readable
+            self._broken[file] = state
+        elif problem:
+            pass
+        elif file in self._broken and state[2:] != self._broken[file][2:]:
+            problem = f"{file} was damaged and has been replaced: start the process that reads it again"
+        else:
+            self._broken.pop(file, None)
+            self._intact[file] = state
+        return (file, problem) if problem else None
+
+    def _difference(self, file: Path, folder: Path) -> str | None:
+        """How a file differs from the manifest on disk, which is another one if the artifact was made again."""
+        try:
+            manifest, name = parse_manifest(folder), file.relative_to(folder).as_posix()
+            if name not in manifest["files"]:
+                return None
+            own = {"files": {name: manifest["files"][name]}}
+            return next(wrong_sizes(folder, own), None) or wrong_checksum(folder, manifest, name)
+        except InputError as error:
+            return str(error)
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
+
+
+def _artifacts(datastore: Path) -> Iterator[Path]:
+    """The finished artifacts of a datastore whose files are memory-mapped or read again and again."""
+    for kind in _MAPPED:
+        for manifest in sorted(datastore.glob(f"{kind}/*/{MANIFEST}")):
+            if manifest.parent.name not in _IN_MEMORY and not manifest.parent.name.startswith("."):
+                yield manifest.parent
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Size, modification time in nanoseconds, and inode; empty for a missing file."""
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
