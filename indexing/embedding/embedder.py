@@ -9,7 +9,7 @@ from indexing.embedding.lexical import LexicalEmbedder
 from indexing.embedding.settings import Embedder, EmbedderSettings
 from indexing.embedding.transformer import TransformerEmbedder
 from indexing.progress import Advance
-from indexing.store.artifact import intact, stored_json
+from indexing.store.artifact import intact, stored_record
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import open_array
 
@@ -24,7 +24,7 @@ def open_embedder(
     Raises:
         InputError: a file is damaged.
     """
-    stored = EmbedderSettings(**stored_json(folder / "embedder.json"))
+    stored = stored_record(folder / "embedder.json", EmbedderSettings)
     if stored.kind == "lexical":
         weights, is_special = (
             np.array(open_array(intact(folder / f"{name}.npy"))) for name in ("weights", "is_special")

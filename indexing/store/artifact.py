@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from indexing.store import remote
 from indexing.store.errors import DamagedFile, InputError
@@ -38,6 +38,8 @@ from indexing.store.files import (
 )
 
 log = logging.getLogger("retro")
+
+Record = TypeVar("Record")
 
 _KEYS = {"fingerprint", "recipe", "counts", "files"}  # keys of a manifest
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -324,6 +326,19 @@ def intact(path: Path) -> Path:
 def stored_json(path: Path) -> Any:
     """Read an `intact` JSON file of an artifact."""
     return read_json(intact(path))
+
+
+def stored_record(path: Path, kind: type[Record]) -> Record:
+    """The dataclass whose fields an `intact` JSON file of an artifact holds.
+
+    Raises:
+        DamagedFile: the file is missing or differs, or does not hold these fields.
+    """
+    values = stored_json(path)
+    try:
+        return kind(**values)
+    except (TypeError, InputError) as error:
+        raise damaged(path, f"{path} does not fit this version of retro ({error})") from error
 
 
 def _damage_at(path: Path, error: BaseException | None = None) -> str | None:

@@ -42,6 +42,8 @@ log = logging.getLogger("retro")
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
+_MOST_ROWS = 1 << 40  # of a split; a chunk id has 40 bits (retrieval_set.py)
+_LONGEST_CHUNK = 65_535  # tokens; lengths are uint16
 
 
 def shard_name(shard: int) -> str:
@@ -373,15 +375,16 @@ class Datastore:
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Whether a datastore's manifest has what a reader needs, with values of the right types."""
     splits, prints, length = (manifest.get(key) for key in ("splits", "fingerprints", "chunk_length"))
-    if not isinstance(prints, dict) or not isinstance(splits, dict) or "train" not in splits or length == 0:
+    if not isinstance(prints, dict) or not isinstance(splits, dict) or "train" not in splits:
         return False
     if not all(isinstance(split, dict) for split in splits.values()):
         return False
     columns = [split.get(key) for split in splits.values() for key in ("chunks", "documents")]
     if not all(isinstance(column, list) for column in columns):
         return False
-    numbers = [length, manifest.get("pad_id"), *(number for column in columns for number in column)]
-    return all(type(number) is int and number >= 0 for number in numbers)
+    numbers = [manifest.get("pad_id"), *(number for column in columns for number in column)]
+    is_length = type(length) is int and 0 < length <= _LONGEST_CHUNK
+    return is_length and all(type(number) is int and 0 <= number < _MOST_ROWS for number in numbers)
 
 
 def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:

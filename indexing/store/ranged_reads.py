@@ -6,6 +6,7 @@ Local files are read with `os.pread`, files at a URL by HTTP ranges (`remote.py`
 """
 
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Header:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.dtype.itemsize * int(np.prod(self.row_shape))
+        return self.dtype.itemsize * math.prod(self.row_shape)
 
 
 class RangedArray:
@@ -79,9 +80,16 @@ class RangedArray:
         for shard, data in zip(unknown, blocks, strict=True):
             with reading(self.paths[shard]):
                 header = Header.parse(data)
-            check_rows(self.paths[shard], header.rows, int(self.starts[shard + 1] - self.starts[shard]))
+            rows = int(self.starts[shard + 1] - self.starts[shard])
+            check_rows(self.paths[shard], header.rows, rows)
+            self._check_size(self.paths[shard], header.offset + rows * header.row_bytes)
             self._headers[shard] = header
         return [self._headers[shard] for shard in shards]
+
+    def _check_size(self, path: Path, expected: int) -> None:
+        """Raise DamagedFile if a local file ends before its rows: a header can claim rows of any size."""
+        if not remote.is_away(path) and (size := path.stat().st_size) < expected:
+            raise damaged(path, f"{path} has {size:,} bytes, fewer than the {expected:,} of its rows")
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
         """Rows by id, in the order of `ids`: ids [n] int64 → [n, …].

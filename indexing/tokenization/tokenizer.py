@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from indexing.store.artifact import intact, stored_json
+from indexing.store.artifact import intact, stored_record
 from indexing.store.errors import InputError
 from indexing.store.files import save_array, write_bytes, write_json
 from indexing.store.remote import present
@@ -124,7 +124,7 @@ def read_meta(folder: Path) -> TokenizerMeta:
         raise InputError(
             f"{folder / META} is missing: {folder} holds no finished tokenizer. Run `retro index` to make it."
         )
-    return TokenizerMeta(**stored_json(folder / META))
+    return stored_record(folder / META, TokenizerMeta)
 
 
 def read_token_bytes(folder: Path) -> np.ndarray:

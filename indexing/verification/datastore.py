@@ -161,11 +161,21 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     for _ in range(2):  # the manifests that exist name others
         for name in names:
             try:
-                manifests[name] = parse_manifest(folder / name)
+                manifest = parse_manifest(folder / name)
+                _check_shards(folder / name, manifest)
+                manifests[name] = manifest
             except InputError as error:
                 problems.append(DatastoreProblem(name, str(error), gone=not (folder / name).exists()))
         names = missing(manifests, top["fingerprints"] if top else (), _listed(top)) - _broken(problems)
     return {name: manifests[name] for name in sorted(manifests, key=lambda name: (rank(name), name))}
+
+
+def _check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise InputError if a corpus counts more shards than its plan can list: each is compared with the others."""
+    shards, plan = manifest["counts"].get("shards"), manifest["files"].get("plan.json", {"bytes": 0})["bytes"]
+    has_plan = "plan.json" in manifest["files"] or folder.name == "corpus" or folder.parent.name == "appended"
+    if has_plan and not (type(shards) is int and 0 <= shards <= plan):
+        raise InputError(f"{folder / MANIFEST} counts {shards!r:.50} shards, plan.json has {plan:,} bytes")
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterator[DatastoreProblem]:

@@ -140,7 +140,9 @@ def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, whe
     Raises:
         InputError: there are fewer tensors than layers, or fewer elements than in the embedding, queries and feed-forward blocks.
     """
-    elements, layers = settings.vocab_size * settings.d_model, 0
+    attention = settings.attention
+    rows = settings.vocab_size + (attention.max_positions if attention.positions == "learned" else 0)
+    elements, layers = rows * settings.d_model + settings.smeared_tokens, 0
     for stack in (settings, settings.encoder) if settings.retrieval.cca_layers else (settings,):
         heads = settings.attention if stack is settings else settings.encoder
         layers += stack.num_layers

@@ -1,11 +1,23 @@
 """Artifacts are complete or absent, and refused with the reason if their recipe differs."""
 
+import pickle
 import re
 
 import pytest
 
-from indexing.store.artifact import Recipe, create, is_finished, made_by, read_manifest, remove, verify
-from indexing.store.errors import InputError
+from indexing.store.artifact import (
+    Recipe,
+    create,
+    damaged,
+    is_finished,
+    made_by,
+    read_manifest,
+    remove,
+    stored_record,
+    verify,
+)
+from indexing.store.errors import DamagedFile, InputError
+from indexing.store.files import write_json
 
 
 def recipe(**settings) -> Recipe:
@@ -129,3 +141,21 @@ def test_fingerprint_depends_on_every_part_but_not_on_order() -> None:
         Recipe("add", 1, one.settings, one.inputs),
     ]
     assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+def test_stored_record_with_other_keys_names_its_file(tmp_path) -> None:
+    for content in ({"stage": "chunk"}, [1], {"stage": "chunk", "version": 1, "other": 2}):
+        write_json(tmp_path / "recipe.json", content)
+        with pytest.raises(DamagedFile, match=r"recipe\.json does not fit this version"):
+            stored_record(tmp_path / "recipe.json", Recipe)
+
+
+def test_error_of_a_damaged_file_survives_pickling_between_processes(tmp_path) -> None:
+    error = damaged(tmp_path / "a.npy", f"{tmp_path / 'a.npy'} is missing")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.file, again.problem, again.shown) == (
+        str(error),
+        error.file,
+        error.problem,
+        "a.npy is missing",
+    )

@@ -81,7 +81,8 @@ def test_deleted_chunks_that_a_split_does_not_have_are_left_out(tmp_path: Path, 
     [
         {"splits": 7}, {"splits": {}}, {"splits": {"train": {"chunks": [1]}}}, {"chunk_length": "16"}, {"chunk_length": 0},
         {"pad_id": None}, {"fingerprints": []}, {"splits": {"train": {"chunks": [-1], "documents": [1]}}},
-        {"splits": {"train": {"chunks": ["1"], "documents": [1]}}},
+        {"splits": {"train": {"chunks": ["1"], "documents": [1]}}}, {"chunk_length": 10**12},
+        {"splits": {"train": {"chunks": [10**15], "documents": [1]}}},
     ],
 )  # fmt: skip
 def test_manifest_with_values_of_other_types_is_refused(tmp_path: Path, tiny_datastore: Datastore, change: Any) -> None:

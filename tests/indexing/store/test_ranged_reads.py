@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.store.errors import InputError
+from indexing.store.errors import DamagedFile, InputError
 from indexing.store.files import NpyWriter
 from indexing.store.ranged_reads import Header, RangedArray
 from indexing.store.sharded_array import ShardedArray
@@ -115,3 +115,13 @@ def test_numpy_headers_of_row_arrays_are_read_and_others_refused(tmp_path) -> No
         np.save(tmp_path / "x.npy", wrong)
         with pytest.raises(InputError, match=r"x\.npy cannot be read"):
             ShardedArray([tmp_path / "x.npy"], [1], "pread").gather(np.array([0]))
+
+
+@pytest.mark.parametrize("shape", ["(4, 1000000000000)", "(4, 1000000000, 1000000000)"])
+def test_header_that_claims_more_bytes_than_the_file_has_is_refused_before_a_read(tmp_path: Path, shape: str) -> None:
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}".ljust(117) + "\n"
+    path = tmp_path / "lying.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(100))
+    lying = RangedArray([path], np.array([0, 4]))
+    with pytest.raises(DamagedFile, match=r"lying\.npy has .* bytes, fewer than the"):
+        lying.gather(np.array([0]))

@@ -159,6 +159,12 @@ def test_every_edited_manifest_is_named(config: Config, change: Callable[[dict],
     assert [name for name in names if not any(line.startswith(name) for line in found)] == []
 
 
+@pytest.mark.parametrize("shards", [10**12, -1, None, "2"])
+def test_corpus_that_counts_other_shards_than_its_plan_can_list_is_named_at_once(folder: Path, shards: object) -> None:
+    edit(folder / "corpus" / "manifest.json", lambda manifest: manifest["counts"].update(shards=shards))
+    assert any(line.startswith("corpus/manifest.json counts") for line in lines(folder))
+
+
 def test_intact_datastore_has_no_problems_and_is_not_changed(config: Config) -> None:
     folder = config.datastore
     check_contents(Datastore.open(folder))
