@@ -1,6 +1,7 @@
 """Read a GGUF file: write it as a folder in Hugging Face's format, which `import_folder` reads.
 
-    FILE.gguf ─ gguf: family, tokenizer, tensors ─ transformers: weights in float32, tokenizer, chat template ─► folder
+    FILE.gguf ─ gguf: family, tensors ─ transformers: weights in float32 ─┬─► folder
+              └ gguf_tokenizer: tokenizer, chat template ─────────────────┘
 
 Everything that `transformers` would skip without an error (unknown tensors, RoPE scaling) is refused before it reads the file.
 """
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
+from retro.huggingface.gguf_tokenizer import write_tokenizer
 from retro.huggingface.import_folder import WEIGHTS
 
 _LAYER = (
@@ -47,7 +49,8 @@ def write_folder(file: Path, folder: Path) -> str:
         InputError: the file is damaged, has no tokenizer, is of another family or has a quantization that cannot be read; a
             package is missing; or the disk has too little space.
     """
-    stored_as, num_weights = _checked(file)
+    fields, stored_as, num_weights = _checked(file)
+    write_tokenizer(file, fields, folder)
     needed, free = num_weights * _BYTES_PER_WEIGHT, shutil.disk_usage(folder).free
     if free < 2 * needed:  # the folder, and the imported file
         raise InputError(
@@ -56,11 +59,10 @@ def write_folder(file: Path, folder: Path) -> str:
         )
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # bars that no setting turns off
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(file.parent, **source, dtype=torch.float32)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -69,12 +71,11 @@ def write_folder(file: Path, folder: Path) -> str:
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    tokenizer.save_pretrained(folder)
     return stored_as
 
 
-def _checked(file: Path) -> tuple[str, int]:
-    """Check a file's header. Returns how the weights are stored, and their number."""
+def _checked(file: Path) -> tuple[dict[str, Any], str, int]:
+    """Check a file's header. Returns its keys and values, how the weights are stored, and their number."""
     try:
         import accelerate  # noqa: F401  transformers needs it to read the weights
         import transformers  # noqa: F401
@@ -97,16 +98,17 @@ def _checked(file: Path) -> tuple[str, int]:
     def refuse(key: str, accepted: str) -> NoReturn:
         raise InputError(f"{file}: {key} is {fields.get(key, 'missing')!r}; accepted: {accepted}.")
 
+    if (parts := fields.get("split.count", 1)) != 1:
+        raise InputError(
+            f"{file} is one of {parts} parts of a model (split.count). Merge them with llama.cpp's `llama-gguf-split --merge FIRST "
+            "OUTPUT`, and name the output."
+        )
     family = fields.get("general.architecture")
     if family not in _ADDED:
         refuse("general.architecture", ", ".join(_ADDED) + " (Llama and Mistral, Qwen2, Qwen3)")
     for key in _NOT_READ:
         if fields.get(f"{family}.{key}") not in (None, 0, "none"):
             refuse(f"{family}.{key}", f"none. {_FOLDER}")
-    if not fields.get("tokenizer.ggml.tokens"):
-        raise InputError(f"{file} has no tokenizer (tokenizer.ggml.tokens). Name a file with one.")
-    if fields.get("tokenizer.ggml.model") not in ("llama", "gpt2"):
-        refuse("tokenizer.ggml.model", "llama, gpt2")
     sizes: Counter[Any] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type] += int(tensor.n_elements)
@@ -127,4 +129,5 @@ def _checked(file: Path) -> tuple[str, int]:
             ) from error
     kinds = [kind.name for kind, _ in sizes.most_common()]
     bits = re.findall(r"\d+", kinds[0])[0]
-    return f"{bits}-bit: {', '.join(kind for kind in kinds if kind != 'F32') or 'F32'}", sum(sizes.values())
+    stored_as = f"{bits}-bit: {', '.join(kind for kind in kinds if kind != 'F32') or 'F32'}"
+    return fields, stored_as, sum(sizes.values())

@@ -56,6 +56,12 @@ def test_an_imported_file_has_the_logits_of_transformers(
         ("llama", {"quantization": "Q8_1"}, "Q8_1"),
         ("llama", {"leave_out": "tokenizer.ggml.tokens"}, "has no tokenizer"),
         ("llama", {"leave_out": "blk.1.ffn_up"}, "has no tensor blk.1.ffn_up.weight"),
+        (
+            "llama",
+            {"tokenizer__ggml__pre": "falcon"},
+            "tokenizer.ggml.pre is 'falcon'; accepted: deepseek-coder, gpt-2",
+        ),
+        ("llama", {"split__count": 3}, "is one of 3 parts of a model"),
     ],
 )
 def test_an_unsupported_file_is_refused_by_name(
