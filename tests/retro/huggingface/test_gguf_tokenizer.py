@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file: the rule that the file names, its BOS and EOS, its tokens and no others."""
 
+import io
 import json
 from collections.abc import Iterable
 from itertools import pairwise
@@ -75,7 +76,7 @@ def split(parts: Iterable[str], rule: str) -> list[str]:
     return [piece for part in parts for piece in regex.split(f"({rule})", part) if piece]
 
 
-def merged(part: str, tokens: list[str], merges: list[str], ignore_merges: bool) -> list[int]:
+def merged(part: str, tokens: list[str], merges: list[str], *, ignore_merges: bool) -> list[int]:
     letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(part)[0][0]
     symbols = [letters] if ignore_merges and letters in tokens else [*letters]
     while pairs := [pair for pair in pairwise(symbols) if " ".join(pair) in merges]:
@@ -98,7 +99,7 @@ def test_ids_are_those_of_the_rule_that_the_file_names(tmp_path: Path, learned: 
         parts = [text]
         for rule in RULES[pre]:
             parts = split(parts, rule)
-        expected = [number for part in parts for number in merged(part, *learned, whole)]
+        expected = [number for part in parts for number in merged(part, *learned, ignore_merges=whole)]
         assert tokenizer.encode(text).tolist() == expected, text
         assert tokenizer.decode(expected) == text
 
@@ -163,3 +164,44 @@ def test_a_header_that_is_not_supported_is_refused_by_key(
         write_tokenizer(tmp_path / "a.gguf", header(*learned, **changes), tmp_path)
     assert str(tmp_path / "a.gguf") in str(caught.value)
     assert not [*tmp_path.iterdir()]
+
+
+# --- SentencePiece
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["blank in front", "no blank"])
+def pieces(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    """A SentencePiece model that adds a blank in front of a text or not, and the header that llama.cpp writes for it."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in TEXTS for line in text.split("\n") if line] * 4),
+        model_writer=model, model_type="bpe", vocab_size=360, hard_vocab_limit=False, byte_fallback=True,
+        character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param, minloglevel=2,
+    )  # fmt: skip
+    opened = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    numbers = range(opened.get_piece_size())
+    kinds = [
+        2 if opened.is_unknown(n) else 3 if opened.is_control(n) else 6 if opened.is_byte(n) else 1 for n in numbers
+    ]
+    values = {"model": "llama", "pre": "default", "token_type": kinds, "add_space_prefix": request.param}
+    values |= {"tokens": [opened.id_to_piece(n) for n in numbers], "scores": [opened.get_score(n) for n in numbers]}
+    values |= {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return opened, {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+def test_ids_of_sentencepiece_are_those_of_its_library(tmp_path: Path, pieces: Any) -> None:
+    model, fields = pieces
+    tokenizer = opened(tmp_path, fields)
+    for text in [*TEXTS, " a", "   a b ", "<s> x </s>", "<0x0A>", "\ta"]:
+        assert tokenizer.encode(text).tolist() == model.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)  # SentencePiece files add BOS unless they say otherwise
+
+
+def test_scores_that_give_no_order_of_merges_are_refused(tmp_path: Path, pieces: Any) -> None:
+    fields = pieces[1] | {"tokenizer.ggml.scores": [-1000.0] * len(pieces[1]["tokenizer.ggml.tokens"])}
+    with pytest.raises(InputError, match=r"tokenizer\.ggml\.scores are all equal"):
+        write_tokenizer(Path("a.gguf"), fields, tmp_path)
