@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from retro.huggingface.gguf_tokenizer import write_tokenizer
-from retro.huggingface.import_folder import WEIGHTS
+from retro.huggingface.import_folder import WEIGHTS, check_finite
 
 _LAYER = (
     *(f"attn_{part}.weight" for part in ("norm", "q", "k", "v", "output")),
@@ -64,7 +64,7 @@ def write_folder(file: Path, folder: Path) -> str:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # bars that no setting turns off
         model = AutoModelForCausalLM.from_pretrained(file.parent, **source, dtype=torch.float32)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: check_finite(file, name, tensor).contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     config = model.config.to_dict()

@@ -61,6 +61,7 @@ def test_an_imported_file_has_the_logits_of_transformers(
             {"tokenizer__ggml__pre": "falcon"},
             "tokenizer.ggml.pre is 'falcon'; accepted: deepseek-coder, gpt-2",
         ),
+        ("llama", {"blk.0.attn_norm.weight": np.full(WIDTH, np.nan, np.float32)}, "64 values that are NaN or infinite"),
         ("llama", {"split__count": 3}, "is one of 3 parts of a model"),
     ],
 )
