@@ -107,6 +107,11 @@ class HuggingFace:
     def num_tokens(self) -> int:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def first_id(self) -> int | None:
+        """Return the id that the model's own tokenizer puts in front of a text; None if it puts none there."""
+        with_special, without = (self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        return None if with_special[:1] == without[:1] else with_special[0]
+
     def control_tokens(self) -> dict[str, int]:
         return {token["content"]: token["id"] for token in self.content.get("added_tokens", ()) if token["special"]}
 

@@ -46,6 +46,8 @@ _TRAINING_THREADS = 4
 
 _RESERVED = "\u2585"  # ▅: the trainer drops every text that contains it
 
+_END_OF_TEXT = "<|endoftext|>"  # ends documents in pretraining: GPT-2, Pythia, StarCoder, SmolLM, Qwen
+
 # Difficult texts that install_tokenizer uses to test whether a tokenizer is lossless.
 _PROBES = (
     "", "Plain words.", " leading, trailing ", "a  b   c", "don 't , do n't .", "1234567890", "ĊĠ", "\u2581 \u2581",
@@ -94,7 +96,8 @@ class TokenizerMeta:
         kind: as in the settings.
         vocab_size: ids are in [0, vocab_size).
         pad_id: fills the last chunk of a document. No text encodes to it, and it differs from bos_id and eos_id.
-        bos_id, eos_id: begin and end of a document; equal if the model has only one of them.
+        bos_id, eos_id: begin and end of a document; equal if the model has only one of them, or begins a document after the
+            end of the previous one.
         lossless: whether decode(encode(text)) == text for each of our difficult samples.
         added_bytes: UTF-8 bytes that encoding adds to every text: 1 if it puts a blank in front, as Llama 2's does. meta.json
             has this key only if it is not 0.
@@ -269,7 +272,7 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     """Copy the tokenizer at `settings.path` to `folder`.
 
     Missing special tokens get new ids after the last one: padding always, begin and end of a document if the model has neither.
-    If it has one of these, it serves as both.
+    If it has one of these, it serves as both. See `_adds_bos` for models that put no token in front of a text.
 
     Raises:
         InputError: the model does not exist or cannot be read, or the package that reads it is not installed.
@@ -300,7 +303,19 @@ def install_tokenizer(settings: TokenizerSettings, folder: Path) -> None:
     special = {role: fast.tokenizer.token_to_id(name) for role, name in names.items()}
     if special.get("bos") is None and special.get("eos") is None:
         special |= _special_ids(source.parent, fast.num_tokens())
+    elif not _adds_bos(fast, special.get("bos"), source.parent):
+        special["bos"] = fast.control_tokens().get(_END_OF_TEXT, special.get("eos"))
     _write_facts(folder, settings.kind, fast, special)
+
+
+def _adds_bos(model: HuggingFace, bos: int | None, folder: Path) -> bool:
+    """True if the model's own tokenizer puts BOS in front of a text, as its settings say or as its tokenizer.json does.
+
+    Other models have read documents one after another, so a document begins with the token that ends documents. This is
+    `<|endoftext|>` if the tokenizer has it, since EOS of chat models is often the end of a turn.
+    """
+    stated = special_settings(folder).get("add_bos_token")
+    return bos is not None and (stated if isinstance(stated, bool) else model.first_id() == bos)
 
 
 def sentencepiece_file(folder: Path) -> Path | None:
@@ -395,6 +410,11 @@ class Tokenizer:
         self._special = {meta.pad_id, meta.bos_id, meta.eos_id}
         self._model = model
         self._num_threads = num_threads
+
+    @property
+    def has_bos(self) -> bool:
+        """False if a document begins with the token that ends the previous one."""
+        return self.bos_id not in (self.eos_id, self.control_tokens.get(_END_OF_TEXT))
 
     @classmethod
     def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":

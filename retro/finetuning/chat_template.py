@@ -97,13 +97,18 @@ class ChatTemplate:
         tokens, answers = [self.tokenizer.bos_id], [False]
         for is_answer, group in groupby(self._spans(conversation), key=lambda span: span.is_answer):
             encoded = list(self._encoded(list(group)))
-            if len(tokens) == 1 and encoded[:1] == tokens:  # some templates begin the document themselves
-                encoded = encoded[1:]
+            if len(tokens) == 1 and self._begins_itself(encoded):
+                tokens, answers = [], []
             tokens += encoded
             answers += [is_answer] * len(encoded)
         if tokens[-1] != self.tokenizer.eos_id:
             tokens, answers = [*tokens, self.tokenizer.eos_id], [*answers, True]
         return Written(np.array(tokens, dtype=np.int64), np.array(answers))
+
+    def _begins_itself(self, first: list[int]) -> bool:
+        """True if the template begins the document: with BOS, or with any control token for a model that has no BOS."""
+        begins = {self.tokenizer.bos_id} if self.tokenizer.has_bos else {*self._control_tokens.values()}
+        return not begins.isdisjoint(first[:1])
 
     @cached_property
     def end_of_turn(self) -> int:

@@ -1,5 +1,8 @@
 """Verify an imported decoder: compare its logits with those of `transformers`."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -39,14 +42,12 @@ def verify(base: ImportedDecoder, num_tokens: int = 128) -> tuple[float, float]:
     Raises:
         InputError: the logits differ by more than rounding.
     """
-    from transformers import AutoModelForCausalLM
-
     tokens = torch.from_numpy(_prompt(base, min(num_tokens, base.context)))[None]
     with torch.device("meta"):
         model = Retro(base.settings)
     model.load_state_dict(base.tensors, assign=True)
     ours = model.eval()(Inputs(tokens))
-    theirs = AutoModelForCausalLM.from_pretrained(base.folder).float().eval()(tokens).logits
+    theirs = _their_model(base.folder)(tokens).logits
     difference, largest = float((ours[..., : theirs.shape[-1]] - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= TOLERANCE * largest:
         raise InputError(
@@ -54,6 +55,20 @@ def verify(base: ImportedDecoder, num_tokens: int = 128) -> tuple[float, float]:
             "wrong. Please report its config.json."
         )
     return difference, largest
+
+
+def _their_model(folder: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    except (StrictDataclassError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{folder}: transformers cannot load this model, so that logits cannot be compared ({reason}). Correct its config.json, or set "
+            "--no-verify."
+        ) from error
 
 
 def _prompt(base: ImportedDecoder, num_tokens: int) -> np.ndarray:

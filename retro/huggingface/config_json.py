@@ -1,6 +1,7 @@
 """Reader for config.json: typed access to its keys, with errors that name file, key, value and accepted values."""
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -8,6 +9,7 @@ from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object
 
 Value = TypeVar("Value")
+_LONGEST = 200  # characters of a value in a message
 
 
 class Config:
@@ -45,7 +47,7 @@ class Config:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above 0."""
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             self.refuse(key, "a number above 0")
         return float(value)
 
@@ -70,7 +72,7 @@ class Config:
 
     def refuse(self, key: str, accepted: str) -> NoReturn:
         """Raise InputError that names file, key, value and accepted values."""
-        value = repr(self.values[key]) if key in self.values else "missing"
+        value = repr(self.values[key])[:_LONGEST] if key in self.values else "missing"
         raise InputError(f"{self.file}: {key} is {value}; accepted: {accepted}.")
 
     def _value(self, key: str, default: Any) -> Any:

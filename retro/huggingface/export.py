@@ -29,7 +29,7 @@ from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
 from retro.checkpoints.single_file import exported
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.huggingface.families import config_of
-from retro.huggingface.import_folder import open_weights
+from retro.huggingface.import_folder import check_finite, open_weights
 from retro.huggingface.model_card import model_card
 from retro.huggingface.tensor_names import NAMES
 from retro.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer
@@ -140,7 +140,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     fingerprint of the original checkpoint.
 
     Raises:
-        InputError: the folder has another format, or a file is missing.
+        InputError: the folder has another format, a file is missing, or a weight is not finite.
     """
     state = dict(read_object(folder / "config.json").get("checkpoint") or {})
     version, recorded = state.pop("format_version", None), state.pop("weights", None)
@@ -150,7 +150,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     with open_weights(folder) as weights:
         files = sorted(set(weights.files.values()))
-    tensors = {name.removeprefix(_PREFIX): one for name, one in read_tensors(index(files)).items()}
+    stored = {name: check_finite(folder, name, tensor) for name, tensor in read_tensors(index(files)).items()}
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
     actual = digest(tensors)
     if actual != recorded:
         state |= {"fingerprint": actual[:16], "started_from": state["fingerprint"]}

@@ -1,6 +1,7 @@
 """Read a GGUF file: write it as a folder in Hugging Face's format, which `import_folder` reads.
 
-    FILE.gguf ─ gguf: family, tokenizer, tensors ─ transformers: weights in float32, tokenizer, chat template ─► folder
+    FILE.gguf ─ header: family, tensors ─ transformers: weights in float32 ─┬─► folder
+              └ gguf_tokenizer: tokenizer, chat template ───────────────────┘
 
 Everything that `transformers` would skip without an error (unknown tensors, RoPE scaling) is refused before it reads the file.
 """
@@ -10,23 +11,37 @@ import io
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
-from retro.huggingface.import_folder import WEIGHTS
+from retro.huggingface.config_json import Config
+from retro.huggingface.gguf_header import Header, read_header
+from retro.huggingface.gguf_tokenizer import write_tokenizer
+from retro.huggingface.import_folder import WEIGHTS, check_finite
 
-_LAYER = (
-    *(f"attn_{part}.weight" for part in ("norm", "q", "k", "v", "output")),
-    *(f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down")),
-)
-_ADDED = {
-    "llama": (),
-    "qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-    "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight"),
+_PARTS = {
+    "attn_norm.weight": ("D",),
+    "attn_q.weight": ("H·C", "D"),
+    "attn_k.weight": ("K·C", "D"),
+    "attn_v.weight": ("K·C", "D"),
+    "attn_output.weight": ("D", "H·C"),
+    "ffn_norm.weight": ("D",),
+    "ffn_gate.weight": ("F", "D"),
+    "ffn_up.weight": ("F", "D"),
+    "ffn_down.weight": ("D", "F"),
 }
-"""By `general.architecture`: the other tensors of a layer. Files of Mistral models name the architecture llama."""
+_LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama": _PARTS,
+    "qwen2": _PARTS | {"attn_q.bias": ("H·C",), "attn_k.bias": ("K·C",), "attn_v.bias": ("K·C",)},
+    "qwen3": _PARTS | {"attn_q_norm.weight": ("C",), "attn_k_norm.weight": ("C",)},
+}
+"""By `general.architecture`: the tensors of a layer, and their shapes. Files of Mistral models name the architecture llama."""
+_OUTER = {"token_embd.weight": ("V", "D"), "output.weight": ("V", "D"), "output_norm.weight": ("D",)}
+_HEAD = {"qwen3": 128}  # as transformers assumes
 _NOT_READ = ("rope.scaling.type", "expert_count", "attention.sliding_window")
 """Keys that change the function and that `transformers` does not read from these families' files."""
 _FOLDER = "Import the model's folder in Hugging Face format instead"
@@ -37,7 +52,7 @@ def write_folder(file: Path, folder: Path) -> str:
     """Write config.json, weights, tokenizer and chat template of a GGUF file to an empty folder.
 
     Args:
-        file: a file of a family of `_ADDED`, with its tokenizer.
+        file: a file of a family of `_LAYERS`, with its tokenizer.
         folder: an existing folder.
 
     Returns:
@@ -47,76 +62,65 @@ def write_folder(file: Path, folder: Path) -> str:
         InputError: the file is damaged, has no tokenizer, is of another family or has a quantization that cannot be read; a
             package is missing; or the disk has too little space.
     """
-    stored_as, num_weights = _checked(file)
+    header, stored_as = _checked(file)
+    write_tokenizer(file, header.fields, folder)
+    num_weights = sum(prod(tensor.shape) for tensor in header.tensors.values())
     needed, free = num_weights * _BYTES_PER_WEIGHT, shutil.disk_usage(folder).free
     if free < 2 * needed:  # the folder, and the imported file
         raise InputError(
             f"{folder.resolve().parent} has {free / 1e9:.2f} GB of free space, and {file} needs {2 * needed / 1e9:.2f} GB for its "
             "weights in float32. Free some space, or write to another disk."
         )
-    import torch
+    _check_shapes(file, header)
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    with contextlib.redirect_stderr(io.StringIO()):  # bars that no setting turns off
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, **source, dtype=torch.float32)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    model = _read_weights(file)
+    tensors = {name: check_finite(file, name, tensor).contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    tokenizer.save_pretrained(folder)
     return stored_as
 
 
-def _checked(file: Path) -> tuple[str, int]:
-    """Check a file's header. Returns how the weights are stored, and their number."""
+def _checked(file: Path) -> tuple[Header, str]:
+    """Read and check a file's header. Returns it, and how the weights are stored."""
     try:
         import accelerate  # noqa: F401  transformers needs it to read the weights
         import transformers  # noqa: F401
-        from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as error:
         raise InputError(
             f"{file}: a GGUF file needs transformers, gguf and accelerate: pip install 'retro[transformer]'"
         ) from error
     import numpy as np
 
-    with open(file, "rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise InputError(f"{file} is not a GGUF file: it does not begin with GGUF.")
-    try:
-        reader = GGUFReader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise InputError(f"{file}, {file.stat().st_size:,} bytes, is cut or damaged. Download it again.") from error
-
-    def refuse(key: str, accepted: str) -> NoReturn:
-        raise InputError(f"{file}: {key} is {fields.get(key, 'missing')!r}; accepted: {accepted}.")
-
+    header = read_header(file)
+    fields, tensors, config = header.fields, header.tensors, Config(file, header.fields)
+    if (parts := fields.get("split.count", 1)) not in (0, 1):
+        raise InputError(
+            f"{file} is one of {parts} parts of a model (split.count). Merge them with llama.cpp's `llama-gguf-split --merge FIRST "
+            "OUTPUT`, and name the output."
+        )
     family = fields.get("general.architecture")
-    if family not in _ADDED:
-        refuse("general.architecture", ", ".join(_ADDED) + " (Llama and Mistral, Qwen2, Qwen3)")
+    if not isinstance(family, str) or family not in _LAYERS:
+        config.refuse("general.architecture", ", ".join(_LAYERS) + " (Llama and Mistral, Qwen2, Qwen3)")
     for key in _NOT_READ:
         if fields.get(f"{family}.{key}") not in (None, 0, "none"):
-            refuse(f"{family}.{key}", f"none. {_FOLDER}")
-    if not fields.get("tokenizer.ggml.tokens"):
-        raise InputError(f"{file} has no tokenizer (tokenizer.ggml.tokens). Name a file with one.")
-    if fields.get("tokenizer.ggml.model") not in ("llama", "gpt2"):
-        refuse("tokenizer.ggml.model", "llama, gpt2")
-    sizes: Counter[Any] = Counter()
-    for tensor in reader.tensors:
-        sizes[tensor.tensor_type] += int(tensor.n_elements)
-    names, layers = {tensor.name for tensor in reader.tensors}, range(fields.get(f"{family}.block_count", 0))
-    required = {f"blk.{layer}.{part}" for layer in layers for part in (*_LAYER, *_ADDED[family])}
-    required |= {"token_embd.weight", "output_norm.weight"}
-    if unknown := sorted(names - required - {"output.weight"}):
+            config.refuse(f"{family}.{key}", f"none. {_FOLDER}")
+    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        config.number(f"{family}.{key}", 1.0)
+    config.integer(f"{family}.context_length")
+    layers = config.integer(f"{family}.block_count")
+    if missing := next((name for name in _names(layers, family) if name not in tensors), None):
+        raise InputError(f"{file} has no tensor {missing}, and its block_count is {layers:,}. Download it again.")
+    if unknown := sorted(tensors.keys() - _names(layers, family) - {"output.weight"}):
         raise InputError(f"{file}: tensor {unknown[0]} is unknown for the family {family}. {_FOLDER}.")
-    if missing := sorted(required - names):
-        raise InputError(f"{file} has no tensor {missing[0]}. Download it again.")
+    sizes: Counter[Any] = Counter()
+    for tensor in tensors.values():
+        sizes[GGMLQuantizationType(tensor.kind)] += prod(tensor.shape)
     for kind in sizes:
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -127,4 +131,59 @@ def _checked(file: Path) -> tuple[str, int]:
             ) from error
     kinds = [kind.name for kind, _ in sizes.most_common()]
     bits = re.findall(r"\d+", kinds[0])[0]
-    return f"{bits}-bit: {', '.join(kind for kind in kinds if kind != 'F32') or 'F32'}", sum(sizes.values())
+    return header, f"{bits}-bit: {', '.join(kind for kind in kinds if kind != 'F32') or 'F32'}"
+
+
+def _names(layers: int, family: str) -> Iterator[str]:
+    """Generate the names of the tensors that a file must have. A wrong number of layers ends at the first missing name."""
+    yield from ("token_embd.weight", "output_norm.weight")
+    for layer in range(layers):
+        yield from (f"blk.{layer}.{part}" for part in _LAYERS[family])
+
+
+def _check_shapes(file: Path, header: Header) -> None:
+    """Compare the shapes of all tensors with the sizes that the keys name.
+
+    Raises:
+        InputError: they differ, or a size is not a number.
+    """
+    family, config = header.fields["general.architecture"], Config(file, header.fields)
+    width, inner = (config.integer(f"{family}.{key}") for key in ("embedding_length", "feed_forward_length"))
+    heads = config.integer(f"{family}.attention.head_count")
+    groups = config.integer(f"{family}.attention.head_count_kv", heads)
+    rows = len(header.fields["tokenizer.ggml.tokens"])
+    sizes = {
+        "D": width,
+        "F": inner,
+        "C": _HEAD.get(family) or config.integer(f"{family}.rope.dimension_count", max(1, width // heads)),
+        "V": config.integer(f"{family}.vocab_size", rows),
+    }
+    sizes |= {"H·C": heads * sizes["C"], "K·C": groups * sizes["C"]}
+    if heads % groups:
+        config.refuse(f"{family}.attention.head_count_kv", f"a divisor of head_count = {heads}")
+    if sizes["V"] < rows:
+        config.refuse(f"{family}.vocab_size", f"at least the number of tokens, {rows:,}")
+    for name, tensor in header.tensors.items():
+        symbols = (_OUTER | _LAYERS[family])[re.sub(r"blk\.\d+\.", "", name)]
+        expected = tuple(sizes[symbol] for symbol in symbols)
+        if tensor.shape != expected:
+            raise InputError(
+                f"{file}: {name} has the shape {list(tensor.shape)}, its keys {list(expected)}: {', '.join(symbols)} with "
+                f"D = embedding_length, F = feed_forward_length, H = head_count, K = head_count_kv, C = {sizes['C']} per head, "
+                f"V = {sizes['V']:,} ids. Download it again."
+            )
+
+
+def _read_weights(file: Path) -> Any:
+    """Return the model as `transformers` reads it, in float32."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # bars that no setting turns off
+            return AutoModelForCausalLM.from_pretrained(file.parent, **source, dtype=torch.float32)
+    except (StrictDataclassError, OSError, RuntimeError, ArithmeticError, ValueError, LookupError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{file}: transformers cannot read this file ({reason}). {_FOLDER}.") from error

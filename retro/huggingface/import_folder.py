@@ -85,12 +85,24 @@ def read_base(folder: Path, chunk_length: int = 64) -> ImportedDecoder:
     with open_weights(folder) as weights:
         num_bytes = sum(file.stat().st_size for file in set(weights.files.values()))
         check_size(settings, len(weights.files), num_bytes, config.file)
+        if settings.tied_embeddings and _has_another_head(weights, NAMES[family]):
+            settings = replace(settings, tied_embeddings=False)
         tensors = _translated(weights, NAMES[family], settings)
     missing = max(0, num_ids - settings.vocab_size)
     if missing:
         settings = replace(settings, vocab_size=num_ids)
         tensors |= {name: add_rows(tensors[name], missing) for name in _TABLES if name in tensors}
     return ImportedDecoder(folder, family, settings, tensors, context, num_ids, missing)
+
+
+def _has_another_head(weights: "Weights", names: Names) -> bool:
+    """True if an output layer is stored that is not the embedding. `transformers` uses it, also if config.json ties the two."""
+    stored = [name.removeprefix(names.prefix) for name in weights.files]
+    head, table = names.of("head.weight")[0], names.of("embedding.weight")[0]
+    if head not in stored or table.removeprefix(names.prefix) not in stored:
+        return False
+    table = table if table in weights.files else table.removeprefix(names.prefix)
+    return not torch.equal(weights.read(head), weights.read(table))
 
 
 def add_rows(table: Tensor, number: int) -> Tensor:
@@ -180,7 +192,7 @@ class Weights:
         """Read a tensor as float32.
 
         Raises:
-            InputError: its type is not a 16-, 32- or 64-bit float.
+            InputError: its type is not a 16-, 32- or 64-bit float, or a value is not finite.
         """
         file = self.files[name]
         if file not in self._opened:
@@ -190,7 +202,21 @@ class Weights:
             raise InputError(
                 f"{file}: {name} has the type {tensor.dtype}; accepted: float32, bfloat16, float16, float64."
             )
-        return tensor.float()
+        return check_finite(file, name, tensor.float())
+
+
+def check_finite(file: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a file as it is.
+
+    Raises:
+        InputError: a value is NaN or infinite.
+    """
+    if not torch.isfinite(tensor).all():
+        number = int((~torch.isfinite(tensor)).sum())
+        raise InputError(
+            f"{file}: {name} has {number:,} values that are NaN or infinite; accepted: finite numbers. Copy the file again."
+        )
+    return tensor
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ products of a batch may sum in another order than those of a single row.)
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,11 +74,11 @@ class Continuation:
         prompt: np.ndarray,
         settings: GenerationSettings,
         decode: Decode,
-        eos_id: int,
+        ends: Set[int],
         sources: bool,
     ) -> None:
         self.number, self.prompt, self.settings, self.sources = number, prompt, settings, sources
-        self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else (eos_id,))}
+        self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else ends)}
         self.generated: list[int] = []
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
@@ -136,10 +136,11 @@ class Batch:
         decoder: without rows.
         decode: converts tokens to text.
         eos_id: the end-of-document token.
+        more_ends: other tokens that end a document.
     """
 
-    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int) -> None:
-        self._decoder, self._decode, self._eos_id = decoder, decode, eos_id
+    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int, more_ends: Set[int] = frozenset()) -> None:
+        self._decoder, self._decode, self._ends = decoder, decode, {eos_id, *more_ends}
         # Texts of each row: several continuations of a prompt share its row until it was read.
         self._texts: dict[Row, list[Continuation]] = {}
 
@@ -166,7 +167,7 @@ class Batch:
             sources: return the neighbors that were read and the tokens that were copied.
         """
         texts = [
-            Continuation(number, copy, prompt, settings, self._decode, self._eos_id, sources) for number, copy in copies
+            Continuation(number, copy, prompt, settings, self._decode, self._ends, sources) for number, copy in copies
         ]
         self._texts[self._decoder.add(prompt, retrieve)] = texts
         return list(texts)

@@ -192,7 +192,8 @@ class LanguageModel:
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
         decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
-        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id)
+        next_document = () if self.tokenizer.has_bos else (self.tokenizer.bos_id,)
+        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, {*next_document})
 
     def checked(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int

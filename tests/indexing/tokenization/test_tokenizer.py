@@ -269,6 +269,28 @@ def test_begin_and_end_missing_in_the_tokenizer_come_from_the_model_configuratio
     assert (meta.bos_id, meta.eos_id) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "puts_bos_in_front", "begin"),
+    [({}, True, 1), ({}, False, 2), ({"add_bos_token": True}, False, 1), ({"add_bos_token": False}, True, 2)],
+)
+def test_a_document_begins_with_bos_only_if_the_models_tokenizer_puts_it_in_front(
+    tmp_path, config, puts_bos_in_front, begin
+):
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    source = byte_level(tmp_path / "hf", names | config)
+    tokenizer = tokenizers.Tokenizer.from_file(str(source / HUGGINGFACE_MODEL))
+    tokenizer.add_special_tokens([*names.values()])
+    ids = {name: tokenizer.token_to_id(name) for name in names.values()}
+    if puts_bos_in_front:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", ids["<s>"])])
+    tokenizer.save(str(source / HUGGINGFACE_MODEL))
+    installed = install_huggingface(source, tmp_path / "t")
+    # <|endoftext|>, which `byte_level` has, ends the document before; EOS of a chat model can be the end of a turn
+    assert installed.bos_id == {1: ids["<s>"], 2: tokenizer.token_to_id("<|endoftext|>")}[begin]
+    assert installed.eos_id == ids["</s>"]
+    assert installed.has_bos == (begin == 1)
+
+
 def test_hugging_face_tokenizer_without_special_tokens_gets_new_ones(tmp_path):
     tokenizer = install_huggingface(byte_level(tmp_path / "hf") / HUGGINGFACE_MODEL, tmp_path / "t")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (400, 400, 401, 402)
@@ -301,6 +323,7 @@ def test_word_pieces_are_accepted_as_lossy(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     (tmp_path / "hf").mkdir()
     tokenizer.save(str(tmp_path / "hf" / HUGGINGFACE_MODEL))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "bos_token": None}

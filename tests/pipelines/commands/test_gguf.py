@@ -56,6 +56,31 @@ def test_an_imported_file_has_the_logits_of_transformers(
         ("llama", {"quantization": "Q8_1"}, "Q8_1"),
         ("llama", {"leave_out": "tokenizer.ggml.tokens"}, "has no tokenizer"),
         ("llama", {"leave_out": "blk.1.ffn_up"}, "has no tensor blk.1.ffn_up.weight"),
+        (
+            "llama",
+            {"tokenizer__ggml__pre": "falcon"},
+            "tokenizer.ggml.pre is 'falcon'; accepted: deepseek-coder, gpt-2",
+        ),
+        ("llama", {"blk.0.attn_norm.weight": np.full(WIDTH, np.nan, np.float32)}, "64 values that are NaN or infinite"),
+        ("llama", {"llama__block_count": 10**7}, "blk.2.attn_norm.weight, and its block_count is 10,000,000"),
+        ("llama", {"llama__block_count": "many"}, "llama.block_count is 'many'; accepted: an integer above 0"),
+        (
+            "llama",
+            {"llama__attention__head_count": 4},
+            "blk.0.attn_q.weight has the shape [64, 64], its keys [128, 64]",
+        ),
+        ("llama", {"llama__attention__head_count_kv": 0}, "llama.attention.head_count_kv is 0; accepted: an integer"),
+        (
+            "qwen2",
+            {"qwen2__attention__head_count_kv": 2**31},
+            "qwen2.attention.head_count_kv is 2147483648; accepted: a divisor",
+        ),
+        ("llama", {"llama__embedding_length": 65}, "token_embd.weight has the shape [259, 64], its keys [259, 65]"),
+        ("qwen3", {"qwen3__feed_forward_length": 2**32 - 1}, "blk.0.ffn_gate.weight has the shape"),
+        ("llama", {"llama__vocab_size": 3}, "llama.vocab_size is 3; accepted: at least the number of tokens, 259"),
+        ("llama", {"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base is nan; accepted: a number above 0"),
+        ("llama", {"tokenizer__ggml__eos_token_id": 2**32 - 1}, "tokenizer.ggml.eos_token_id is 4294967295; accepted"),
+        ("llama", {"split__count": 3}, "is one of 3 parts of a model"),
     ],
 )
 def test_an_unsupported_file_is_refused_by_name(

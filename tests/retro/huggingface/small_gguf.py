@@ -60,6 +60,7 @@ def write_gguf(
         f"{family}.attention.layer_norm_rms_epsilon": 1e-5,
         f"{family}.vocab_size": len(tokens),
         "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
         "tokenizer.ggml.merges": MERGES,
@@ -73,7 +74,9 @@ def write_gguf(
     for name, value in values.items():
         if leave_out and name.startswith(leave_out):
             continue
-        if isinstance(value, list):
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, list):
             writer.add_array(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)

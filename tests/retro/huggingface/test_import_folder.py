@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from indexing.store.errors import InputError
 from retro.huggingface.compare_logits import verify
 from retro.huggingface.import_folder import add_rows, read_base
+from retro.huggingface.tensor_names import NAMES
 from tests.retro.huggingface.small_bases import V, make, save
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
@@ -161,3 +162,42 @@ def test_logits_that_differ_from_transformers_are_rejected(folder: Path) -> None
     base.tensors["attention.1.block.o_proj.bias"][3] += 0.5
     with pytest.raises(InputError, match="logits differ"):
         verify(base)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama", "qwen2"])
+def test_a_stored_output_layer_is_used_if_it_is_not_the_embedding(name: str, tmp_path: Path) -> None:
+    folder = save(make(name, tie_word_embeddings=True), tmp_path / name)
+    assert read_base(folder).settings.tied_embeddings
+    head, embedding = f"{NAMES[name].head}.weight", NAMES[name].of("embedding.weight")[0]
+    rewrite_tensors(folder, lambda tensors: tensors | {head: tensors[embedding].clone()})
+    assert read_base(folder).settings.tied_embeddings
+    rewrite_tensors(folder, lambda tensors: tensors | {head: tensors[embedding].flip(0).clone()})
+    base = read_base(folder)
+    assert not base.settings.tied_embeddings
+    assert verify(base)[0] < 1e-5  # transformers does the same
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(folder: Path, value: float) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors["transformer.h.1.ln_1.weight"][3] = value
+        return tensors
+
+    rewrite_tensors(folder, change)
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: transformer\.h\.1\.ln_1\.weight has 1 values that are NaN or infinite"
+    ):
+        read_base(folder)
+
+
+@pytest.mark.parametrize("changes", [{"bos_token_id": [0]}, {"eos_token_id": {"a": 1}}, {"pad_token_id": "x"}])
+def test_a_config_that_transformers_refuses_is_an_error_of_one_line_and_imports_without_it(
+    folder: Path, changes: dict[str, Any]
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    base = read_base(folder)
+    key = next(iter(changes))
+    with pytest.raises(InputError, match=rf"transformers cannot load this model.*{key}.*--no-verify") as caught:
+        verify(base)
+    assert "\n" not in str(caught.value)

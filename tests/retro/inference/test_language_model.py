@@ -1,5 +1,6 @@
 """A checkpoint with its datastore scores and generates text, with retrieval ON and OFF."""
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,19 @@ def test_scores_of_generated_tokens_equal_their_log_probabilities(
         scores = language_model.score([np.array(row) for row in tokens], k)
         for prompt, drawn, scored in zip(prompts, log_p, scores, strict=True):
             assert drawn == pytest.approx(scored[len(prompt) - 1 :].tolist(), abs=1e-3)
+
+
+def test_without_bos_a_text_ends_with_the_token_that_begins_the_next_document(
+    language_model: LanguageModel, texts: list[np.ndarray]
+) -> None:
+    settings = GenerationSettings(max_tokens=20, seed=3)
+    free = [step[0].token for step in language_model.generate([texts[1]], settings, 0)]
+    tokenizer = copy(language_model.tokenizer)  # a generated token begins documents: as BOS, then as <|endoftext|>
+    tokenizer.bos_id = free[6]
+    for control, number in (({}, 20), ({"<|endoftext|>": free[6]}, free.index(free[6]) + 1)):
+        tokenizer.control_tokens = control
+        steps = replace(language_model, tokenizer=tokenizer).generate([texts[1]], settings, 0)
+        assert [step[0].token for step in steps] == free[:number]
 
 
 def test_generated_text_equals_the_decoded_tokens(language_model: LanguageModel, texts: list[np.ndarray]) -> None:
