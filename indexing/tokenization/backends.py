@@ -1,7 +1,8 @@
 """The two tokenizer libraries with one interface: SentencePiece models and Hugging Face's `tokenizer.json`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ META_SYMBOL = "\u2581"  # ▁: SentencePiece writes it for a blank and cannot di
 
 # The characters that stand for the 256 bytes in GPT-2's byte-level vocabularies. Printable Latin-1 stands for itself.
 _BYTE_ALPHABET = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)]))
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token for one byte
 
 
 class SentencePiece:
@@ -97,12 +100,29 @@ class HuggingFace:
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        decoder = self.content.get("decoder") or {}
+        self._decoders = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
+        self._special = set(self.control_tokens().values())
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
-        return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.decode_batch(ids, skip_special_tokens=True)
+        if "ByteFallback" in self._decoders:
+            texts = [self._decode(row) if "\ufffd" in text else text for row, text in zip(ids, texts, strict=True)]
+        return texts
+
+    def _decode(self, ids: list[int]) -> str:
+        """Decode tokens of which some are bytes. Only invalid bytes become U+FFFD.
+
+        The decoder of `tokenizers` replaces all adjacent bytes if one of them is invalid or the last character is incomplete.
+        """
+        tokens = [self.tokenizer.id_to_token(token) for token in ids if token not in self._special]
+        text: str = self.tokenizer.decoder.decode(
+            list(_with_valid_bytes(token for token in tokens if token is not None))
+        )
+        return text
 
     def num_tokens(self) -> int:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -117,8 +137,7 @@ class HuggingFace:
 
     def token_bytes(self) -> list[int]:
         """Exact for byte-level BPE and for ▁ with byte tokens; otherwise the bytes that a token decodes to on its own."""
-        decoder = self.content.get("decoder") or {}
-        types = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
+        types = self._decoders
         added = {token["id"]: token for token in self.content.get("added_tokens", ())}
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         sizes = [0] * self.num_tokens()
@@ -127,7 +146,7 @@ class HuggingFace:
                 size = 0 if added[token_id]["special"] else len(token.encode())
             elif "ByteLevel" in types and _BYTE_ALPHABET.issuperset(token):
                 size = len(token)
-            elif "ByteFallback" in types and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            elif "ByteFallback" in types and _BYTE.fullmatch(token):
                 size = 1
             elif types & {"ByteFallback", "Metaspace"}:
                 size = len(token.replace(META_SYMBOL, " ").encode())
@@ -135,6 +154,16 @@ class HuggingFace:
                 size = len(self.tokenizer.decode([token_id], skip_special_tokens=False).encode())
             sizes[token_id] = size
         return sizes
+
+
+def _with_valid_bytes(tokens: Iterable[str]) -> Iterator[str]:
+    """Replace invalid UTF-8 in adjacent byte tokens by U+FFFD."""
+    for is_byte, group in groupby(tokens, key=lambda token: _BYTE.fullmatch(token) is not None):
+        if not is_byte:
+            yield from group
+            continue
+        for character in bytes(int(token[3:5], 16) for token in group).decode(errors="replace"):
+            yield from [character] if character == "\ufffd" else (f"<0x{byte:02X}>" for byte in character.encode())
 
 
 TokenizerBackend = SentencePiece | HuggingFace

@@ -28,6 +28,7 @@ from indexing.tokenization.backends import read_object
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.answer_metrics import Language, language_of
 from retro.finetuning.conversations import Conversation, Message
+from retro.finetuning.jinja_process import TemplateError, render
 
 _PLAIN = """\
 {% for message in messages %}
@@ -51,6 +52,13 @@ PLAIN: dict[Language, str] = {
 _MARK, _MARKS = "\ue000{}\ue001", re.compile("\ue000(\\d+)\ue001")
 _BEGIN, _END = "\ue002", "\ue003"
 _STORED = "the checkpoint's chat template"
+
+# Roles of the messages before an answer; a template must write the first one.
+_SHAPES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+
+
+class _Refused(InputError):
+    """A conversation that a template does not accept."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +132,24 @@ class ChatTemplate:
         last = np.flatnonzero(np.diff(written.is_answer.astype(np.int8)) == 1)[-1]
         return written.tokens[: last + 1]
 
+    def check(self) -> None:
+        """Write conversations of several shapes, so that a broken template is found before it is needed.
+
+        Raises:
+            InputError: the template cannot be rendered, or refuses a single question. It may refuse other shapes.
+        """
+        for roles in _SHAPES:
+            try:
+                self.prompt([Message(role, "x") for role in roles])
+            except _Refused:
+                if roles == _SHAPES[0]:
+                    raise
+
     def _spans(self, conversation: Conversation) -> Iterator[_TextSpan]:
         """Messages, and the template's words between them."""
         words = _MARKS.split(self._render(conversation))  # words, number of a message, words, number …, words
         if words[1::2] != [str(number) for number in range(len(conversation))]:
-            raise InputError(f"{self.option} leaves out a message, or writes one twice or in another order.")
+            raise _Refused(f"{self.option} leaves out a message, or writes one twice or in another order.")
         ending, answered = words[-1].rstrip(), False
         for between, message in zip(words[:-1:2], conversation, strict=True):
             if answered and between.startswith(ending):
@@ -141,8 +162,6 @@ class ChatTemplate:
         yield _TextSpan(ending, True, True)
 
     def _render(self, conversation: Conversation) -> str:
-        import jinja2
-
         marked = [
             {"role": message.role, "content": _MARK.format(number)} for number, message in enumerate(conversation)
         ]
@@ -151,11 +170,13 @@ class ChatTemplate:
         )
         names = {token: name for name, token in self._control_tokens.items()}
         begin, end = names[self.tokenizer.bos_id], names[self.tokenizer.eos_id]
+        variables = {"messages": marked, "bos_token": begin, "eos_token": end, "add_generation_prompt": False}
         try:
-            template = self._templates[self.source or PLAIN[language]]
-            return template.render(messages=marked, bos_token=begin, eos_token=end, add_generation_prompt=False)
-        except jinja2.TemplateError as error:
-            raise InputError(f"{self.option}: {error}") from error
+            return render(self.source or PLAIN[language], variables)
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in conversation[:8]) + ", …" * (len(conversation) > 8)
+            kind, verb = (_Refused, "refuses") if error.refused else (InputError, "fails for")
+            raise kind(f"{self.option} {verb} messages of {roles}: {error}.") from error
 
     def _encoded(self, spans: Sequence[_TextSpan]) -> Iterator[int]:
         """Encode spans; adjacent text is encoded together. Only the template's words can contain control tokens."""
@@ -179,45 +200,6 @@ class ChatTemplate:
     def _control(self) -> re.Pattern[str]:
         longest_first = sorted(self._control_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-
-    @cached_property
-    def _templates(self) -> "_Templates":
-        return _Templates()
-
-
-class _Templates(dict[str, Any]):
-    """Source → compiled template."""
-
-    def __missing__(self, source: str) -> Any:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        # The environment of `transformers`, without `strftime_now`: examples must not depend on the date.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
-        )
-        environment.globals["raise_exception"] = _refuse
-        self[source] = environment.from_string(source)
-        return self[source]
-
-
-def _refuse(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _generation_blocks() -> Any:
-    """A Jinja extension that ignores `{% generation %} … {% endgeneration %}`, which some templates put around answers."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
 
 
 def template_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ChatTemplate:
@@ -257,7 +239,7 @@ def read_template(path: str, option: str = "finetune.template") -> str:
         return ""
     location = Path(path).expanduser()
     if location.is_file():
-        return location.read_text(encoding="utf-8")
+        return _read(location)
     if template := template_in(location):
         return template
     raise InputError(
@@ -270,8 +252,19 @@ def template_in(folder: Path) -> str:
     """The chat template in the folder of a Hugging Face tokenizer; empty if it has none."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _read(file)
     stored = read_object(config).get("chat_template") if config.is_file() else None
     if isinstance(stored, list):  # several by name
-        stored = {entry.get("name"): entry.get("template") for entry in stored}.get("default")
+        stored = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}.get(
+            "default"
+        )
     return stored if isinstance(stored, str) else ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 (byte {error.start:,}). A chat template is a text in UTF-8.") from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}.") from error

@@ -173,6 +173,8 @@ class _Writer:
         retriever = Retriever.open(*datastores) if k else None
         tokenizer = retriever.tokenizer if retriever else Tokenizer.open(datastore.folder / "tokenizer")
         template = ChatTemplate(tokenizer, read_template(settings.template), settings.language)
+        if settings.format == "instructions":
+            template.check()
         return cls(settings, tokenizer, template, retriever, datastore.chunk_length, k)
 
     def arrays(self, block: Sequence[NumberedExample]) -> dict[str, np.ndarray]:

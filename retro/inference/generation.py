@@ -137,10 +137,19 @@ class Batch:
         decode: converts tokens to text.
         eos_id: the end-of-document token.
         more_ends: other tokens that end a document.
+        masked: bool [V], True for ids that are never generated; None = there are none.
     """
 
-    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int, more_ends: Set[int] = frozenset()) -> None:
-        self._decoder, self._decode, self._ends = decoder, decode, {eos_id, *more_ends}
+    def __init__(
+        self,
+        decoder: Decoder,
+        decode: Decode,
+        eos_id: int,
+        more_ends: Set[int] = frozenset(),
+        masked: torch.Tensor | None = None,
+    ) -> None:
+        self._decoder, self._decode = decoder, decode
+        self._ends, self._masked = {eos_id, *more_ends}, masked
         # Texts of each row: several continuations of a prompt share its row until it was read.
         self._texts: dict[Row, list[Continuation]] = {}
 
@@ -223,7 +232,7 @@ class Batch:
         settings = [text.settings for _, text, _ in ahead]
         generated = [[*text.generated, *row.draft[:number].tolist()] for row, text, number in ahead]
         changed = with_penalties(logits, settings, [text.prompt for _, text, _ in ahead], generated)
-        drawn = draw(changed, logits, settings, [text.random(number) for _, text, number in ahead])
+        drawn = draw(changed, logits, settings, [text.random(number) for _, text, number in ahead], self._masked)
         tokens = [token for token, *_ in drawn]
         kept = [place for place, (row, _, number) in enumerate(ahead) if _agree(row, tokens[place - number : place])]
         sources = self._copied_from(

@@ -5,9 +5,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from indexing.retrieval.retriever import Retriever
 from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
@@ -146,7 +148,7 @@ class LanguageModel:
         checked = [self._checked(tokens, f"sequences[{index}]") for index, tokens in enumerate(sequences)]
         if top < 0:
             raise InputError(f"top = {top}: must be 0 or more.")
-        return to_score(self.model, checked, context=self.context, top=top)
+        return to_score(self.model, checked, context=self.context, top=self._within_ids(top))
 
     def score_windows(self, windows: Sequence[Window], k: int = 0, top: int = 1, sources: bool = False) -> None:
         """Score windows of sequences `to_score`; for the rest see `score_with_likeliest`."""
@@ -157,9 +159,10 @@ class LanguageModel:
             self.placement,
             retrieve=retrieve,
             datastore=self.suffixes if retrieve else None,
-            top=top,
+            top=self._within_ids(top),
             sources=sources,
             neighbor_cache=self.neighbor_cache,
+            masked=self.masked,
         )
 
     def generate(
@@ -193,7 +196,27 @@ class LanguageModel:
         """Return an empty batch. Prompts that join it must be `checked`."""
         decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
         next_document = () if self.tokenizer.has_bos else (self.tokenizer.bos_id,)
-        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, {*next_document})
+        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, {*next_document}, self.masked)
+
+    @cached_property
+    def masked(self) -> torch.Tensor | None:
+        """Ids of the model that are no tokens of texts, bool [V]: never generated or returned as likeliest; None = there are none.
+
+        Tables of many models are padded to a multiple of 64 or 128 rows, and a datastore adds a token for padding if the tokenizer
+        has none. Log-probabilities are still those of the whole table.
+        """
+        return None if self._known.all() else torch.from_numpy(~self._known).to(self.placement.device)
+
+    @cached_property
+    def _known(self) -> np.ndarray:
+        """Ids of the model that are not `masked`, bool [V]."""
+        known = np.arange(self.model.settings.vocab_size) < self.tokenizer.num_model_tokens
+        known[[self.tokenizer.bos_id, self.tokenizer.eos_id]] = True
+        return known
+
+    def _within_ids(self, top: int) -> int:
+        """Limit a number of likeliest tokens to those that are not masked."""
+        return min(top, int(self._known.sum()))
 
     def checked(
         self, prompts: Sequence[np.ndarray], settings: GenerationSettings, k: int
@@ -203,7 +226,7 @@ class LanguageModel:
         Raises:
             InputError: see `generate`.
         """
-        settings.check_ids(self.model.settings.vocab_size)
+        settings.check_ids(self._num_ids)
         return [self._checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)], self._retrieve(k)
 
     def _retrieve(self, k: int) -> RetrieveNeighbors | None:
@@ -219,13 +242,18 @@ class LanguageModel:
             return _always(np.zeros((0, 2 * self.model.settings.chunk_length), np.int64), np.zeros(0, np.int64))
         return self._searches.setdefault(k, lambda chunks: retriever.neighbors_with_ids(chunks, k))
 
+    @property
+    def _num_ids(self) -> int:
+        """Ids from 0 that texts can have: retrieval knows those of the tokenizer only."""
+        return min(self.model.settings.vocab_size, self.tokenizer.vocab_size)
+
     def _checked(self, tokens: np.ndarray, name: str) -> np.ndarray:
         """Return tokens as int64.
 
         Raises:
             InputError: the tokens are empty, not one-dimensional, not integers, or outside the vocabulary.
         """
-        row, size = np.asarray(tokens), self.model.settings.vocab_size
+        row, size = np.asarray(tokens), self._num_ids
         if row.ndim != 1 or not len(row):
             raise InputError(f"{name} has the shape {row.shape}; give a one-dimensional array with at least one token.")
         if not np.issubdtype(row.dtype, np.integer):

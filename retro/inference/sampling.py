@@ -54,7 +54,11 @@ def _change(row: Tensor, settings: GenerationSettings, prompt: np.ndarray, gener
 
 
 def draw(
-    logits: Tensor, unchanged: Tensor, settings: Sequence[GenerationSettings], random: Sequence[float]
+    logits: Tensor,
+    unchanged: Tensor,
+    settings: Sequence[GenerationSettings],
+    random: Sequence[float],
+    masked: Tensor | None = None,
 ) -> list[SampledToken]:
     """Sample a token for each row, with its temperature, then top-k, then top-p and min-p.
 
@@ -63,10 +67,12 @@ def draw(
         unchanged: float32 [rows, V], without penalties and biases; the log-probabilities that are returned are theirs.
         settings: sampling of each row.
         random: a number of each row, 0 to 1; the token depends on it unless the temperature is 0.
+        masked: bool [V], True for ids that are neither sampled nor returned as likeliest tokens; None = there are none.
     """
     # A row always has a token to sample, also one that a broken model gives infinite logits or NaN.
     logits, unchanged = (rows.nan_to_num(nan=torch.finfo(rows.dtype).min) for rows in (logits, unchanged))
-    log_p, tokens = unchanged.log_softmax(-1), logits.argmax(-1)
+    log_p, logits = unchanged.log_softmax(-1), without(logits, masked)
+    tokens = logits.argmax(-1)
     drawing = [
         (row, min(own.top_k or logits.shape[1], logits.shape[1])) for row, own in enumerate(settings) if own.temperature
     ]
@@ -79,10 +85,16 @@ def draw(
     chosen = log_p.gather(1, tokens[:, None])[:, 0].tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(chosen)
     if most := max((own.logprobs for own in settings), default=0):
-        values, likeliest = log_p.topk(min(most, log_p.shape[1]))
+        values, likeliest = without(log_p, masked).topk(min(most, log_p.shape[1]))
         columns = zip(likeliest.tolist(), values.tolist(), settings, strict=True)
-        tops = [tuple(zip(ids[: own.logprobs], row[: own.logprobs], strict=True)) for ids, row, own in columns]
+        rows_of_tops = (zip(ids[: own.logprobs], row[: own.logprobs], strict=True) for ids, row, own in columns)
+        tops = [tuple((token, value) for token, value in row if value > -torch.inf) for row in rows_of_tops]
     return list(zip(tokens.tolist(), chosen, tops, strict=True))
+
+
+def without(logits: Tensor, masked: Tensor | None) -> Tensor:
+    """Logits [..., V] with -inf at the masked ids, bool [V]; None = no id is masked."""
+    return logits if masked is None else logits.masked_fill(masked, -torch.inf)
 
 
 def _drawn(logits: Tensor, kept: int, settings: Sequence[GenerationSettings], random: Sequence[float]) -> Tensor:
@@ -96,7 +108,7 @@ def _drawn(logits: Tensor, kept: int, settings: Sequence[GenerationSettings], ra
     # Subtract the largest logit and divide in float64: any temperature above 0 is then safe.
     probabilities = ((ordered - ordered[:, :1]).double() / temperature).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all likelier tokens; the likeliest token is always kept
-    usable = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    usable = (before < top_p) & (probabilities >= min_p * probabilities[:, :1]) & (ordered > -torch.inf)
     below = probabilities.masked_fill(~usable, 0).cumsum(-1)  # [rows, kept]
     random_numbers = torch.tensor(random, dtype=torch.float32, device=logits.device)[:, None]
     ranks = torch.searchsorted(below, random_numbers * below[:, -1:], right=True)

@@ -20,6 +20,7 @@ from retro.evaluation.token_gains import origins_of
 from retro.evaluation.windows import sliding_windows
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, WholeDatastore
+from retro.inference.sampling import without
 from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
 from retro.model.copy_head import Origins
 from retro.model.inputs import Inputs
@@ -125,6 +126,7 @@ def score_windows(
     top: int = 0,
     sources: bool = False,
     neighbor_cache: NeighborCache | None = None,
+    masked: Tensor | None = None,
 ) -> None:
     """Score windows of any sequences; the arguments are equal for all windows of a sequence.
 
@@ -137,6 +139,7 @@ def score_windows(
         top: see `to_score`.
         sources: return the chunks whose neighbors were read, and the tokens that were copied.
         neighbor_cache: of a model whose decoder reads neighbors; None = it encodes all of them.
+        masked: bool [V], True for ids that are not returned as likeliest tokens; None = there are none.
     """
     m, top = model.settings.chunk_length, min(top, model.settings.vocab_size)
     if retrieve is not None:
@@ -164,7 +167,7 @@ def score_windows(
             if top:
                 with placement.autocast():
                     own = slice(row, row + 1)
-                    values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top)
+                    values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top, masked)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
 
@@ -263,11 +266,13 @@ def _known(batch: Inputs, model: Retro, cache: NeighborCache | None) -> tuple[Te
     return cache.encode(neighbors, lengths)
 
 
-def _likeliest(model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int) -> tuple[np.ndarray, np.ndarray]:
+def _likeliest(
+    model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int, masked: Tensor | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
     blocks = []
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))
         logits = model.mix(model.logits(hidden[:, kept]), hidden, inputs, kept)[0]
-        blocks.append(logits.float().log_softmax(-1).topk(top))
+        blocks.append(without(logits.float().log_softmax(-1), masked).topk(top))
     return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]

@@ -6,6 +6,7 @@ endpoints ─► Service.search, embed ─► one thread each ─► Retriever
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.store.watch import Watch
 from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
-from retro.finetuning.conversations import Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.scoring import Window
@@ -44,6 +44,8 @@ from retro.server.watched_files import WatchedFiles
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 Done = TypeVar("Done")
+
+log = logging.getLogger("retro.server")
 
 Query = str | np.ndarray
 """A text, token ids [t] int64, or a vector [d] float32."""
@@ -389,15 +391,25 @@ def _chat_template(language_model: LanguageModel, path: str) -> ChatTemplate | N
     """Return the template in a file or folder, or the checkpoint's; None if there is none.
 
     Raises:
-        InputError: there is no template at the path, or it cannot write conversations.
+        InputError: there is no template at the path, or it cannot write conversations. If the checkpoint's cannot, a warning is
+            logged: the model still works for completions.
     """
     if path:
         template = ChatTemplate(
             language_model.tokenizer, read_template(path, "chat_template"), option=f"chat_template = {path!r}"
         )
-        template.prompt([Message("user", "x")])
+        template.check()
         return template
-    return stored_template(language_model.tokenizer, language_model.checkpoint.settings)
+    try:
+        stored = stored_template(language_model.tokenizer, language_model.checkpoint.settings)
+        if stored is not None:
+            stored.check()
+        return stored
+    except InputError as error:
+        log.warning(
+            "/v1/chat/completions is not available: %s Another template can be given with --chat-template.", error
+        )
+        return None
 
 
 def _name_of(retriever: Retriever, language_model: LanguageModel | None) -> str:

@@ -75,7 +75,7 @@ async def chat_completions(
 def _template(service: Service) -> ChatTemplate:
     if service.chat_template is None:
         message = (
-            "this model has no chat template. Use /v1/completions, or start the server with --chat-template, which names a "
+            "this model has no chat template that works. Use /v1/completions, or start the server with --chat-template, which names a "
             "Jinja file or the folder of a tokenizer."
         )
         raise InvalidRequest(message, code="no_chat_template")

@@ -9,6 +9,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from retro.finetuning import jinja_process
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, Message
 
@@ -136,8 +137,8 @@ def test_chatml_equals_transformers(huggingface: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (BRACKETS, "no system message here"),
-        ("{% for m in messages %}", "finetune.template"),
+        (BRACKETS, "finetune.template refuses messages of system, user, .*: no system message here"),
+        ("{% for m in messages %}", "finetune.template fails for"),
         ("{{ messages[0].content }}", "leaves out a message"),
     ],
 )
@@ -170,3 +171,62 @@ def test_a_template_is_read_from_a_file_or_a_tokenizer_folder(tmp_path: Path) ->
     assert read_template(str(tmp_path)) == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert read_template(str(tmp_path)) == "d"
+
+
+WRITES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+BROKEN = {
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ 'a' | round }}": "TypeError",
+    "{{ nope.a }}": "undefined",
+    "{{ messages[99].content }}": "no element 99",
+    "{% for i in range(1000000000) %}x{% endfor %}": "Range too big",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "recursion",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "recursion",
+    "{{ 'x' * 10 ** 11 }}": "MiB of memory",
+    "{{ ('x' * 1000000) * 3000 }}": "MiB of memory",
+    "{{ 'x' * 2000000 }}": "1,048,576 characters",
+    "{{ 10 ** 100000 }}": "ValueError",
+    "{% include '/etc/passwd' %}": "TypeError",
+    "{{ self.__init__.__globals__ }}": "unsafe",
+    "{% set _ = messages.append(1) %}": "unsafe",
+    "{% for %}": "Expected an expression",
+    "{{ raise_exception('no\nanswer') }}": "no answer",
+    "{{ '\ue00099\ue001' }}": "leaves out",
+    "{% if messages | length > 3 %}{{ 1 / 0 }}{% endif %}": "ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize(("source", "words"), BROKEN.items(), ids=map(str, range(len(BROKEN))))
+def test_every_error_of_a_template_is_one_line_that_names_it(sentencepiece: Tokenizer, source: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as raised:
+        ChatTemplate(sentencepiece, source + WRITES, option="chat_template = 'x.jinja'").check()
+    assert str(raised.value).startswith("chat_template = 'x.jinja' ")
+    assert "\n" not in str(raised.value)
+    ChatTemplate(sentencepiece, WRITES).check()  # others are still rendered
+
+
+def test_an_endless_template_ends_at_its_limit_of_time(
+    sentencepiece: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jinja_process, "SECONDS", 0.2)
+    process = jinja_process._Process()
+    monkeypatch.setattr(jinja_process, "_process_of", lambda pid: process)
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InputError, match=r"takes more than 0\.2 s of CPU time"):
+        ChatTemplate(sentencepiece, endless + WRITES).prompt(ENGLISH[:2])
+    assert process._running is not None
+    assert process._running.poll() is not None  # nothing continues
+    ChatTemplate(sentencepiece, WRITES).check()
+
+
+def test_a_template_may_refuse_other_shapes_than_a_question(sentencepiece: Tokenizer) -> None:
+    ChatTemplate(sentencepiece, BRACKETS).check()
+    with pytest.raises(InputError, match="refuses messages of user, assistant: never"):
+        ChatTemplate(sentencepiece, "{{ raise_exception('never') }}").check()
+
+
+@pytest.mark.parametrize("name", ["mine.jinja", "chat_template.jinja"])
+def test_a_template_in_another_encoding_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(InputError, match=rf"{name} is not UTF-8 \(byte 4\)"):
+        read_template(str(tmp_path if name == "chat_template.jinja" else tmp_path / name))

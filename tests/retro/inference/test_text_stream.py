@@ -1,10 +1,17 @@
 """Text streaming: all text is shown, and nothing that a later token changes or that belongs to a stop string."""
 
+import random
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
 from retro.inference.text_stream import TextStream
+from retro.server.spans import token_ends
+from tests.indexing.tokenization.test_extension import BASES
 
 few = settings(max_examples=200, deadline=None, derandomize=True)
 texts = st.text("ab檢🙂\ufffd ", max_size=12)
@@ -96,3 +103,61 @@ def test_a_space_that_depends_on_the_previous_token_is_kept() -> None:
 def test_a_stop_string_does_not_match_an_incomplete_character(stop: tuple[str, ...]) -> None:
     pieces, stopped = stream_text([*"🙂".encode(), 97], stop=stop)
     assert ("".join(pieces), stopped) == ("🙂a", False)
+
+
+@pytest.fixture(scope="module", params=list(BASES))
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    source: Path = BASES[request.param](folder / "source")
+    kind = "huggingface" if (source / "tokenizer.json").is_file() else "sentencepiece"
+    install_tokenizer(TokenizerSettings(kind=kind, path=str(source)), folder / "installed")
+    return Tokenizer.open(folder / "installed")
+
+
+def random_texts(count: int) -> list[str]:
+    """Words, blanks, and characters of two to four bytes."""
+    draw = random.Random(0)
+    letters = ["the ", "a", " ", ".", "世", "界", "檢", "é", "ж", "🙂", "👩", "\u200d", "\U00020bb7"]
+    return ["b" + "".join(draw.choices(letters, k=draw.randint(1, 20))) + "." for _ in range(count)]
+
+
+def test_streamed_pieces_of_every_tokenizer_join_to_the_decoded_text(tokenizer: Tokenizer) -> None:
+    for number, text in enumerate(random_texts(60)):
+        prompt = tokenizer.encode("so ").tolist()
+        whole = prompt + tokenizer.encode(text).tolist()
+        stream = TextStream(tokenizer.decode, prompt)
+        pieces = [stream.add(token) for token in whole[len(prompt) :]]
+        assert "".join(pieces) == tokenizer.decode(whole)[len(tokenizer.decode(prompt)) :]  # complete without `rest`
+        if tokenizer.decode(tokenizer.encode(text)) == text:
+            assert text in tokenizer.decode(whole)
+        else:
+            assert tokenizer.meta.kind == "sentencepiece"  # normalizes
+        cut = whole[: len(prompt) + number % len(whole)]  # also within a character
+        stream = TextStream(tokenizer.decode, prompt)
+        pieces = [*(stream.add(token) for token in cut[len(prompt) :]), stream.rest()]
+        assert "".join(pieces) == tokenizer.decode(cut)[len(tokenizer.decode(prompt)) :]
+
+
+def test_streamed_pieces_of_arbitrary_tokens_join_to_the_decoded_text(tokenizer: Tokenizer) -> None:
+    draw, prompt = random.Random(0), tokenizer.encode("so").tolist()
+    for _ in range(60):  # most sequences of byte tokens are invalid
+        ids = [draw.randrange(tokenizer.num_model_tokens) for _ in range(20)]
+        stream = TextStream(tokenizer.decode, prompt)
+        text = "".join([*map(stream.add, ids), stream.rest()])
+        assert text == tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+
+
+def test_an_incomplete_character_leaves_the_text_before_it_as_it_is(tokenizer: Tokenizer) -> None:
+    for text in random_texts(20):
+        tokens = tokenizer.encode(text)
+        prefixes = [tokenizer.decode(tokens[:stop]).rstrip("\ufffd") for stop in range(len(tokens) + 1)]
+        assert all(longer.startswith(shorter) for shorter, longer in pairwise(prefixes))
+
+
+def test_whole_characters_are_counted_for_every_token(tokenizer: Tokenizer) -> None:
+    for text in ["the 世界 🙂 " * 12, *random_texts(20)]:
+        tokens = tokenizer.encode(text)
+        found, ends = token_ends(tokenizer.decode_batch, tokens)
+        assert found == tokenizer.decode(tokens)
+        prefixes = [tokenizer.decode(tokens[: stop + 1]).rstrip("\ufffd") for stop in range(len(tokens))]
+        assert ends == [len(prefix) for prefix in prefixes]
