@@ -17,6 +17,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +67,7 @@ ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
     "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
     "unreadable file", "wrong suffix", "not UTF-8", "long line",
+    "binary value",
 ]  # fmt: skip
 
 
@@ -302,7 +305,7 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
         is_whole = True
     except DAMAGED as error:
         request.report(damage_of(error), seen.lines + 1, str(error))
-    if seen.other_bytes > _MOST_OTHER_BYTES * max(1, seen.stored):
+    if seen.is_binary:
         share = 100 * seen.other_bytes / seen.stored
         detail = (
             f"{share:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%: it is binary or has another encoding"
@@ -335,6 +338,11 @@ class _TextSeen:
         self.stored = self.size = self.undecodable = self.first_line = self.first_undecodable = 0
         self.other_bytes = self.lines = 0
         self.is_blank, self.digest = True, text_digest()
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether it has more other bytes than text has."""
+        return self.other_bytes > _MOST_OTHER_BYTES * max(1, self.stored)
 
     def decoded(self, data: bytes) -> str:
         """Decode the next block, which ends between two characters."""
@@ -497,7 +505,10 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
 
 
 def _column(batch: Any, key: str) -> list[Any] | None:
-    """A column, or a field of a struct column, as Python values. Strings stay bytes, because Arrow does not validate them."""
+    """A column, or a field of a struct column, as Python values. Strings stay bytes, because Arrow does not validate them.
+
+    So do values of a column of bytes, which some writers use for text; `_Binary` marks those that are not text.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -515,7 +526,40 @@ def _column(batch: Any, key: str) -> list[Any] | None:
         column = column.cast(pa.binary())
     elif pa.types.is_large_string(column.type):
         column = column.cast(pa.large_binary())
+    elif pa.types.is_string_view(column.type):
+        column = column.cast(pa.binary_view())
+    elif any(test(column.type) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)) or (
+        pa.types.is_fixed_size_binary(column.type)
+    ):
+        return [value if value is None else _marked(value) for value in column.to_pylist()]
+    elif getattr(column.type, "unit", "") == "ns":  # Python's times have microseconds
+        times = {
+            pa.types.is_timestamp: lambda: pa.timestamp("us", column.type.tz),
+            pa.types.is_time: lambda: pa.time64("us"),
+        }
+        kind = next((make() for test, make in times.items() if test(column.type)), pa.duration("us"))
+        column = column.cast(kind, safe=False)
     return column.to_pylist()
+
+
+class _Binary(bytes):
+    """A value that is not text."""
+
+
+def _marked(value: bytes) -> bytes:
+    """The same bytes, as `_Binary` if more of them than in a text file are not UTF-8 text."""
+    seen = _TextSeen()
+    seen.decoded(value)
+    return _Binary(value) if seen.is_binary else value
+
+
+def _plain(value: Any) -> str:
+    """A value that JSON does not have as text: times in ISO 8601, decimals as their digits."""
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes" if isinstance(_marked(value), _Binary) else value.decode(errors="replace")
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _token_documents(raw: StoredReader, request: ReadRequest) -> Iterator[Document]:
@@ -560,10 +604,19 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
         value: Any = fields
         for part in [key] if key in fields else key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, _Binary):
+            if key != settings.text_key:
+                request.report("binary value", line, f"'{key}' holds {len(value)} bytes, not text; it is left out")
+            return None if key != settings.text_key else value
         return _decode(value, line, request) if isinstance(value, bytes) else value
 
     def clean(value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str):
+            text = value
+        elif value is None or isinstance(value, bool | int | float | list | dict):
+            text = json.dumps(value, ensure_ascii=False, default=_plain)
+        else:
+            text = _plain(value)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -574,7 +627,10 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
     text = find(settings.text_key)
     if not isinstance(text, str):
         keys = ", ".join(list(fields)[:10])
-        description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        if isinstance(text, _Binary):
+            description = f"{len(text)} bytes that are not text"
+        else:
+            description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
         request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {description}")
         return
     if not text or text.isspace():
