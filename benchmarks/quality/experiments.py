@@ -75,7 +75,7 @@ def write_rest(paths: Sequence[str], part: Path, file: Path) -> str:
 
 
 def _json_line(document: Document) -> str:
-    return json.dumps({"id": document.id, "text": document.text}, ensure_ascii=False) + "\n"
+    return json.dumps({"id": document.id, "text": "".join(document.blocks())}, ensure_ascii=False) + "\n"
 
 
 def steps_that_fit(

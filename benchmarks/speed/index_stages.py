@@ -83,7 +83,7 @@ def text_stages(config: Config, datastore: Datastore, rounds: int, limit: Budget
     tokenizer, train = Tokenizer.open(datastore.folder / "tokenizer"), datastore.train
     pieces = read_plan(datastore.folder)[0]
     documents = [each for piece in pieces for each in read_slice(piece, config.corpus, on_problem=lambda _: None)]
-    texts = [document.text for document in documents]
+    texts = ["".join(document.blocks()) for document in documents]
     embedder = open_embedder(datastore.folder / "embedder", tokenizer.decode, config.embedder)
     rows = min(512 if isinstance(embedder, TransformerEmbedder) else 32_768, train.num_chunks)
     tokens, lengths = np.asarray(train.tokens.read(0, rows)), np.asarray(train.lengths.read(0, rows))

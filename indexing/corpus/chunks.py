@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
-from indexing.corpus.scan import FileSlice, read_slice, split_of
+from indexing.corpus.scan import FileSlice, read_slice, split_of, split_of_document
 from indexing.machine import map_ahead
 from indexing.progress import Advance
 from indexing.store.datastore import SPLITS
@@ -93,10 +93,29 @@ class _SplitWriter:
         chunks, lengths = to_chunks([tokens for _, tokens in documents], self.chunk_length, self.pad_id)
         self.tokens.append(chunks)
         self.lengths.append(lengths)
+        self._add_rows(((document, len(document.text.encode()), len(tokens)) for document, tokens in documents), file)
+
+    def append_large(self, document: Document, parts: Iterable[np.ndarray], file: str) -> None:
+        """Write a document whose tokens, including begin and end, come in parts."""
+        rest, count = np.zeros(0, dtype=self.tokens.dtype), 0
+        for part in parts:
+            count += len(part)
+            rest = np.concatenate([rest, part])
+            whole = len(rest) // self.chunk_length * self.chunk_length
+            self.tokens.append(rest[:whole].reshape(-1, self.chunk_length))
+            self.lengths.append(np.full(whole // self.chunk_length, self.chunk_length, dtype=np.uint16))
+            rest = rest[whole:]
+        if len(rest):
+            chunks, lengths = to_chunks([rest], self.chunk_length, self.pad_id)
+            self.tokens.append(chunks)
+            self.lengths.append(lengths)
+        self._add_rows([(document, document.size, count)], file)
+
+    def _add_rows(self, documents: Iterable[tuple[Document, int, int]], file: str) -> None:
+        """Add rows of `documents.parquet` and offsets for documents with their bytes and tokens, whose chunks are written."""
         first = len(self.rows)
-        for document, tokens in documents:
-            sizes = {"bytes": len(document.text.encode()), "tokens": len(tokens)}
-            sizes["chunks"] = -(-len(tokens) // self.chunk_length)
+        for document, size, tokens in documents:
+            sizes = {"bytes": size, "tokens": tokens, "chunks": -(-tokens // self.chunk_length)}
             metadata = {key: document.metadata.get(key) for key in self.metadata_keys}
             self.rows.append({"id": document.id, "file": file} | sizes | metadata)
         added = self.rows[first:]
@@ -116,10 +135,16 @@ class _SplitWriter:
 
 
 def batches(documents: Iterable[Document], batch_bytes: int = 4 * 2**20) -> Iterator[list[Document]]:
-    """Group documents into lists with a few megabytes of text."""
+    """Group documents into lists with a few megabytes of text. A large document is alone."""
     batch: list[Document] = []
     size = 0
     for document in documents:
+        if document.large is not None:
+            if batch:
+                yield batch
+            yield [document]
+            batch, size = [], 0
+            continue
         batch.append(document)
         size += document.size
         if size >= batch_bytes:
@@ -174,8 +199,17 @@ def _read(
             yield _Batch(file_slice.file, kept, sum(document.size for document in batch))
 
 
+def _counted(blocks: Iterable[str], advance: Advance) -> Iterator[str]:
+    """Yield the blocks of a text, and call `advance` with the bytes of each."""
+    for block in blocks:
+        yield block
+        advance(len(block.encode()))
+
+
 def _tokenized(batch: _Batch, tokenizer: Tokenizer) -> tuple[_Batch, list[np.ndarray]]:
-    """A batch with text, and the tokens of its documents: encodes text, or decodes stored tokens."""
+    """A batch with text, and the tokens of its documents: encodes text, or decodes stored tokens. None of a large document."""
+    if any(document.large is not None for document in batch.documents):
+        return batch, []
     documents = with_text(batch.documents, batch.file.path, tokenizer)
     tokens = [document.tokens.astype(tokenizer.dtype) for document in documents if document.tokens is not None]
     tokens = tokens or tokenizer.encode_batch([document.text for document in documents])
@@ -219,6 +253,13 @@ def chunk_shard(
     with contextlib.ExitStack() as files:
         writers = {name: _SplitWriter(work / name, settings, tokenizer, corpus.metadata_keys, files) for name in SPLITS}
         for batch, encoded in map_ahead(lambda batch: _tokenized(batch, tokenizer), read, _AT_A_TIME):
+            if batch.documents and not encoded:
+                (document,) = batch.documents
+                parts = itertools.chain(
+                    [before], tokenizer.encode_blocks(_counted(document.blocks(), advance)), [after]
+                )
+                writers[split_of_document(document, corpus.split)].append_large(document, parts, batch.file.name)
+                continue
             members: dict[str, list[tuple[Document, np.ndarray]]] = {name: [] for name in writers}
             for document, tokens in zip(batch.documents, encoded, strict=True):
                 whole = np.concatenate([before, tokens, after])

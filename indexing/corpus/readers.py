@@ -4,11 +4,12 @@
 
 Text is not changed: line ends, blanks and control characters stay. Bytes that are not UTF-8 and lone surrogates in JSON become
 U+FFFD. Such a replacement, and every document that is left out, is reported as a `CorpusProblem`. Memory holds one document at a
-time, whatever the size of a file.
+time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
 """
 
 import contextlib
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -16,6 +17,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -56,12 +59,17 @@ TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")
 _TOKEN_TEXT_BYTES = 4  # estimated bytes of text per token, if only the tokens are known
 # Share of a text file; 0.12 to 0.14 in Latin-1 with many accents, 0.3 and more in programs and images.
 _MOST_OTHER_BYTES = 0.2
+_LARGE_BYTES = 1 << 24  # text of a larger file is read block by block, again for every use
+_BLOCK_BYTES = 1 << 20  # at least, of a text file
+TEXT_BLOCK = 1 << 20
+"""Characters in a block of a `LargeText`."""
 _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
 
 ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
     "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
-    "unreadable file", "wrong suffix", "not UTF-8",
+    "unreadable file", "wrong suffix", "not UTF-8", "long line",
+    "binary value",
 ]  # fmt: skip
 
 
@@ -80,6 +88,8 @@ class CorpusSettings:
     """Keys or columns to keep with each document that has them."""
     shard_bytes: PositiveInt = 64 * 2**20
     """Approximate bytes of text per shard. A Megatron token counts as 4."""
+    max_line_bytes: PositiveInt = 64 * 2**20
+    """Bytes of the longest JSON line. A longer one is left out and reported. Memory holds several copies of a line."""
     split: tuple[PositiveInt, NonNegativeInt, NonNegativeInt] = (980, 20, 0)
     """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""
     boundary_ids: tuple[NonNegativeInt, ...] = ()
@@ -116,16 +126,52 @@ class CorpusFile:
 
 
 @dataclass(frozen=True)
+class LargeText:
+    """The text of a large file, which is never in memory as a whole.
+
+    Attributes:
+        file: the file. It holds this text alone.
+        size: UTF-8 bytes of the text.
+        digest: the hash of the text that decides its split, see `split_of`.
+    """
+
+    file: CorpusFile
+    size: int
+    digest: bytes
+
+    def blocks(self) -> Iterator[str]:
+        """Read the text in blocks of `TEXT_BLOCK` characters; the last one may be shorter.
+
+        Raises:
+            InputError: the file has changed since it was read first.
+        """
+        text, size = "", 0
+        for block in _decoded_file(self.file):
+            size += len(block.encode())
+            text += block
+            while len(text) >= TEXT_BLOCK:
+                yield text[:TEXT_BLOCK]
+                text = text[TEXT_BLOCK:]
+        if text:
+            yield text
+        if size != self.size:
+            raise InputError(
+                f"{printable(self.file.path)} has changed while it was read. Run again when it is written."
+            )
+
+
+@dataclass(frozen=True)
 class Document:
     """One document.
 
     Attributes:
         id: unique in a well-formed corpus; `find_duplicates` checks.
-        text: never empty or blank, without surrogates; empty if the document is stored as tokens.
+        text: never empty or blank, without surrogates; empty if the document is large, or stored as tokens.
         metadata: the values at `metadata_keys`; nested values as JSON.
         record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, including records left out.
         offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
         tokens: [tokens] as stored in a Megatron file, at least one; None if the document is stored as text.
+        large: its text, if that is large.
     """
 
     id: str
@@ -134,10 +180,17 @@ class Document:
     record: int
     offset: int = 0
     tokens: np.ndarray | None = None
+    large: LargeText | None = None
+
+    def blocks(self) -> Iterator[str]:
+        """The text in one block, or in many if it is large."""
+        return iter((self.text,)) if self.large is None else self.large.blocks()
 
     @property
     def size(self) -> int:
         """UTF-8 bytes of its text; an estimate if it is stored as tokens."""
+        if self.large is not None:
+            return self.large.size
         return len(self.text.encode()) if self.tokens is None else _TOKEN_TEXT_BYTES * len(self.tokens)
 
 
@@ -243,43 +296,165 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
 
 
 def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
-    data = bytearray()
-    is_whole = False
+    """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again."""
+    seen, texts, is_whole = _TextSeen(), list[str](), False
     try:
-        while block := stream.read1(1 << 20):
-            data += block
+        for data in _text_blocks(stream):
+            text = seen.decoded(data)
+            if seen.size <= _LARGE_BYTES:
+                texts.append(text)
+            else:
+                texts.clear()
         is_whole = True
     except DAMAGED as error:
-        request.report(damage_of(error), data.count(b"\n") + 1, str(error))
-    content = bytes(data.removeprefix(_BOM))
-    if (share := _other_bytes(content)) > _MOST_OTHER_BYTES:
-        detail = f"{100 * share:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%: it is binary or has another encoding"
+        request.report(damage_of(error), seen.lines + 1, str(error))
+    if seen.is_binary:
+        share = 100 * seen.other_bytes / seen.stored
+        detail = (
+            f"{share:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%: it is binary or has another encoding"
+        )
         request.report("not UTF-8", 1, f"{detail}, and is left out")
         return
-    text = _decode(content, 1, request)
-    if text and not text.isspace():
-        yield Document(request.file.name, text, {"source": request.file.name}, 0)
+    if seen.undecodable:
+        first = f"the first is 0x{seen.first_undecodable:02x}"
+        request.report("undecodable bytes", seen.first_line, f"{seen.undecodable} replaced by U+FFFD, {first}")
+    if not seen.is_blank:
+        large = LargeText(request.file, seen.size, seen.digest.digest()) if seen.size > _LARGE_BYTES else None
+        yield Document(request.file.name, "".join(texts), {"source": request.file.name}, 0, large=large)
     elif is_whole:
         request.report("empty document", 1, "no text in the file")
 
 
+class _TextSeen:
+    """What one pass over the blocks of a text file finds out.
+
+    Attributes:
+        stored, size: bytes in the file, and UTF-8 bytes of the text.
+        digest: hash of the text.
+        undecodable, first_line, first_undecodable: number of replacements; line and byte of the first.
+        other_bytes: bytes that text in UTF-8 does not have: undecodable ones, and NUL.
+        lines: line ends.
+        is_blank: whether all of it is white space.
+    """
+
+    def __init__(self) -> None:
+        self.stored = self.size = self.undecodable = self.first_line = self.first_undecodable = 0
+        self.other_bytes = self.lines = 0
+        self.is_blank, self.digest = True, text_digest()
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether it has more other bytes than text has."""
+        return self.other_bytes > _MOST_OTHER_BYTES * max(1, self.stored)
+
+    def decoded(self, data: bytes) -> str:
+        """Decode the next block, which ends between two characters."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            text = data.decode(errors="replace")
+            if not self.undecodable:
+                self.first_line = 1 + self.lines + data.count(b"\n", 0, error.start)
+                self.first_undecodable = data[error.start]
+            count = _undecodable(data, text)
+            self.undecodable += count
+            self.other_bytes += count
+        self.other_bytes += data.count(0)
+        self.lines += data.count(b"\n")
+        self.stored += len(data)
+        self.is_blank = self.is_blank and (not text or text.isspace())
+        encoded = text.encode()
+        self.size += len(encoded)
+        self.digest.update(encoded)
+        return text
+
+
+def text_digest() -> Any:
+    """The hash of a document's text, to be updated with its UTF-8 bytes; it decides the split."""
+    return hashlib.blake2b(digest_size=8)
+
+
+def _text_blocks(stream: Any) -> Iterator[bytes]:
+    """Read a text file in blocks of at least 1 MiB that end between two characters, without the byte order mark.
+
+    Raises:
+        the exceptions `DAMAGED`, after the contents before the damage.
+    """
+    waiting, is_first, damage = bytearray(), True, None
+    while True:
+        try:
+            block = stream.read1(_BLOCK_BYTES)
+        except DAMAGED as error:
+            block, damage = b"", error
+        waiting += block
+        if block and len(waiting) < _BLOCK_BYTES:
+            continue
+        end = _end_of_characters(waiting) if block else len(waiting)
+        if data := bytes(waiting[:end].removeprefix(_BOM) if is_first else waiting[:end]):
+            yield data
+        del waiting[:end]
+        is_first = False
+        if damage is not None:
+            raise damage
+        if not block:
+            return
+
+
+def _end_of_characters(data: bytearray) -> int:
+    """Where a block can end so that both sides are decoded as the whole is: before the last byte that begins a character.
+
+    That also holds for bytes that are not UTF-8, since an error ends before such a byte. After four bytes that continue a
+    character, no character continues.
+    """
+    for end in range(len(data) - 1, len(data) - 5, -1):
+        if not 0x80 <= data[end] < 0xC0:
+            return end
+    return len(data)
+
+
+def _decoded_file(file: CorpusFile) -> Iterator[str]:
+    """The text of a text file as `_whole_file` reads it, without reporting problems again."""
+    with opened(file, lambda problem: None) as stored:
+        if stored is not None:
+            stream = unpacked(StoredReader(stored), file.name.lower())[0]
+            with contextlib.suppress(*DAMAGED):
+                for data in _text_blocks(stream):
+                    yield data.decode(errors="replace")
+
+
 def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
     record, position = (request.start, request.offset) if request.offset else (0, 0)
+    limit = request.settings.max_line_bytes
     while request.stop is None or record < request.stop:
         try:
-            line = stream.readline()
+            line = stream.readline(limit + 1)
+            is_long = len(line) > limit and not line.endswith(b"\n")
+            size = len(line) + (_skip_line(stream) if is_long else 0)
         except DAMAGED as error:
             request.report(damage_of(error), record + 1, str(error))
             return
         if not line:
             return
+        if is_long and record >= request.start:
+            detail = f"{size:,} bytes, more than corpus.max_line_bytes = {limit:,}; it is left out"
+            request.report("long line", record + 1, detail)
         content = line.removeprefix(_BOM) if record == 0 else line
-        if record >= request.start and content and not content.isspace():
+        if record >= request.start and not is_long and content and not content.isspace():
             fields = _parse(content, record + 1, request)
             if fields is not None:
                 yield from _document(fields, request, record, position if has_offsets else 0)
-        position += len(line)
+        position += size
         record += 1
+
+
+def _skip_line(stream: Any) -> int:
+    """Skip the rest of a line; returns its bytes."""
+    size = 0
+    while part := stream.readline(_BLOCK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
 
 
 def _parse(line: bytes, number: int, request: ReadRequest) -> dict[str, Any] | None:
@@ -333,7 +508,10 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
 
 
 def _column(batch: Any, key: str) -> list[Any] | None:
-    """A column, or a field of a struct column, as Python values. Strings stay bytes, because Arrow does not validate them."""
+    """A column, or a field of a struct column, as Python values. Strings stay bytes, because Arrow does not validate them.
+
+    So do values of a column of bytes, which some writers use for text; `_Binary` marks those that are not text.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -351,7 +529,40 @@ def _column(batch: Any, key: str) -> list[Any] | None:
         column = column.cast(pa.binary())
     elif pa.types.is_large_string(column.type):
         column = column.cast(pa.large_binary())
+    elif pa.types.is_string_view(column.type):
+        column = column.cast(pa.binary_view())
+    elif any(test(column.type) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)) or (
+        pa.types.is_fixed_size_binary(column.type)
+    ):
+        return [value if value is None else _marked(value) for value in column.to_pylist()]
+    elif getattr(column.type, "unit", "") == "ns":  # Python's times have microseconds
+        times = {
+            pa.types.is_timestamp: lambda: pa.timestamp("us", column.type.tz),
+            pa.types.is_time: lambda: pa.time64("us"),
+        }
+        kind = next((make() for test, make in times.items() if test(column.type)), pa.duration("us"))
+        column = column.cast(kind, safe=False)
     return column.to_pylist()
+
+
+class _Binary(bytes):
+    """A value that is not text."""
+
+
+def _marked(value: bytes) -> bytes:
+    """The same bytes, as `_Binary` if more of them than in a text file are not UTF-8 text."""
+    seen = _TextSeen()
+    seen.decoded(value)
+    return _Binary(value) if seen.is_binary else value
+
+
+def _plain(value: Any) -> str:
+    """A value that JSON does not have as text: times in ISO 8601, decimals as their digits."""
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes" if isinstance(_marked(value), _Binary) else value.decode(errors="replace")
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _token_documents(raw: StoredReader, request: ReadRequest) -> Iterator[Document]:
@@ -396,10 +607,19 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
         value: Any = fields
         for part in [key] if key in fields else key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, _Binary):
+            if key != settings.text_key:
+                request.report("binary value", line, f"'{key}' holds {len(value)} bytes, not text; it is left out")
+            return None if key != settings.text_key else value
         return _decode(value, line, request) if isinstance(value, bytes) else value
 
     def clean(value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str):
+            text = value
+        elif value is None or isinstance(value, bool | int | float | list | dict):
+            text = json.dumps(value, ensure_ascii=False, default=_plain)
+        else:
+            text = _plain(value)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -410,7 +630,10 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
     text = find(settings.text_key)
     if not isinstance(text, str):
         keys = ", ".join(list(fields)[:10])
-        description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
+        if isinstance(text, _Binary):
+            description = f"{len(text)} bytes that are not text"
+        else:
+            description = f"nothing; keys: {keys}" if text is None else f"a value of type {type(text).__name__}"
         request.report("missing text", line, f"corpus.text_key = '{settings.text_key}' leads to {description}")
         return
     if not text or text.isspace():
@@ -437,8 +660,3 @@ def _decode(data: bytes, first_line: int, request: ReadRequest) -> str:
 def _undecodable(data: bytes, text: str) -> int:
     """Number of replacements in `data` decoded as `text`. A U+FFFD that the file itself contains is ordinary text."""
     return text.count("\ufffd") - data.count("\ufffd".encode())
-
-
-def _other_bytes(data: bytes) -> float:
-    """Share of the bytes that text in UTF-8 does not have: undecodable ones, and NUL."""
-    return (_undecodable(data, data.decode(errors="replace")) + data.count(0)) / max(1, len(data))

@@ -28,6 +28,7 @@ from indexing.corpus.readers import (
     printable,
     read,
     read_documents,
+    text_digest,
 )
 from indexing.corpus.streams import HashingReader, filesystem_of
 from indexing.store.artifact import fingerprint
@@ -345,7 +346,19 @@ def split_of(text: str, weights: tuple[int, int, int]) -> str:
     as the corpus grows. The hash is a point of the unit interval: `valid` has its lower end, `test` its upper end, and `train`
     the middle. So a larger share of `valid` or `test` only moves documents out of `train`.
     """
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = text_digest()
+    digest.update(text.encode(errors="surrogatepass"))
+    return _split_of_digest(digest.digest(), weights)
+
+
+def split_of_document(document: Document, weights: tuple[int, int, int]) -> str:
+    """`split_of` the document's text."""
+    return (
+        split_of(document.text, weights) if document.large is None else _split_of_digest(document.large.digest, weights)
+    )
+
+
+def _split_of_digest(digest: bytes, weights: tuple[int, int, int]) -> str:
     thousands, thousandth = divmod(int.from_bytes(digest, "little"), 1000)
     # In exact integers: the point is position / whole, and its first three decimal places are the hash modulo 1000.
     fraction = 2**64 // 1000 + 1

@@ -14,7 +14,7 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def documents_of(
     for file_slice in slices:
         for batch in batches(read_slice(file_slice, corpus, on_problem=lambda _: None)):
             for document in with_text(batch, file_slice.file.path, tokenizer):
-                yield file_slice, document
+                yield file_slice, replace(document, text="".join(document.blocks()), large=None)
             advance(sum(document.size for document in batch))
 
 

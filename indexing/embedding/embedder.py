@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from indexing.embedding.lexical import LexicalEmbedder
-from indexing.embedding.settings import Embedder, EmbedderSettings
+from indexing.embedding.settings import Embedder, EmbedderSettings, NotFinite
 from indexing.embedding.transformer import TransformerEmbedder
 from indexing.progress import Advance
 from indexing.store.artifact import intact, stored_record
+from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import open_array
 
@@ -33,11 +34,27 @@ def open_embedder(
     return TransformerEmbedder(settings or stored, decode)
 
 
-def embed_shard(out: Path, embedder: Embedder, tokens: np.ndarray, lengths: np.ndarray, *, advance: Advance) -> int:
-    """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16. Returns n."""
+def embed_shard(
+    out: Path,
+    embedder: Embedder,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    name_of: Callable[[int], str] = "chunk {}".format,
+    advance: Advance,
+) -> int:
+    """Embed the chunks [n, m] of one shard and split into the file `out`: [n, d] float16. Returns n.
+
+    Raises:
+        InputError: a chunk has no finite embedding; `name_of` gives the name of the chunk with this number.
+    """
     with NpyWriter(out, np.float16, (embedder.dimension,)) as writer:
         for start in range(0, len(tokens), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            writer.append(embedder.embed(np.asarray(tokens[block]), np.asarray(lengths[block])))
+            try:
+                vectors = embedder.embed(np.asarray(tokens[block]), np.asarray(lengths[block]))
+            except NotFinite as error:
+                raise InputError(f"{name_of(start + error.rows[0])}: {error}") from error
+            writer.append(vectors)
             advance(len(tokens[block]))
     return writer.rows

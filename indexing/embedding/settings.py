@@ -3,6 +3,7 @@
 All embeddings have unit length, so squared L2 distance (the paper's metric) orders as cosine does: d² = 2 − 2·cos.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -65,7 +66,11 @@ class Embedder(Protocol):
     dimension: int
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for chunks without content."""
+        """Tokens [n, t] and lengths [n] → [n, dimension] float32 of unit length, also for chunks without content.
+
+        Raises:
+            NotFinite: it has no finite vector for a chunk. `unit` checks.
+        """
 
 
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
@@ -73,10 +78,38 @@ def write_settings(folder: Path, settings: EmbedderSettings) -> None:
     write_json(folder / "embedder.json", asdict(settings))
 
 
-def unit(vectors: np.ndarray) -> np.ndarray:
+class NotFinite(InputError):
+    """The embedder returned NaN or infinite numbers for some chunks.
+
+    Attributes:
+        rows: numbers of these chunks in the call, in order.
+        text: the text of the first, if it is known.
+    """
+
+    def __init__(self, rows: Sequence[int], text: str = "") -> None:
+        super().__init__(rows, text)  # the arguments of a copy in another process
+        self.rows, self.text = rows, text
+
+    def __str__(self) -> str:
+        of_text = f" for a text that begins {self.text[:60]!r}" if self.text else ""
+        return (
+            f"the embedder returns numbers that are not finite{of_text}. Set embedder.precision = 'float32', choose another "
+            "embedder, or leave the text out."
+        )
+
+
+def unit(vectors: np.ndarray, texts: Sequence[str] = ()) -> np.ndarray:
     """Scale rows to unit length. A row without content becomes the first axis. A zero row would be nearer to every unit vector
-    (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    (d² = 1) than almost all of them are to each other (d² ≈ 2), and so a neighbor of all.
+
+    Raises:
+        NotFinite: a row has a number, or a length, that is not finite. The message quotes its text, if `texts` are given.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    if not np.isfinite(norms).all():
+        rows = np.flatnonzero(~np.isfinite(norms[:, 0])).tolist()
+        raise NotFinite(rows, texts[rows[0]] if texts else "")
     empty = norms[:, 0] < 1e-6
     out = vectors / np.maximum(norms, 1e-12)
     out[empty] = 0

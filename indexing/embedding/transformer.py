@@ -64,7 +64,7 @@ class TransformerEmbedder:
             out[batch] = _pool(states, inputs["attention_mask"], self.pooling).cpu().numpy()
             done += len(batch)
         out[np.asarray(lengths) == 0] = 0
-        return unit(out)
+        return unit(out, texts)
 
 
 def _pool(states: Any, mask: Any, pooling: str) -> Any:

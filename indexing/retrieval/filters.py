@@ -63,6 +63,17 @@ def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.nd
     return np.stack([ranges[np.r_[0, breaks + 1], 0], ranges[np.r_[breaks, len(ranges) - 1], 1]], axis=1)
 
 
+def stored_examples(split: Split, column: str, count: int = 3) -> list[Any]:
+    """The first different values of a column, for a message about a filter that nothing matches."""
+    values: dict[Any, None] = {}
+    for _, table in split.documents.scan([column]):
+        for value in table[column].drop_null().unique().slice(0, count).to_pylist():
+            values.setdefault(value)
+        if len(values) >= count:
+            break
+    return list(values)[:count]
+
+
 def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
     """The values as an array of the column's type. Metadata that is not text is stored as JSON."""
     import pyarrow as pa

@@ -10,6 +10,7 @@ read-only, so several threads can search at once.
 """
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -20,7 +21,7 @@ import numpy as np
 
 from indexing.embedding.embedder import open_embedder
 from indexing.embedding.lexical import token_weights
-from indexing.embedding.settings import Embedder
+from indexing.embedding.settings import Embedder, NotFinite
 from indexing.index.exact_search import order_by_distance
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
@@ -48,6 +49,8 @@ from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger("retro")
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""
@@ -183,7 +186,7 @@ class Retriever:
     def rank_neighbors(self, chunks: np.ndarray, k: int) -> Ranked:
         """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted chunks.
 
-        Without stored neighbors, the nearest. Scores are cosines. docs/explanation/neighbor-search.md says when the stored
+        Without stored neighbors, the nearest. Scores are cosines. A chunk without a finite embedding has no neighbors. docs/explanation/neighbor-search.md says when the stored
         neighbors of a chunk can differ.
         """
         import torch
@@ -191,7 +194,11 @@ class Retriever:
         settings = self._neighbor_settings
         settings = replace(settings, stored=max(k, settings.stored), candidates=max(k, settings.candidates))
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
-        vectors = to_float32(self.embedder.embed(chunks, lengths).astype(np.float16))  # as the stored embeddings
+        try:
+            vectors = to_float32(self.embedder.embed(chunks, lengths).astype(np.float16))  # as the stored embeddings
+        except NotFinite as error:
+            log.warning("no neighbors for %s chunks: %s", len(error.rows), error)
+            return self._rank_others(chunks, k, error.rows)
         missing: dict[str, None] = {}
         with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
             searched = [
@@ -211,6 +218,16 @@ class Retriever:
                 first=k,
             )
         return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, tuple(missing))
+
+    def _rank_others(self, chunks: np.ndarray, k: int, left_out: Sequence[int]) -> Ranked:
+        """`rank_neighbors` without some of the chunks, which get no neighbors, so that the other texts of a batch continue."""
+        rows = np.delete(np.arange(len(chunks)), left_out)
+        ids = np.full((len(chunks), k), -1, dtype=np.int64)
+        distances, missing = np.full(ids.shape, np.inf, dtype=np.float32), tuple[str, ...]()
+        if len(rows):
+            found = self.rank_neighbors(chunks[rows], k)
+            ids[rows], distances[rows], missing = found.ids, found.distances, found.missing
+        return Ranked(ids, np.where(ids < 0, -np.inf, 1 - distances / 2), distances, missing)
 
     @cached_property
     def _stored(self) -> tuple[NeighborSettings, Method] | None:

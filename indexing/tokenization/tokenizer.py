@@ -10,10 +10,11 @@ the tokenizer library.
 
 import dataclasses
 import io
+import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,7 @@ from indexing.store.remote import present
 from indexing.store.settings import settings
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, SentencePiece, TokenizerBackend, read_object
+from indexing.tokenization.pieces import pieces
 
 MODEL = "sentencepiece.model"
 HUGGINGFACE_MODEL = "tokenizer.json"
@@ -43,6 +45,10 @@ _CHARACTER_COVERAGE = 0.9995
 _TRAINING_PIECE = 1024  # characters per sampled piece: at most about 4 KB in UTF-8
 # The last bits of the unigram trainer's sums depend on the number of threads, so the number is fixed.
 _TRAINING_THREADS = 4
+
+PIECE = 2**19  # characters of a piece of a long text
+_LONG = 2 * PIECE  # longer texts are tokenized in pieces
+_PIECES_AT_A_TIME = 4  # on several threads
 
 _RESERVED = "\u2585"  # ▅: the trainer drops every text that contains it
 
@@ -437,8 +443,26 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, as `encode`, on several threads."""
+        if any(len(text) > _LONG for text in texts):
+            return [self._encode_long(text) if len(text) > _LONG else self._encode([text])[0] for text in texts]
+        return self._encode(texts)
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._model.encode_batch([_without_surrogates(text) for text in texts], self._num_threads)
         return [np.fromiter(ids, dtype=self.dtype, count=len(ids)) for ids in encoded]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        return np.concatenate([*self.encode_blocks(text[i : i + PIECE] for i in range(0, len(text), PIECE))])
+
+    def encode_blocks(self, blocks: Iterable[str]) -> Iterator[np.ndarray]:
+        """Token ids of one long text that is given in blocks, in parts: together those of `encode`, in memory for a few pieces.
+
+        With a SentencePiece model of the kind unigram they can differ from tokens of the whole text, which SentencePiece finds by
+        sums in float32 that grow with the text.
+        """
+        cut = pieces(map(_without_surrogates, blocks), lambda texts: self._model.encode_batch(texts, 1), PIECE)
+        while group := list(itertools.islice(cut, _PIECES_AT_A_TIME)):
+            yield from self._encode(group)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids (an array or a list), without special tokens; incomplete characters become U+FFFD."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from indexing.retrieval.filters import stored_examples
 from indexing.retrieval.results import Hit
 from indexing.sparse.candidates import Retrieval
 from indexing.store.artifact import read_manifest, stored_json
@@ -27,6 +28,8 @@ from pipelines.terminal.units import counted, human_bytes
 from retro.evaluation.settings import LEAST_DOCUMENTS
 
 log = logging.getLogger("retro")
+
+_CHUNKS_FOR_DOCUMENTS = 10  # chunks that `retro search` reads for each one that it prints
 
 
 @settings
@@ -122,8 +125,11 @@ def plan(options: PlanOptions) -> int:
 class SearchOptions:
     """Print the chunks of a datastore that answer a question or resemble a text best."""
 
-    k: int = 5
-    """Number of chunks."""
+    k: PositiveInt = 5
+    """Number of chunks. They come from different documents: of ten times as many chunks, the best one of each document is printed,
+    in order, and others only if there are fewer documents. `--same-document` prints the best chunks of any."""
+    same_document: bool = False
+    """Print the best chunks, also if several are of one document."""
     retrieval: Retrieval = "hybrid"
     """How chunks are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     filters: tuple[str, ...] = ()
@@ -140,10 +146,26 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
 
     retriever = Retriever.open(datastore, *options.extra_datastores)
     filters = parse_filters(options.filters)
-    hits = retriever.search([text], options.k, filters=filters, retrieval=options.retrieval).hits[0]
+    k = options.k if options.same_document else options.k * _CHUNKS_FOR_DOCUMENTS
+    hits = retriever.search([text], k, filters=filters, retrieval=options.retrieval).hits[0]
+    hits = hits if options.same_document else of_different_documents(hits, options.k)
+    for column in filters if not hits else ():
+        examples = ", ".join(map(repr, stored_examples(retriever.retrieval.own, column)))
+        log.warning(
+            "nothing found with --filters %s; values of %s are stored as %s", column, column, examples or "null"
+        )
     text = "\n".join(_hit_text(rank, hit) for rank, hit in enumerate(hits, start=1))
     print_result([asdict(hit) for hit in hits], text, options.format)
     return 0
+
+
+def of_different_documents(hits: Sequence[Hit], k: int) -> list[Hit]:
+    """Choose k hits: the best one of each document, then the best others. They stay in order."""
+    first: dict[str, int] = {}
+    for rank, hit in enumerate(hits):
+        first.setdefault(hit.document_id, rank)
+    others = [rank for rank, hit in enumerate(hits) if first[hit.document_id] != rank]
+    return [hits[rank] for rank in sorted([*first.values(), *others][:k])]
 
 
 def _hit_text(rank: int, hit: Hit) -> str:

@@ -16,6 +16,7 @@ from pipelines.commands.datastore import VerifyOptions
 from pipelines.config import Config
 from pipelines.launch.in_process import Learning, finetune_quietly, run_training, train_quietly
 from pipelines.results import Format, print_result
+from pipelines.settings.load import given_keys
 from pipelines.terminal.output import echo, grouped
 from pipelines.terminal.progress import progress
 from pipelines.terminal.units import human_bytes
@@ -37,11 +38,13 @@ def finetune(config: Config) -> int:
 def _learn(config: Config, name: str, learning: Learning) -> int:
     """Train on Ray, in this process, or in the processes of torchrun. Only rank 0 prints."""
     from pipelines.reports.training_runs import plot_runs
+    from pipelines.stages.agreement import check_agreement
     from retro.checkpoints.checkpoint import latest
     from retro.parallel.coordination import joined
     from retro.training.loggers import as_line
     from retro.training.run_folder import read_metrics
 
+    check_agreement(config, given_keys(config))
     if config.executor.kind == "ray":
         from pipelines.launch.ray_train import train_on_ray
 

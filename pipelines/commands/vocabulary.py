@@ -16,8 +16,8 @@ from pathlib import Path
 from pydantic import NonNegativeInt, PositiveInt
 
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusProblem, CorpusSettings
-from indexing.corpus.scan import list_files, read_documents, split_of, strict_problem
+from indexing.corpus.readers import CorpusProblem, CorpusSettings, Document
+from indexing.corpus.scan import list_files, read_documents, split_of_document, strict_problem
 from indexing.store.artifact import Recipe, create, fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
@@ -113,8 +113,13 @@ def _read(options: ExtendVocabularyOptions) -> _Samples:
     learned, held_out = TextSample(options.sample_bytes, options.seed), TextSample(_HELD_OUT_BYTES, options.seed)
     kept, kept_held_out = TextSample(options.sample_bytes, options.seed), TextSample(_HELD_OUT_BYTES, options.seed)
 
-    def into(first: TextSample, second: TextSample, weights: tuple[int, int, int]) -> Callable[[str], None]:
-        return lambda text: (first if split_of(text, weights) == "train" else second).add(text)
+    def into(first: TextSample, second: TextSample, weights: tuple[int, int, int]) -> Callable[[Document], None]:
+        def add(document: Document) -> None:
+            sample = first if split_of_document(document, weights) == "train" else second
+            for text in document.blocks():
+                sample.add(text)
+
+        return add
 
     _go_through(corpus, "corpus.paths", into(learned, held_out, corpus.split))
     if options.keep:
@@ -130,7 +135,7 @@ def _read(options: ExtendVocabularyOptions) -> _Samples:
     return samples
 
 
-def _go_through(settings: CorpusSettings, key: str, add: Callable[[str], None]) -> None:
+def _go_through(settings: CorpusSettings, key: str, add: Callable[[Document], None]) -> None:
     problems: Counter[str] = Counter()
 
     def note(problem: CorpusProblem) -> None:
@@ -143,8 +148,8 @@ def _go_through(settings: CorpusSettings, key: str, add: Callable[[str], None]) 
     with progress(key.partition(".")[0], total=None, unit="bytes") as advance:
         for file in files:
             for document in read_documents(file, settings, on_problem=strict_problem if settings.strict else note):
-                add(document.text)
-                advance(len(document.text.encode()))
+                add(document)
+                advance(document.size)
     for kind, count in problems.items():
         log.warning("%s: %s: %d", key, kind, count)
 

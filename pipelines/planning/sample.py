@@ -2,10 +2,10 @@
 
 import heapq
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from indexing.corpus.readers import CorpusSettings, Document
-from indexing.corpus.scan import list_files, scan_file, split_of
+from indexing.corpus.scan import list_files, scan_file, split_of_document
 from indexing.store.errors import InputError
 
 _SCANNED_BYTES = 256 * 2**20  # bytes of text read for the sample
@@ -53,7 +53,7 @@ class _Drawn:
 def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> CorpusSample:
     """Draw documents of about `sample_bytes` of text, and a tenth as much held-out text.
 
-    Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
+    The blocks of a `LargeText` count as documents. Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
 
     Raises:
         InputError: a path does not exist, or the corpus has no text.
@@ -65,10 +65,14 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> C
 
     def look_at(document: Document) -> None:
         nonlocal seen
-        seen += document.size
-        (valid if split_of(document.text, settings.split) == "valid" else drawn).offer(document)
-        if seen >= _SCANNED_BYTES:
-            raise _Enough
+        into = valid if split_of_document(document, settings.split) == "valid" else drawn
+        for number, text in enumerate(document.blocks()):
+            is_large, block_id = document.large is not None, f"{document.id}:{number}"
+            part = replace(document, id=block_id, text=text, large=None) if is_large else document
+            seen += part.size
+            into.offer(part)
+            if seen >= _SCANNED_BYTES:
+                raise _Enough
 
     for file in rng.sample(files, len(files)):
         try:

@@ -25,6 +25,8 @@ from pipelines.terminal.output import exit_if_closed
 
 T = TypeVar("T")
 
+_GIVEN = "_given"  # attribute of loaded settings, see `given_keys`
+
 
 def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *, verb: str) -> T:
     """Settings from their defaults, then a TOML file, then the command line; the later one wins.
@@ -46,18 +48,27 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
     removed = getattr(settings_type, "removed", {})
     options = _options(leaves, arguments, verb, removed)
     tree: dict[str, Any] = {}
-    for key, value in (dict(_file_values(leaves, source, removed, skipped=options)) | options).items():
+    values = dict(_file_values(leaves, source, removed, skipped=options)) | options
+    for key, value in values.items():
         *sections, name = key.split(".")
         section = tree
         for part in sections:
             section = section.setdefault(part, {})
         section[name] = value
     try:
-        return settings_type(**tree)
+        loaded = settings_type(**tree)
+        object.__setattr__(loaded, _GIVEN, frozenset(values))
+        return loaded
     except InputError as error:  # a relation between settings, or one that must be set
         key = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]  # `*` always matches
         where = f"{file if key in options or key not in source.lines else source.at(key)}: " if file else ""
         raise InputError(f"{where}{error}") from error
+
+
+def given_keys(settings: object) -> frozenset[str]:
+    """The keys that the file or the command line set; none if the settings were not loaded."""
+    given: frozenset[str] = getattr(settings, _GIVEN, frozenset())
+    return given
 
 
 def leaf_types(settings_type: type, above: str = "") -> dict[str, Any]:

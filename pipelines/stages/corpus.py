@@ -28,7 +28,7 @@ from indexing.corpus.scan import (
     read_slice,
     recipe_inputs,
     scan_file,
-    split_of,
+    split_of_document,
     strict_problem,
 )
 from indexing.progress import Advance
@@ -271,6 +271,8 @@ def _recipe(settings: CorpusSettings, files: list[CorpusFile], checksums: Sequen
     """The recipe of a generation; `deleted` is the fingerprint of the ids that it leaves out, if any."""
     names = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
     names += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
+    # Only if it is not the default: datastores that are older than the setting have no such key.
+    names += ["max_line_bytes"] if settings.max_line_bytes != CorpusSettings.max_line_bytes else []
     values = {f"corpus.{name}": getattr(settings, name) for name in names}
     inputs = recipe_inputs([(file.name, value) for file, value in zip(files, checksums, strict=True)])
     return Recipe("chunk", 1, values | ({_DELETED: deleted} if deleted else {}), inputs)
@@ -412,15 +414,15 @@ def _make_tokenizer(config: Config) -> None:
 
 
 def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
-    """The text of every training document, in order. The tokenizer does not see held-out documents either."""
+    """The text of every training document, in order, large ones in blocks. The tokenizer does not see held-out documents either."""
     empty = True
     for shard in plan_of(config.datastore / "corpus"):
         for file_slice in shard:
             for document in read_slice(file_slice, config.corpus, on_problem=lambda _: None):
-                if split_of(document.text, config.corpus.split) == "train":
-                    yield document.text
+                if split_of_document(document, config.corpus.split) == "train":
+                    yield from document.blocks()
                     empty = False
-                advance(len(document.text.encode()))
+                advance(document.size)
     if empty:
         raise nothing_left(config.corpus)
 

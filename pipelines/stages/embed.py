@@ -1,6 +1,6 @@
 """The `embed` stage: chunks → embedder → embeddings."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from indexing.embedding.transformer import model_fingerprint
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.documents import DocumentTable
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
@@ -84,4 +85,14 @@ def embed_task(
     with create(out, recipe) as (work, counts):
         for split in SPLITS:
             tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
-            counts[split] = embed_shard(work / f"{split}.npy", embedder, tokens, lengths, advance=advance)
+            name_of = partial(_name_of_chunk, source / split)
+            out_file = work / f"{split}.npy"
+            counts[split] = embed_shard(out_file, embedder, tokens, lengths, name_of=name_of, advance=advance)
+
+
+def _name_of_chunk(folder: Path, chunk: int) -> str:
+    """The document of a chunk in one shard and split, for a message."""
+    offsets = open_array(folder / "documents.npy")
+    document = int(np.searchsorted(offsets, chunk, side="right")) - 1
+    row = DocumentTable([folder / "documents.parquet"], [len(offsets) - 1]).take([document])[0]
+    return f"document {row['id']!r} of {row['file']}, chunk {chunk - int(offsets[document]) + 1}"
