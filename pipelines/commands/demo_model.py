@@ -47,7 +47,6 @@ from pipelines.terminal.output import echo, one_line
 from pipelines.terminal.progress import progress
 from pipelines.terminal.units import human_bytes
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.settings import CopyHeadSettings, ModelSettings
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
@@ -266,7 +265,6 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
         chunks=ChunkSettings(chunk_length=m),
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
         data=DataSettings(sequence_length=length, k=K, seed=options.seed),
-        model=ModelSettings(copy_head=CopyHeadSettings(datastore=True)),  # so the datastore gets votes
         evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
     )
 

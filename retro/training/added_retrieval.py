@@ -79,7 +79,7 @@ def add_retrieval(
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
-    source = TrainingData(data.datastores, data, retrieval=True, votes=settings.copy_head.datastore)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=bool(settings.copy_head.datastore))
     model = _with_copying(load_model(checkpoint, placement.device), settings, names)
     batches = read_batches(source, -(-num_tokens // length), placement)
     fit = fit_copy_head(model, _counted(batches, advance), placement, names)
