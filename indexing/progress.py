@@ -1,7 +1,8 @@
 """How long work reports its progress: a callback, and a level of log messages."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 log = logging.getLogger("retro")
 
@@ -18,5 +19,16 @@ STATUS = 15
 
 
 def status(message: str, *arguments: object) -> None:
-    """Log the state of running work. The command line shows it with the progress of the work instead of on its own line."""
+    """Log the state of running work, until the next one. The command line shows it with the progress of the work instead of on its own
+    line."""
     log.log(STATUS, message, *arguments)
+
+
+@contextlib.contextmanager
+def during(message: str, *arguments: object) -> Iterator[None]:
+    """Log what the block does, as `status`, and nothing about it afterwards."""
+    status(message, *arguments)
+    try:
+        yield
+    finally:
+        status("")

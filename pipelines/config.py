@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -38,6 +38,10 @@ class Config:
 
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
+    skip_stages: tuple[Literal["suffixes", "votes"], ...] = ()
+    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (10 to 16 bytes for each token) is read by
+    the training of models that copy from the whole datastore, `suffixes` (4 bytes) by their generation, by `votes` and by
+    `retro trace`."""
     run: Location = Path("run")
     """Folder of a training run: resolved settings, metrics, checkpoints."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)

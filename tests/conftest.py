@@ -102,9 +102,10 @@ def write_corpus(path: Path, num_documents: int, seed: int = 0, num_paragraphs: 
 
 
 def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
-    """Settings for builds of one or two seconds: several shards, 16-token chunks, exact index."""
+    """Settings for builds of one second: several shards, 16-token chunks, exact index, and no `votes`, which take half a second more."""
     config = Config(
         datastore=folder / "datastore",
+        skip_stages=("suffixes", "votes"),
         run=folder / "run",
         corpus=CorpusSettings(paths=(str(corpus_path),), shard_bytes=30_000, split=(900, 100, 0)),
         tokenizer=TokenizerSettings(vocab_size=400),
@@ -263,10 +264,9 @@ def voting_datastore(
 ) -> Datastore:
     """`tiny_datastore` with the stages `suffixes` and `votes`. Read-only."""
     folder = tmp_path_factory.mktemp("voting")
-    config = tiny_config(folder, tiny_corpus)
+    config = tiny_config(folder, tiny_corpus, skip_stages=())
     shutil.copytree(tiny_datastore.folder, config.datastore)
-    build_local(config, only="suffixes")
-    return build_local(config, only="votes")
+    return build_local(config)
 
 
 @pytest.fixture(scope="session")
@@ -289,11 +289,11 @@ def tiny_model(tiny_datastore: Datastore) -> Retro:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_datastore: Datastore) -> Path:
-    """A run of eight steps on `tiny_datastore`, with its checkpoints. The model has a copy head. Read-only."""
+    """A run of eight steps on `tiny_datastore`, with its checkpoints. The model copies from context and neighbors. Read-only."""
     from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
-    copying = CopyHeadSettings(context=True, neighbors=True, content_width=8)
+    copying = CopyHeadSettings(context=True, neighbors=True, datastore=False, content_width=8)
     config = replace(config, model=replace(config.model, copy_head=copying))
     train(config.run, config.run_settings)
     return config.run

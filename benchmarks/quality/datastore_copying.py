@@ -1,7 +1,7 @@
 """What each source of the copy head brings to a trained model, alone and together: context, neighbors, the whole datastore.
 
     retro import MODEL --output base.safetensors
-    retro index CONFIG && retro index CONFIG --stage suffixes && retro index CONFIG --stage votes
+    retro index CONFIG
     python -m benchmarks.quality.datastore_copying base.safetensors DATASTORE ... --output FOLDER [--tokens 20000]
     python -m benchmarks.quality.datastore_copying summary --output FOLDER
 

@@ -59,6 +59,7 @@ def build(
     tokenizer = open_checkpoint(base).settings["imported"]["folder"]
     config = Config(
         datastore=datastore,
+        skip_stages=("suffixes", "votes"),  # with votes, `retro add-retrieval` adds the whole datastore as a source too
         corpus=CorpusSettings(paths=(corpus,)),
         tokenizer=TokenizerSettings(kind="huggingface", path=tokenizer),
         chunks=ChunkSettings(chunk_length=chunk_length),

@@ -79,6 +79,7 @@ def build(name: str, passages: Path, base: Path, folder: Path) -> tuple[Path, Pa
     opened = open_checkpoint(base)
     config = Config(
         datastore=datastore,
+        skip_stages=("suffixes", "votes"),  # with votes, `retro add-retrieval` adds the whole datastore as a source too
         corpus=CorpusSettings(paths=(str(passages),), split=(1, 0, 0)),
         tokenizer=TokenizerSettings(kind="huggingface", path=opened.settings["imported"]["folder"]),
         chunks=ChunkSettings(chunk_length=opened.model.chunk_length),

@@ -1,7 +1,6 @@
 """What sources of the copy head, cross-attention and the options for copying bring to small models, alone and together.
 
     python -m benchmarks.quality.retrieval_gain build CORPUS... --output FOLDER --chunk-length 32 --embedders lexical --rerank tokens
-    retro index FOLDER/lexical.toml --stage suffixes && retro index FOLDER/lexical.toml --stage votes
     python -m benchmarks.quality.retrieval_gain train --output FOLDER --models context context-plain all all-plain \\
         --chunk-length 32 --k 4 --retrieval-dropout 0.5 --cca-layers 2 4 --narrow-encoder --seed 1 [--steps 400]
     python -m benchmarks.quality.trained_copying score --output FOLDER

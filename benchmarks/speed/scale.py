@@ -105,6 +105,7 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
     return Config(
         datastore=folder / "datastore",
         run=folder / "run",
+        skip_stages=("suffixes", "votes"),
         corpus=CorpusSettings(paths=tuple(map(str, files))),
         chunks=ChunkSettings(chunk_length=64),
         model=replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD),

@@ -36,7 +36,7 @@ from indexing.neighbors.search import (
     open_index,
     stored_settings,
 )
-from indexing.progress import status
+from indexing.progress import during
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates, search_available
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
@@ -109,7 +109,11 @@ class Retriever:
             InputError: a location is not a datastore, its index is not finished, the datastores do not fit together, or one of
                 `neighbors.extra_datastores` is missing or has changed, or a file is damaged.
         """
-        status("opening %s", ", ".join(map(str, locations)))
+        with during("opening %s", ", ".join(map(str, locations))):
+            return cls._open(locations, indexes)
+
+    @classmethod
+    def _open(cls, locations: Sequence[Path | str], indexes: Sequence[SearchableIndex] | None) -> "Retriever":
         datastore, *others = map(Datastore.open, locations)
         retrieval = RetrievalSet.of(datastore)
         known = {split.folder.resolve() for split in retrieval.splits}

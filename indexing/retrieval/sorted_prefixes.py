@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from indexing.progress import status
+from indexing.progress import during
 from indexing.store.remote import cache_folder, datastore_name, url_of
 from indexing.suffixes.search import SuffixIndex
 
@@ -16,9 +16,8 @@ def open_sorted_prefixes(folder: Path) -> SuffixIndex:
     Raises:
         InputError: there are none, a file is missing or damaged, or the URL cannot be read.
     """
-    name = datastore_name(folder)
-    if url_of(folder) is None:
-        status("opening the sorted prefixes of %s", name)
-    else:
-        status("fetching all tokens and sorted prefixes of %s into %s", name, cache_folder())
-    return SuffixIndex.open(folder)
+    message = f"opening the sorted prefixes of {datastore_name(folder)}"
+    if url_of(folder) is not None:
+        message = f"fetching all tokens and sorted prefixes of {datastore_name(folder)} into {cache_folder()}"
+    with during("%s", message):
+        return SuffixIndex.open(folder)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from pydivsufsort import divsufsort
 
 from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
@@ -153,6 +152,8 @@ def _suffix_array(text: np.ndarray) -> np.ndarray:
     divsufsort sorts bytes. Of their suffixes, those that begin with a number are moved to the front of its array, because a second one
     would take a third more memory.
     """
+    from pydivsufsort import divsufsort  # training needs no package that only builds
+
     if not text.size:
         return np.empty(0, np.int32)
     array, count = divsufsort(text.view(np.uint8)), 0

@@ -61,7 +61,11 @@ def has_votes(datastore: Datastore) -> bool:
 
 def require_votes(datastore: Datastore) -> None:
     """Raise InputError unless the datastore has votes, see `has_votes`."""
-    datastore.require(FOLDER)
+    if not datastore.has(FOLDER):
+        raise InputError(
+            f"{datastore.folder} has no finished '{FOLDER}' stage, which models read that copy from the whole datastore. Run "
+            f"`retro index CONFIG` (or `--stage {SUFFIXES}`, then `--stage {FOLDER}`), or train with model.copy_head.datastore = false."
+        )
     if not has_votes(datastore):
         raise InputError(
             f"{datastore.folder}: documents were deleted since the stage 'votes' was made, and still vote. Run "

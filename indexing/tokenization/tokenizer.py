@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from indexing.progress import status
 from indexing.store.artifact import intact, stored_record
 from indexing.store.errors import InputError
 from indexing.store.files import save_array, write_bytes, write_json
@@ -159,6 +160,7 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
         )
     counts = count_characters(sample)
     foreign = line_ends_for(counts, set(frequent_characters(counts, (settings.vocab_size - _FIXED_PIECES) // 2)))
+    status("training on %s pieces of text", f"{len(sample):,}")
     model = run_trainer(
         [piece.translate(foreign) for piece in sample],
         model_type=settings.kind,

@@ -51,8 +51,8 @@ class IndexOptions(Config):
         "votes",
     ] = "all"
     """Run one stage only; `all` runs them in order (`ngrams` only for neighbors by n-grams, `materialize` only if
-    neighbors.materialized is set, `suffixes` and `votes` only with model.copy_head.datastore). By name `merge` makes one index file
-    for serving, and `suffixes` the sorted prefixes for `retro trace`."""
+    neighbors.materialized is set, `suffixes` and `votes` unless skip_stages names them). By name `merge` makes one index file for
+    serving."""
     rebuild: bool = False
     """First remove the files of this stage and of all stages that depend on it. Deleted documents stay deleted (`retro delete`): new chunks are made
     without them."""

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import PositiveFloat
 
 from indexing.corpus.python_library import write_python_corpus
+from indexing.progress import during
 from indexing.store.artifact import remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -66,8 +67,8 @@ class DemoOptions:
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: PositiveFloat = 5.0
     """Minutes for the whole demo after the download of a model. The datastore comes first; training steps and held-out tokens
-    fill the rest, as many as this machine can do. Training has at least 5 steps and evaluation 4,000 tokens, even if that takes
-    longer."""
+    fill the rest, as many as this machine can do. Training has at least 5 steps and evaluation 4,000 tokens, or with
+    --model two documents, even if that takes longer."""
     output: Path = Path("retro-demo")
     """Folder for all files of the demo."""
     seed: int = 0
@@ -157,7 +158,9 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
         name: load_model(open_checkpoint(outcome.checkpoint), placement.device)
         for name, outcome in trained.outcomes.items()
     }
-    tokens = tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
+    with during("a trial of the evaluation"):
+        tokens = tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
+    echo(f"   measured next: {tokens:,} of {held_out.tokens:,} held-out tokens, by each model in all its ways to read")
     limited = replace(config.evaluation, max_tokens=tokens)
     settings, length = PerplexitySettings(**vars(limited), k=(K,)), config.data.sequence_length
     use = config.data.neighbor_use
@@ -179,7 +182,8 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     verdict = difference("RETRO", "a baseline that copies from its own context", compare(on, copying), on.documents)
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
-    passages = passages_by_gain(models["retro"], off, on, held_out, placement, config)
+    with during("scoring passages by token"):
+        passages = passages_by_gain(models["retro"], off, on, held_out, placement, config)
     return Compared(plain, copying, off, near, on, verdict, _words(on), passages)
 
 

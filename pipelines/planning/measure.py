@@ -25,7 +25,7 @@ from indexing.corpus.scan import list_files
 from indexing.embedding.settings import EmbedderSettings
 from indexing.machine import usable_memory
 from indexing.neighbors.search import Method
-from indexing.progress import status
+from indexing.progress import during
 from indexing.store.artifact import read_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -55,8 +55,8 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**2
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as work:
-        status("drawing the sample")
-        drawn, source = _drawn(config, sample_bytes, Path(work))
+        with during("drawing the sample"):
+            drawn, source = _drawn(config, sample_bytes, Path(work))
         if not tokens and not drawn.text_bytes:
             raise InputError(
                 "tokens = 0 means the whole corpus, and its size is unknown: corpus.paths is empty, contains tokens, or has "

@@ -1,6 +1,6 @@
 """The table of stages, and the build that runs the unfinished ones.
 
-    chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge, suffixes → votes)
+    chunk → embed → train-index → add → sparse (→ ngrams) → neighbors (→ materialize, merge) → suffixes → votes
 
 Each stage reads the manifests of earlier stages, writes a recipe for each of its artifacts, skips finished artifacts, and runs a
 plain function of `indexing/` for the rest. The executor decides where the tasks run.
@@ -78,9 +78,9 @@ STAGES: dict[str, Stage] = {
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
     "suffixes": Stage(
-        run_suffixes, ("suffixes/*",), lambda config: bool(config.model.copy_head.datastore), needs="chunk"
+        run_suffixes, ("suffixes/*",), lambda config: "suffixes" not in config.skip_stages, needs="chunk"
     ),
-    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: config.model.copy_head.datastore),
+    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: not config.skip_stages),
 }
 """The stages in the order of a build; `merge` runs only by name."""
 

@@ -3,8 +3,8 @@
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
-On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both log one line
-at the end. A message of the level `STATUS` within is shown behind the bar, or in the next line. Inside a stage of a
+On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave out the time
+before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind the bar, or in the next line. Inside a stage of a
 `stages.StagesView` it is a step of the stage.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +24,6 @@ from rich.progress import (
     Task,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -116,9 +116,9 @@ def display() -> Iterator[Progress | None]:
         _Running(BarColumn()),
         _Running(TaskProgressColumn()),  # empty where the total is not known
         _Rate(),
-        _Running(TimeElapsedColumn()),
-        _Running(TextColumn("left")),
-        _Running(TimeRemainingColumn()),
+        _Running(_Elapsed()),
+        _Running(TextColumn("left"), done=False),
+        _Running(TimeRemainingColumn(), done=False),
         TextColumn("{task.fields[detail]}", markup=False),
     ]
     with Progress(*columns, console=console, transient=True) as shown:
@@ -130,14 +130,21 @@ def display() -> Iterator[Progress | None]:
 
 
 class _Running(ProgressColumn):
-    """A column that is empty in the rows of waiting and finished stages."""
+    """A column that is empty in the rows of waiting and finished stages, and with `done=False` in those whose units are all done."""
 
-    def __init__(self, column: ProgressColumn) -> None:
-        self.column = column
+    def __init__(self, column: ProgressColumn, *, done: bool = True) -> None:
+        self.column, self.done = column, done
         super().__init__()
 
     def render(self, task: Task) -> RenderableType:
-        return self.column.render(task) if task.fields["note"] is None else Text()
+        is_empty = task.fields["note"] is not None or (task.finished and not self.done)
+        return Text() if is_empty else self.column.render(task)
+
+
+class _Elapsed(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """The time so far. Work can continue after its last unit; rich's column stops there."""
+        return Text(str(timedelta(seconds=int(task.elapsed or 0))), style="progress.elapsed")
 
 
 class _Rate(ProgressColumn):

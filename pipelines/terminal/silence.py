@@ -29,6 +29,8 @@ class Work:
         started: time of the clock.
         row: updates its row of the display; None without a terminal.
         done, before: units finished by this process, and by an earlier one.
+        first: time and number of the first units. Until then work can compile, start processes and fill caches, so a rate for
+            the time left begins there; None = nothing is done yet.
         note: newest message of the level `STATUS`.
     """
 
@@ -39,6 +41,7 @@ class Work:
     row: Callable[..., None] | None = None
     done: int = 0
     before: int = 0
+    first: tuple[float, int] | None = None
     note: str = ""
 
     def advance(self, units: int) -> None:
@@ -47,6 +50,8 @@ class Work:
             self.before += units
         else:
             self.done += units
+            if self.first is None and units:
+                self.first = silence.clock() - self.started, units
         if self.row is not None:
             self.row(advance=units)
 
@@ -57,19 +62,30 @@ class Work:
             self.row(detail=note)
 
     def line(self, seconds: float) -> str:
-        """`embed: 45%, 4,500 of 10,000 chunks, 120/s, 46 s left` after some seconds, without the parts that are unknown."""
+        """`embed: 45%, 4,500 of 10,000 chunks, 120/s, 46 s left` after some seconds, without the parts that are unknown.
+
+        The time left is not known until something follows the first units. Work that continues after the last ones says how long.
+        """
         return f"{self.name}: " + (f"{self.note}; " if self.note else "") + self._so_far(seconds)
 
     def _so_far(self, seconds: float) -> str:
         if not self.done:
             waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
             return f"{waiting}running for {human_seconds(seconds)}"
-        rate, finished = self.done / max(seconds, 1e-9), self.before + self.done
+        finished, rate = self.before + self.done, self._rate(seconds)
+        speed = f", {human_count(rate, self.unit)}/s" if rate else f", running for {human_seconds(seconds)}"
         if not self.total or finished > self.total:  # unknown, or an estimate
-            return f"{human_count(finished, self.unit, named=True)} so far, {human_count(rate, self.unit)}/s"
+            return f"{human_count(finished, self.unit, named=True)} so far{speed}"
+        if finished == self.total:
+            return f"all {human_count(finished, self.unit, named=True)}, running for {human_seconds(seconds)}"
         counted = f"{human_count(finished, self.unit)} of {human_count(self.total, self.unit, named=True)}"
-        left = human_seconds((self.total - finished) / rate)
-        return f"{100 * finished // self.total}%, {counted}, {human_count(rate, self.unit)}/s, {left} left"
+        left = f", {human_seconds((self.total - finished) / rate)} left" if rate else ""
+        return f"{100 * finished // self.total}%, {counted}{speed}{left}"
+
+    def _rate(self, seconds: float) -> float:
+        """Units in a second after the first ones; 0 = not known yet."""
+        since, units = self.first or (0.0, 0)
+        return (self.done - units) / max(seconds - since, 1e-9)
 
 
 @dataclass

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from indexing.progress import status
+from indexing.progress import during
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json, read_json, write_json
@@ -253,13 +253,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
             "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export`."
         )
-    status("opening %s", located)
-    if located.is_file():
-        return _read_exported(located)
-    problems = verify(located)
-    if problems:
-        raise InputError(f"{problems[0]}. Remove {located}, or name another checkpoint.")
-    return read(located)
+    with during("opening %s", located):
+        if located.is_file():
+            return _read_exported(located)
+        problems = verify(located)
+        if problems:
+            raise InputError(f"{problems[0]}. Remove {located}, or name another checkpoint.")
+        return read(located)
 
 
 def read(folder: Path) -> Checkpoint:
@@ -354,14 +354,14 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     Raises:
         InputError: it has an adapter and peft is not installed.
     """
-    status("loading the weights of %s", checkpoint.path)
-    with torch.device("meta"):
-        model = Retro(checkpoint.model)
-        add_adapter(model, checkpoint.tuning)
-    check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them
-    model.to_empty(device=device)
-    load_weights(checkpoint, model)
-    return (merge(model) if checkpoint.tuning.adapter == "lora" else model).eval()
+    with during("loading the weights of %s", checkpoint.path):
+        with torch.device("meta"):
+            model = Retro(checkpoint.model)
+            add_adapter(model, checkpoint.tuning)
+        check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them
+        model.to_empty(device=device)
+        load_weights(checkpoint, model)
+        return (merge(model) if checkpoint.tuning.adapter == "lora" else model).eval()
 
 
 # --- the checkpoints of a run --------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from indexing.progress import Advance
+from indexing.progress import Advance, status
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement
+from retro.evaluation.layer_progress import counted_by_layer
 from retro.evaluation.longest_matches import LongestMatches
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
@@ -180,6 +181,7 @@ def evaluate(
     by_match = np.zeros((3, len(matches.starts) if matches else 0, split.num_documents))
     model.eval()
     nats_of = token_losses_of or partial(_token_losses, model, placement)
+    layers = [] if token_losses_of else list(model.feed_forward.values())
     remaining = iter(windows or document_windows(split, num_chunks, stride))
     full = settings.max_tokens or math.inf
     while tokens < full and (group := list(islice(remaining, _BUFFERED_WINDOWS))):
@@ -187,7 +189,9 @@ def evaluate(
             group = _first_windows(group, int(full - tokens), m)
         for part, batch in window_batches(split, retrieval, group, settings.batch_size, use):
             documents = np.array([window.text for window in part])
-            by_position = _score(nats_of, batch, token_bytes, placement)  # nats, tokens, bytes: each [B, T]
+            scored = int((batch.labels != IGNORED_LABEL).sum())
+            with counted_by_layer(layers, scored, advance):
+                by_position = _score(nats_of, batch, token_bytes, placement)  # nats, tokens, bytes: each [B, T]
             begins = [window.scored == split.chunk_range(window.text)[0] for window in part]
             by_position[2, begins, 0] = (by_position[2, begins, 0] - evaluation_set.added_bytes).clip(0)
             scores = _by_chunk(by_position, m)  # each [B, U]
@@ -200,9 +204,7 @@ def evaluate(
             for row, window in enumerate(part if by_chunk else ()):
                 own = slice(window.scored - window.start, window.stop - window.start)  # only this window scores these
                 table[:, window.scored : window.stop] = scores[:, row, own]
-            scored = int(scores[1].sum())
             tokens += scored
-            advance(scored)
     model.train(mode)
     if sizes.sum() == 0:
         raise InputError(f"evaluation set {evaluation_set.name!r}: its documents have no text to score.")
@@ -219,6 +221,22 @@ def evaluate(
     )
 
 
+def joined(parts: Sequence[SetResult]) -> SetResult:
+    """One measurement from several of different windows, each by chunk, with the same model and the same reading."""
+    chunks = [part.chunks for part in parts if part.chunks is not None]
+    order = np.argsort(np.concatenate([each.ids for each in chunks]))
+    tokens = sum(part.tokens for part in parts)
+    return replace(
+        parts[0],
+        tokens=tokens,
+        tokens_per_second=tokens / sum(part.tokens / part.tokens_per_second for part in parts),
+        nats_by_document=np.sum([part.nats_by_document for part in parts], axis=0),
+        bytes_by_document=np.sum([part.bytes_by_document for part in parts], axis=0),
+        chunks=ChunkScores(*(np.concatenate(values)[order] for values in zip(*map(_columns, chunks), strict=True))),
+        matches=None,
+    )
+
+
 def measure_sets(
     model: Retro,
     sets: Sequence[EvaluationSet],
@@ -229,7 +247,10 @@ def measure_sets(
     sequence_length: int,
     token_losses_of: Callable[[Inputs], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if it is not OFF."""
+    """Measure bits-per-byte of several sets: `NAME_bits_per_byte_off`, and `NAME_bits_per_byte_on` if it is not OFF.
+
+    The status has the percentage, as the bar is that of the training.
+    """
     results = [
         evaluate(
             model,
@@ -239,11 +260,29 @@ def measure_sets(
             use=one,
             sequence_length=sequence_length,
             token_losses_of=token_losses_of,
+            advance=_percentage(evaluation_set, settings, one),
         )
         for evaluation_set in sets
         for one in (replace(use, k=0, votes=False), *([use] if use.k or use.votes else []))
     ]
     return {f"{r.set}_bits_per_byte_{r.retrieval.lower()}": r.bits_per_byte for r in results}
+
+
+def _percentage(evaluation_set: EvaluationSet, settings: EvaluationSettings, use: NeighborUse) -> Advance:
+    """A function that counts scored tokens in the status of the running work."""
+    total, done = min(settings.max_tokens or evaluation_set.tokens, evaluation_set.tokens), 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        percent = min(100, 100 * done // max(1, total))
+        status("evaluation of %s, %s: %d%%", evaluation_set.name, mode_of(use.k, use.votes), percent)
+
+    return advance
+
+
+def _columns(chunks: ChunkScores) -> tuple[np.ndarray, ...]:
+    return chunks.ids, chunks.documents, chunks.nats, chunks.tokens, chunks.bytes
 
 
 def _window_chunks(settings: EvaluationSettings, sequence_length: int, m: int) -> tuple[int, int]:

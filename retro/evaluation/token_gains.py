@@ -99,7 +99,7 @@ def score_passage(
     split, m = evaluation_set.split, evaluation_set.split.chunk_length
     retrieval = RetrievalSet.of(evaluation_set.datastore)
     first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk + 1 - window)
-    use = NeighborUse(k, votes=model.settings.copy_head.datastore)
+    use = NeighborUse(k, votes=bool(model.settings.copy_head.datastore))
     batch = read_sequences(split, retrieval, [(first, chunk + 1)], chunk + 1 - first, use)
     inputs = placement.put(as_tensors(batch))
     with placement.autocast():

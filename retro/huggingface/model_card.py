@@ -144,6 +144,10 @@ def _limits(model: ModelSettings) -> str:
     ]
     if not model.retrieves:
         limits.pop(2)
+    if model.copy_head.datastore:
+        limits.append(
+            "It does not copy from the whole datastore here, as it does in `retro` (`model.copy_head.datastore`)."
+        )
     return "\n".join(f"- {limit}" for limit in limits)
 
 

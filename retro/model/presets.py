@@ -40,7 +40,7 @@ def _preset(
         num_layers: its layers.
         cca_layers: those with chunked cross-attention.
         encoder: its width, inner width and number of heads of 64 features. It has two layers and cross-attention in the first.
-        copies: whether it has a copy head over its context and its neighbors.
+        copies: whether it has a copy head over its context, its neighbors and the whole datastore.
     """
     return ModelSettings(
         d_model=d_model,
@@ -49,7 +49,7 @@ def _preset(
         attention=AttentionSettings(num_heads=heads[0], head_dim=heads[1]),
         retrieval=RetrievalSettings(cca_layers=cca_layers),
         encoder=EncoderSettings(d_model=encoder[0], d_ffw=encoder[1], num_heads=encoder[2]),
-        copy_head=CopyHeadSettings(context=copies, neighbors=copies),
+        copy_head=CopyHeadSettings(context=copies, neighbors=copies, datastore=copies),
     )
 
 
@@ -103,11 +103,15 @@ def _reader(reader: str) -> dict[str, Any]:
 
 
 def _with_copy_head(settings: ModelSettings, *, copies: bool) -> ModelSettings:
-    """Decide `copy_head.neighbors`, by default as `copies`, and `copy_head.context`, by default as `neighbors`."""
+    """Decide `copy_head.neighbors`, by default as `copies`, and its other sources, by default as `neighbors`."""
     head = settings.copy_head
     neighbors = copies if head.neighbors is None else head.neighbors
     context = neighbors if head.context is None else head.context
-    return updated(settings, {"copy_head.context": context, "copy_head.neighbors": neighbors})
+    datastore = neighbors if head.datastore is None else head.datastore
+    return updated(
+        settings,
+        {"copy_head.context": context, "copy_head.neighbors": neighbors, "copy_head.datastore": datastore},
+    )
 
 
 def _check_unset(settings: ModelSettings, preset: ModelSettings, decided: set[str]) -> None:

@@ -8,7 +8,7 @@ A field's type states what it accepts and its metadata (`_setting`) what it is f
 
 import math
 from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass, replace
+from dataclasses import asdict, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_type_hints
 
@@ -177,15 +177,16 @@ class CopyHeadSettings(_Section):
     """Copy from the neighbors of the preceding chunk. It needs no encoder and no cross-attention. "None" = true for a model with
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
-    datastore: bool = _setting(False, with_base="switch")
+    datastore: bool | None = _setting(None, with_base="switch")
     """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
-    of the datastore, generation its stage `suffixes`."""
+    of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset `base`,
+    as in the checkpoint."""
     content_width: NonNegativeInt = _setting(0, with_base="switch")
     """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
     token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
 
 
-NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False)
+NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False, datastore=False)
 
 
 @settings
@@ -302,7 +303,7 @@ class ModelSettings(_Section):
     @property
     def uses_datastore(self) -> bool:
         """Whether the model reads a datastore: neighbors, or what it copies from all of it."""
-        return self.retrieves or self.copy_head.datastore
+        return self.retrieves or bool(self.copy_head.datastore)
 
     @property
     def retrieval_positions(self) -> PositionScheme:
@@ -411,7 +412,7 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-    copy_head = {"context": False, "neighbors": False, **values.get("copy_head", {})}
+    copy_head = asdict(NO_COPY_HEAD) | values.get("copy_head", {})
     retrieval = {
         key: value for key, value in values.get("retrieval", {}).items() if (key, value) != ("smeared_keys", False)
     }

@@ -79,18 +79,21 @@ def add_retrieval(
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
-    source = TrainingData(data.datastores, data, retrieval=True, votes=settings.copy_head.datastore)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=bool(settings.copy_head.datastore))
     model = _with_copying(load_model(checkpoint, placement.device), settings, names)
     batches = read_batches(source, -(-num_tokens // length), placement)
-    fit = fit_copy_head(model, _counted(batches, advance), placement, names)
+    fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     _write(checkpoint, model, data, datastore, file, names)
     return fit
 
 
-def _counted(batches: Iterable[Inputs], advance: Advance) -> Iterator[Inputs]:
+def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> Iterator[Inputs]:
+    """Count the batches when they were read; `num_tokens` together, as the last one may have more."""
     for batch in batches:
         yield batch
-        advance(batch.tokens.numel())
+        counted = min(batch.tokens.numel(), num_tokens)
+        num_tokens -= counted
+        advance(counted)
 
 
 def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from indexing.progress import during
 from retro.device import Placement
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_head import CopyHead, CopySource, Source
@@ -132,7 +133,8 @@ def fit_copy_head(
     parts, off = zip(*reads, strict=True)
     tokens = _joined(parts)
     sources = [copy.deepcopy(getattr(head, name)).cpu() for name in names]
-    before, after = fit_sources(sources, tokens)
+    with during("fitting what is copied from %s", " and ".join(names)):
+        before, after = fit_sources(sources, tokens)
     for name, source in zip(names, sources, strict=True):
         getattr(head, name).load_state_dict(source.state_dict())
     fit = CopyFit(len(tokens.nats), float(torch.cat(off).sum()) / max(1, len(tokens.nats)), before, after)

@@ -58,7 +58,7 @@ class DocumentTask:
             InputError: the datastores, the model and the settings do not fit together.
         """
         data, retrieval = settings.data, settings.model.retrieves
-        votes = settings.model.copy_head.datastore
+        votes = bool(settings.model.copy_head.datastore)
         self.data = TrainingData(data.datastores, data, retrieval=retrieval, votes=votes)
         self.data.announce(settings.train.steps * settings.samples_per_step)
         datastore = self.data.datastores[0]

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from indexing.progress import Advance, FinishedBefore, status
+from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
@@ -232,8 +232,7 @@ class Trainer:
         if self.evaluated or not self.is_due(self.settings.train.eval_every):
             return
         parts = self.model.model_parts
-        status("evaluation at step %s", f"{self.step:,}")
-        with self.meter.paused():
+        with self.meter.paused(), during("evaluation at step %s", f"{self.step:,}"):
             for part in parts:
                 part.eval()
             metrics = self.task.evaluate(parts[0], self.placement, self._token_losses)

@@ -22,6 +22,7 @@ from pipelines.settings.load import leaf_types
 from pipelines.settings.toml_file import to_toml
 from pipelines.terminal.silence import silence
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.model.settings import CopyHeadSettings
 from tests.conftest import tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,34 @@ def test_the_report_has_the_bytes_of_stages_that_run_later(tmp_path: Path, tiny_
     assert after["bytes"]["votes"] > 0
     assert {name for name in after if after[name] != before[name]} == {"bytes", "checksum"}
     assert "votes on disk" in (tmp_path / "datastore" / "report.html").read_text()
+
+
+def test_a_default_datastore_is_traced_and_trains_a_model_that_copies_from_all_of_it(
+    tmp_path: Path, tiny_corpus: Path, voting_datastore: Datastore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, datastore=voting_datastore.folder)
+    train = replace(config.train, steps=2, eval_every=0)
+    config = replace(config, train=train, model=replace(config.model, copy_head=CopyHeadSettings()))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert main(["trace", str(config.datastore), "the"]) == 0
+    assert main(["train", str(tmp_path / "config.toml")]) == 0
+    assert open_checkpoint(config.run).model.copy_head == CopyHeadSettings(context=True, neighbors=True, datastore=True)
+    prompt = ["--prompt", "the index", "--max-tokens", "2"]
+    assert main(["generate", str(config.run), *prompt]) == 0
+
+
+def test_a_model_with_the_default_copy_head_names_the_stage_that_its_datastore_lacks(
+    tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, datastore=tiny_datastore.folder)
+    config = replace(config, model=replace(config.model, copy_head=CopyHeadSettings()))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert main(["train", str(tmp_path / "config.toml")]) == 2
+    refused = capsys.readouterr().err
+    assert all(
+        words in refused for words in (str(config.datastore), "--stage votes", "model.copy_head.datastore = false")
+    )
+    assert not config.run.exists()
 
 
 @pytest.mark.parametrize(

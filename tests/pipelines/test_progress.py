@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from indexing.progress import STATUS, FinishedBefore
+from indexing.progress import STATUS, FinishedBefore, during
 from pipelines.terminal.logger import Handler, setup_logging
 from pipelines.terminal.output import echo
 from pipelines.terminal.progress import progress, running, views
@@ -54,6 +54,14 @@ def test_nothing_is_said_about_work_of_which_nothing_was_left(caplog) -> None:
 # --- silence -----------------------------------------------------------------------------------------------------------
 
 
+class Statuses(Handler):
+    """Passes statuses on, as the command line does; `caplog` has the other messages."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == STATUS:
+            super().emit(record)
+
+
 @dataclass
 class Clock:
     """A clock that the test sets; `lines_at` gives the lines that are logged at a time."""
@@ -77,6 +85,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(silence, "clock", clock)
     monkeypatch.setattr(silence, "last", 0.0)
     caplog.set_level(STATUS, "retro")
+    logging.getLogger("retro").addHandler(Statuses())
     return clock
 
 
@@ -84,13 +93,51 @@ def test_a_line_with_progress_and_time_left_breaks_ten_seconds_of_silence(clock:
     with progress("embed", total=100, unit="chunks") as advance:
         assert clock.lines_at(9.9) == []
         assert clock.lines_at(10) == ["embed: 100 chunks, running for 10.0 s"]
-        advance(20)
+        advance(1)
+        advance(10)
         assert clock.lines_at(19.9) == []
-        assert clock.lines_at(20) == ["embed: 20%, 20 of 100 chunks, 1/s, 1 min 20 s left"]
+        assert clock.lines_at(20) == ["embed: 11%, 11 of 100 chunks, 1/s, 1 min 29 s left"]
         echo()
         assert clock.lines_at(29.9) == []
+        advance(110)
+        assert clock.lines_at(30) == ["embed: 121 chunks so far, 6/s"]  # the total was an estimate
+
+
+def test_the_time_left_leaves_out_what_comes_before_the_second_unit(clock: Clock) -> None:
+    with progress("train", total=1000, unit="tokens") as advance:
+        clock.now = 200  # compilation, and the first step
+        advance(10)
+        assert clock.lines_at(210) == ["train: 1%, 10 of 1,000 tokens, running for 3 min 30 s"]
+        advance(90)
+        assert clock.lines_at(230) == ["train: 10%, 100 of 1,000 tokens, 3/s, 5 min 00 s left"]
+
+
+def test_work_that_continues_after_its_last_unit_says_so_instead_of_no_time_left(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress("tokenizer", total=100, unit="chunks") as advance:
+        advance(50)
+        clock.now = 5
+        advance(50)
+        with during("training"):
+            assert clock.lines_at(20) == ["tokenizer: training; all 100 chunks, running for 20.0 s"]
+        assert clock.lines_at(30) == ["tokenizer: all 100 chunks, running for 30.0 s"]
+    screen = terminal(monkeypatch)
+    with progress("tokenizer", total=100, unit="chunks") as advance:
         advance(100)
-        assert clock.lines_at(30) == ["embed: 120 chunks so far, 4/s"]  # the total was an estimate
+        live[-1].refresh()
+        assert "100%" in screen.getvalue()
+        assert "left" not in screen.getvalue().rpartition("100%")[2]
+
+
+def test_what_was_done_before_is_not_shown_with_what_follows(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with running("demo"):
+        with during("loading the weights of %s", "model"):
+            assert clock.lines_at(10) == ["demo: loading the weights of model; running for 10.0 s"]
+        assert clock.lines_at(20) == ["demo: running for 20.0 s"]
+        with pytest.raises(ValueError, match="inside"), during("opening"):
+            raise ValueError("inside")
+        assert clock.lines_at(30) == ["demo: running for 30.0 s"]
 
 
 def test_any_line_of_the_log_starts_the_ten_seconds_again(clock: Clock, capsys) -> None:
@@ -106,11 +153,12 @@ def test_a_status_is_part_of_the_next_line_and_no_line_itself(clock: Clock, caps
     handler = Handler()
     with running("train"), progress("train", total=1000, unit="tokens") as advance:
         advance(FinishedBefore(500))
-        advance(100)
+        advance(20)
+        advance(80)
         handler.emit(logging.makeLogRecord({"msg": "step 6 of 10, loss 5.25", "levelno": STATUS}))
         assert capsys.readouterr() == ("", "")
         assert clock.lines_at(10) == [
-            "train: step 6 of 10, loss 5.25; 60%, 600 of 1,000 tokens, 10/s, 40.0 s left",
+            "train: step 6 of 10, loss 5.25; 60%, 600 of 1,000 tokens, 8/s, 50.0 s left",
         ]
 
 
@@ -119,8 +167,9 @@ def test_a_verb_breaks_its_silence_where_no_bar_runs(clock: Clock) -> None:
         silence.set_note("opening the checkpoint")
         assert clock.lines_at(10) == ["eval: opening the checkpoint; running for 10.0 s"]
         with progress("score", total=None, unit="tokens") as advance:
+            advance(10)
             advance(50)
-            assert clock.lines_at(20) == ["score: 50 tokens so far, 5/s"]
+            assert clock.lines_at(20) == ["score: 60 tokens so far, 5/s"]
         assert clock.lines_at(30) == ["eval: running for 30.0 s"]  # the note was about what came before
 
 

@@ -10,7 +10,7 @@ from indexing.store.datastore import Datastore
 from pipelines.cli import main
 from retro.model.settings import updated
 from retro.training.trainer import train
-from tests.conftest import build_local, tiny_config
+from tests.conftest import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,6 @@ def test_a_datastore_with_votes_has_rows_of_its_own(
     assert len(set(rows.values())) == 4
     assert main(["generate", str(file), *store, "--prompt", "The", "--max-tokens", "20", "--k", "2"]) == 0
     assert main(["eval", "perplexity", str(file), "--k", "2", "--evaluation.sets", "other=" + str(base)]) == 2
-
-
-def test_the_index_of_a_model_that_copies_from_the_datastore_has_votes(tmp_path: Path, tiny_corpus: Path) -> None:
-    config = tiny_config(tmp_path, tiny_corpus)
-    config = replace(config, model=updated(config.model, {"copy_head.datastore": True}))
-    assert build_local(config).has("votes")
-    assert main(["verify", str(config.datastore)]) == 0
 
 
 def test_wrong_options_write_nothing(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,12 @@
 """`retro demo --model`: the download of SmolLM2, the text in columns, and the whole demo with a tiny random GGUF."""
 
+import itertools
 import re
 import shutil
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from markupsafe import escape
 
@@ -12,9 +15,13 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli import main
-from pipelines.commands.demo_model import fetch_smollm2, marked, one_window_each
+from pipelines.commands.demo_model import fetch_smollm2, marked, measured, one_window_each
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.device import choose_placement
+from retro.evaluation.sets import EvaluationSet
+from retro.model.retro import Retro
 from retro.server.schemas import GeneratedRun, Place
+from tests.conftest import tiny_config
 from tests.retro.huggingface.small_gguf import write_gguf
 
 pytest.importorskip("transformers")
@@ -61,6 +68,40 @@ def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datast
         first, stop = split.chunk_range(window.text)
         assert first <= window.start == window.scored < window.stop <= stop
         assert window.stop - window.start == min(2, stop - first)
+
+
+@pytest.mark.parametrize(("seconds", "documents"), [(-1.0, 2), (600.0, 17)])
+def test_held_out_documents_are_announced_and_measured_until_the_deadline(
+    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys, seconds: float, documents: int
+) -> None:
+    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
+    write_json(stored, {"seed": 0})
+    config, place = tiny_config(tmp_path, tmp_path), choose_placement("cpu", "float32")
+    first = measured(tiny_model, held_out, config, place, stored, time.monotonic() + seconds)
+    assert [result.documents for result in first] == [documents] * 3
+    assert [result.mode for result in first] == ["OFF", "ON k=4", "ON k=4 + datastore"]
+    tokens = first[0].tokens + documents  # the first token of a window is not scored
+    said = capsys.readouterr().out
+    assert f"measured next: {tokens:,} tokens of {documents} of {voting_datastore.valid.num_documents} held-out" in said
+    again = measured(tiny_model, held_out, config, place, stored, time.monotonic() + 600 - seconds)
+    assert np.array_equal(again[2].nats_by_document, first[2].nats_by_document)
+
+
+def test_measuring_stops_at_the_deadline_although_more_was_planned(
+    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys
+) -> None:
+    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
+    write_json(stored, {"seed": 0})
+    config, place = tiny_config(tmp_path, tmp_path), choose_placement("cpu", "float32")
+    begun = time.monotonic()
+    clock = itertools.chain(
+        [begun, begun + 1e-9, begun], itertools.repeat(begun + 1000)
+    )  # other work slows the machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.commands.demo_model.time.monotonic", clock.__next__)
+        results = measured(tiny_model, held_out, config, place, stored, begun + 900)
+    assert [result.documents for result in results] == [2, 2, 2]
+    assert "the time is up after 2 documents" in capsys.readouterr().out
 
 
 def test_another_model_needs_another_folder(tmp_path: Path, capsys) -> None:

@@ -28,7 +28,6 @@ from pipelines.planning.datastore import (
 )
 from pipelines.planning.measure import measure
 from pipelines.planning.sample import draw_sample
-from retro.model.settings import CopyHeadSettings
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.planning import sizes
 from tests.pipelines.planning.sizes import assert_bytes_close, larger, measured
@@ -211,9 +210,7 @@ def test_plan_has_the_bytes_and_the_steps_of_the_real_datastore(tmp_path, tiny_c
 
 @pytest.mark.slow
 def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path, tiny_corpus) -> None:
-    config = tiny_config(tmp_path, tiny_corpus)
-    heads = replace(config.model, copy_head=CopyHeadSettings(context=True, neighbors=True, datastore=True))
-    config = replace(config, model=heads)
+    config = tiny_config(tmp_path, tiny_corpus, skip_stages=())
     plan = plan_for(config, measure(config, sample_bytes=60_000))
     datastore = build_local(config)
     for name in ("suffixes", "votes"):

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ from indexing.corpus.scan import split_of
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
+from indexing.suffixes.votes import has_votes
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.settings.toml_file import to_toml
+from retro.model.settings import ModelSettings
 from tests.conftest import (
     ARTIFACTS,
     at_operation,
@@ -169,6 +172,26 @@ def test_artifact_interrupted_by_a_kill_is_built_again(tmp_path, tiny_corpus, ti
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     build_local(config)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
+
+
+def test_every_datastore_gets_sorted_prefixes_and_votes_whatever_its_model_copies(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 20)
+    config = tiny_config(tmp_path, corpus, skip_stages=(), model=ModelSettings(preset="172m"))
+    datastore = build_local(config)
+    assert datastore.has("suffixes")
+    assert has_votes(datastore)
+    assert main(["verify", str(config.datastore)]) == 0
+    before = contents(config.datastore)
+    build_local(replace(config, model=ModelSettings(preset="tiny")))
+    assert contents(config.datastore) == before
+
+
+@pytest.mark.parametrize("left_out", ["suffixes", "votes"])
+def test_a_stage_that_is_left_out_runs_by_name(tmp_path: Path, left_out: Literal["suffixes", "votes"]) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20), skip_stages=(left_out,))
+    datastore = build_local(config)
+    assert [datastore.has(stage) for stage in ("suffixes", "votes")] == [left_out == "votes", False]
+    assert build_local(config, only=left_out).has(left_out)
 
 
 def test_datastore_of_few_chunks_stores_all_possible_neighbors(tmp_path) -> None:

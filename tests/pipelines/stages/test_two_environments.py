@@ -21,7 +21,6 @@ datastore = "ours"
 corpus.paths = ["corpus/"]
 index.flat_below = 100
 neighbors.materialized = 2
-model.copy_head.datastore = true # sorted prefixes and votes
 """
 
 

@@ -1,22 +1,27 @@
 """Bits per byte equals a slow computation over exactly the bytes of the text."""
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from indexing.progress import STATUS
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, interval
+from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, interval, joined, measure_sets
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.evaluation.windows import document_windows
 from retro.model.datastore_fit import fit_to
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
@@ -94,6 +99,61 @@ def test_max_tokens_limits_the_evaluation_and_the_training_mode_is_restored(
     result = measure(tiny_model, tiny_datastore, max_tokens=200)
     assert 100 <= result.tokens <= 400
     assert tiny_model.training
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_batch_is_counted_layer_by_layer_and_scored_alike(
+    tiny_model: Retro, tiny_datastore: Datastore, k: int
+) -> None:
+    held_out, counted = EvaluationSet("valid", tiny_datastore), list[int]()
+    settings = EvaluationSettings(batch_size=10_000)
+    options = {"use": NeighborUse(k), "sequence_length": 64, "advance": counted.append}
+    result = evaluate(tiny_model, held_out, settings, FLOAT32, **options)  # type: ignore[arg-type]
+    assert sum(counted) == result.tokens
+    assert len(counted) == tiny_model.settings.num_layers + 1
+    assert min(counted) > 0
+    options = {"token_losses_of": losses_of(tiny_model), "use": NeighborUse(k), "sequence_length": 64}
+    plain = evaluate(tiny_model, held_out, settings, FLOAT32, **options)  # type: ignore[arg-type]
+    assert np.array_equal(plain.nats_by_document, result.nats_by_document)
+
+
+def test_measurements_of_single_windows_are_joined_to_that_of_all(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    held_out, split = EvaluationSet("valid", tiny_datastore), tiny_datastore.valid
+    windows = list(document_windows(split, 4, 2))[:6]
+    options = {"use": NeighborUse(2), "sequence_length": 64, "by_chunk": True}
+    settings = EvaluationSettings(batch_size=1)
+    whole, *parts = (
+        evaluate(tiny_model, held_out, settings, FLOAT32, windows=some, **options)  # type: ignore[arg-type]
+        for some in (windows, *([window] for window in reversed(windows)))
+    )
+    found = joined(parts)
+    assert (found.tokens, found.documents, found.mode) == (whole.tokens, whole.documents, whole.mode)
+    np.testing.assert_allclose(found.nats_by_document, whole.nats_by_document, rtol=1e-12)
+    assert whole.chunks is not None
+    assert found.chunks is not None
+    assert np.array_equal(found.chunks.ids, whole.chunks.ids)
+    np.testing.assert_allclose(found.chunks.nats, whole.chunks.nats, rtol=1e-12)
+
+
+def test_an_evaluation_of_a_run_shows_its_percentage(
+    tiny_model: Retro, tiny_datastore: Datastore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(STATUS, "retro")
+    settings, use = EvaluationSettings(batch_size=1, max_tokens=500), NeighborUse(2)
+    sets = [EvaluationSet("valid", tiny_datastore)]
+    measure_sets(
+        tiny_model, sets, settings, FLOAT32, use=use, sequence_length=64, token_losses_of=losses_of(tiny_model)
+    )
+    for mode in ("OFF", "ON k=2"):
+        shown = [int(percent) for percent in re.findall(rf"evaluation of valid, {mode}: (\d+)%", caplog.text)]
+        assert len(shown) > 5
+        assert shown == sorted(shown)
+        assert (0 < shown[0] < 50, shown[-1]) == (True, 100)
+
+
+def losses_of(model: Retro) -> Callable[[Inputs], Tensor]:
+    """Losses of batches without gradients, as a run computes them."""
+    return torch.inference_mode()(model.token_losses)
 
 
 def test_comparing_a_result_with_itself_gives_zero(tiny_model: Retro, tiny_datastore: Datastore) -> None:

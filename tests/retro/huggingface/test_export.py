@@ -12,6 +12,7 @@ from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, instal
 from pipelines.cli import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.huggingface.export import as_family, export_folder
+from retro.huggingface.model_card import model_card
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
@@ -35,6 +36,9 @@ def test_the_model_card_has_fingerprints_and_results(tiny_run: Path, tmp_path: P
     loading = ("import retro.huggingface.register", "retrieve_from")
     for fact in (opened.fingerprint, *opened.datastores, f"{opened.tokens:,} tokens", *loading):
         assert fact in card
+    copying = replace(opened, model=updated(opened.model, {"copy_head.datastore": True}))
+    whole = "does not copy from the whole datastore"
+    assert [whole in model_card(each, "card", True) for each in (opened, copying)] == [False, True]
     assert {file.suffix for file in (tmp_path / "card").iterdir()} == {".json", ".md", ".model", ".safetensors"}
     again = tmp_path / "again"
     export_folder(opened, again)

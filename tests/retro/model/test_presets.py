@@ -74,26 +74,35 @@ def test_options_other_than_sizes_can_be_set_with_a_preset() -> None:
 @pytest.mark.parametrize("preset", ["", *PRESETS])
 def test_models_with_cross_attention_copy_by_default_except_the_papers(preset: str) -> None:
     head = resolve(ModelSettings(preset=preset)).copy_head
-    assert (head.context, head.neighbors) == (preset not in PAPER_PRESETS,) * 2
+    assert (head.context, head.neighbors, head.datastore) == (preset not in PAPER_PRESETS,) * 3
 
 
 @pytest.mark.parametrize("preset", ["", "small", "172m"])
-@pytest.mark.parametrize(("neighbors", "context"), [(False, None), (True, None), (False, True), (True, False)])
-def test_copy_head_neighbors_decides_both_sources_unless_the_context_is_set(
-    preset: str, neighbors: bool, context: bool | None
+@pytest.mark.parametrize("neighbors", [False, True])
+@pytest.mark.parametrize("source", ["context", "datastore"])
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_copy_head_neighbors_decides_about_the_sources_that_are_not_set(
+    preset: str, neighbors: bool, source: str, chosen: bool | None
 ) -> None:
-    chosen = CopyHeadSettings(neighbors=neighbors, context=context)
-    head = resolve(ModelSettings(preset=preset, copy_head=chosen)).copy_head
-    assert (head.neighbors, head.context) == (neighbors, neighbors if context is None else context)
+    head = resolve(
+        updated(ModelSettings(preset=preset), {"copy_head.neighbors": neighbors, f"copy_head.{source}": chosen})
+    )
+    expected = dict.fromkeys(("context", "neighbors", "datastore"), neighbors) | (
+        {} if chosen is None else {source: chosen}
+    )
+    assert {name: getattr(head.copy_head, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("stored", [CopyHeadSettings(), NO_COPY_HEAD, CopyHeadSettings(context=True, neighbors=False)])
 def test_plain_decoders_and_the_preset_base_get_no_copy_head_by_default(stored: CopyHeadSettings) -> None:
     plain = ModelSettings(vocab_size=7, retrieval=RetrievalSettings(cca_layers=()), copy_head=stored)
     for settings in (resolve(plain), resolve(ModelSettings(preset="base"), plain)):
-        assert (settings.copy_head.neighbors, settings.copy_head.context) == (False, bool(stored.context))
-    copying = resolve(ModelSettings(preset="base", copy_head=CopyHeadSettings(neighbors=True)), plain).copy_head
-    assert (copying.neighbors, copying.context) == (True, bool(stored.context))
+        head = settings.copy_head
+        assert (head.neighbors, head.context, head.datastore) == (False, bool(stored.context), False)
+    for source in ("neighbors", "datastore"):
+        copying = resolve(updated(ModelSettings(preset="base"), {f"copy_head.{source}": True}), plain).copy_head
+        assert (copying.neighbors, copying.context) == (source == "neighbors", bool(stored.context))
+        assert copying.datastore == (source == "datastore")
 
 
 def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings() -> None:

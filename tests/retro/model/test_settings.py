@@ -56,6 +56,15 @@ def test_a_removed_option_of_a_stored_model_is_ignored_unless_its_weights_need_i
         from_json(stored)
 
 
+@pytest.mark.parametrize("left_out", ["copy_head", "copy_head.datastore"])
+def test_a_model_that_was_stored_before_a_source_of_the_copy_head_existed_lacks_it(left_out: str) -> None:
+    stored = asdict(updated(OTHER, {"copy_head.neighbors": True, "copy_head.context": True}))
+    section, _, name = left_out.partition(".")
+    stored[section] = {key: value for key, value in stored[section].items() if name and key != name}
+    head = from_json(stored).copy_head
+    assert (head.context, head.neighbors, head.datastore) == (bool(name), bool(name), False)
+
+
 def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     sizes = keys_with("size")
     assert {"d_model", "attention.num_heads", "encoder.num_layers", "retrieval.cca_layers"} <= sizes

@@ -57,6 +57,12 @@ def plain(config: Config) -> Checkpoint:
     return trained(config, "alone", BASES["plain"])
 
 
+def test_exactly_the_tokens_that_are_asked_for_are_counted(plain: Checkpoint, config: Config, tmp_path: Path) -> None:
+    counted = list[int]()
+    added(plain, config.datastore, tmp_path / "a.safetensors", num_tokens=300, advance=counted.append)
+    assert (sum(counted), len(counted)) == (300, 5)  # sequences of 64 tokens
+
+
 def added(base: Checkpoint, folder: Path, file: Path, **options: Any) -> tuple[Checkpoint, CopyFit]:
     fit = add_retrieval(base, folder, file, HERE, **{"k": 2, "num_tokens": 1000} | options)
     return open_checkpoint(file), fit
