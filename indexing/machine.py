@@ -132,7 +132,18 @@ def has_bfloat16(device: str) -> bool:
 
     if device.startswith("cuda"):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return onednn_has_bfloat16() and bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def onednn_has_bfloat16() -> bool:
+    """True if oneDNN, which multiplies matrices for PyTorch on a CPU, has kernels in bfloat16 for this one.
+
+    They need AVX512 or AVX-NE-CONVERT, and `ONEDNN_MAX_CPU_ISA` can forbid these. Functions for such products exist in PyTorch
+    on every CPU, and raise RuntimeError without the kernels.
+    """
+    import torch
+
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def keep_freed_memory() -> None:

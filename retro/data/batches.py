@@ -115,16 +115,6 @@ def drop_neighbors(batch: Inputs, samples: range, retrieval_dropout: float, seed
                     values[row] = 0
 
 
-def without_absent_neighbors(batch: Inputs) -> Inputs:
-    """Drop the neighbor arrays if no sequence has a neighbor; the result is the same.
-
-    Encoder and cross-attention then have no gradient instead of one of zeros, so the optimizer leaves them as they are.
-    """
-    if batch.neighbor_lengths is None or batch.neighbor_lengths.any():
-        return batch
-    return batch.off()._replace(votes=batch.votes)
-
-
 def readers_first(batch: Inputs, num_absent: int) -> Inputs:
     """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from retro.data.batches import readers_first, without_absent_neighbors
+from retro.data.batches import readers_first
 from retro.device import Placement
 from retro.model.inputs import Inputs
 
@@ -44,8 +44,6 @@ class _Batches(Dataset):
     def __getitem__(self, index: int) -> Inputs:
         first = index * self.size
         batch = self.data.batch(range(first + self.rows.start, first + self.rows.stop), self.retrieval_dropout)
-        if len(self.rows) == self.size:  # processes that share a batch run the same layers
-            batch = without_absent_neighbors(batch)
         return as_tensors(readers_first(batch, self.num_absent))
 
 

@@ -7,6 +7,7 @@ sums have the same order: results are equal to the bit.
 import torch
 from torch import Tensor, nn
 
+from indexing.machine import onednn_has_bfloat16
 from retro.device import Placement
 from retro.model.retro import Retro
 
@@ -28,9 +29,8 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(placement: Placement) -> bool:
-    """True if oneDNN multiplies in bfloat16 on this CPU, and PyTorch can pack weights for it."""
-    on_cpu = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
-    return on_cpu and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    """True if this CPU has oneDNN's kernels for packed weights, and the model multiplies in bfloat16."""
+    return placement.device.type == "cpu" and placement.dtype == torch.bfloat16 and onednn_has_bfloat16()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import as_columns
-from retro.data.batches import TrainingData, read_sequences, readers_first, without_absent_neighbors
+from retro.data.batches import TrainingData, read_sequences, readers_first
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 
@@ -42,15 +42,6 @@ def test_dropout_removes_the_votes_of_the_same_sequences(voting_datastore: Datas
     assert not dropped.votes[~kept].any()
     ordered = readers_first(dropped, int((~kept).sum()))
     assert np.array_equal(ordered.votes[: kept.sum()], whole.votes[kept])
-
-
-def test_batches_without_neighbors_keep_their_votes(voting_datastore: Datastore) -> None:
-    batch = open_data(voting_datastore).batch(range(4))
-    batch.neighbor_lengths[:] = 0
-    kept = without_absent_neighbors(batch)
-    assert kept.neighbors is None
-    assert kept.votes is batch.votes
-    assert batch.off().votes is None
 
 
 def test_a_match_longer_than_the_limit_has_no_votes(voting_datastore: Datastore) -> None:

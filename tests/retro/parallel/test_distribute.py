@@ -87,7 +87,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copying from the context": {"copy_head.context": True, "tied_embeddings": False},
     "copying without cross-attention": {**COPYING, "retrieval.cca_layers": ()},
     "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": ()},
-    # A frozen base trained by one process: batches without neighbors have no gradient.
     "retrofit": {},
     "lora": {"shared_embeddings": True},
     "lora alone": {},
