@@ -48,8 +48,6 @@ K = 4
 _OFF, _NEAR, _ON = "RETRO, retrieval OFF", "RETRO, neighbors", "RETRO, retrieval ON"
 _BAR_CELLS = 20
 """Width of the longest bar on the terminal."""
-_PASSAGES = {0.9: "a tenth gain more", 0.5: "half gain more", 0.1: "nine in ten gain more"}
-"""Passages of the report by the quantile of their gain. The terminal shows the first one."""
 NAMES = {"plain": "plain baseline", "baseline": "copying baseline", "retro": "RETRO"}
 
 
@@ -98,12 +96,15 @@ class Compared:
 
     @property
     def bars(self) -> list[report.Bar]:
-        """Bits per byte of each row with their intervals; blue is the one with retrieval."""
+        """Bits per byte of each row with their intervals; blue are those with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
         results = {"plain baseline": self.plain, "copying baseline": self.copying, _OFF: self.off}
-        results |= {_NEAR: self.near, _ON: self.on}
-        return [report.Bar(name, row.bits_per_byte, interval(row), row is self.on) for name, row in results.items()]
+        with_retrieval = {_NEAR: self.near, _ON: self.on}
+        results |= with_retrieval
+        return [
+            report.Bar(name, row.bits_per_byte, interval(row), name in with_retrieval) for name, row in results.items()
+        ]
 
     @property
     def table(self) -> Table:
@@ -183,7 +184,7 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
     with during("scoring passages by token"):
-        passages = passages_by_gain(models["retro"], off, on, held_out, placement, config)
+        passages, _ = passages_by_gain(models["retro"], off, on, held_out, placement, config)
     return Compared(plain, copying, off, near, on, verdict, _words(on), passages)
 
 
@@ -257,27 +258,29 @@ def passages_by_gain(
     held_out: "EvaluationSet",
     placement: "Placement",
     config: Config,
-) -> list[report.ColoredPassage]:
-    """Held-out chunks at quantiles of the gain, scored by token."""
+) -> tuple[list[report.ColoredPassage], list[int]]:
+    """Held-out chunks from around quantiles of the gain, scored by token, and their ids."""
     from indexing.store.retrieval_set import RetrievalSet
+    from indexing.suffixes.search import SuffixIndex
     from indexing.tokenization.tokenizer import Tokenizer
-    from pipelines.evaluation.passages import colored
-    from retro.evaluation.token_gains import chunk_by_gain, score_passage
+    from pipelines.evaluation.passages import chosen_chunks, colored
+    from retro.evaluation.token_gains import score_passage
 
-    tokenizer, retrieval = Tokenizer.open(config.datastore / "tokenizer"), RetrievalSet.of(held_out.datastore)
-    window = config.data.sequence_length // held_out.split.chunk_length
-    out = []
+    datastore = held_out.datastore
+    tokenizer, retrieval = Tokenizer.open(config.datastore / "tokenizer"), RetrievalSet.of(datastore)
+    window, index = config.data.sequence_length // held_out.split.chunk_length, SuffixIndex.open(datastore.folder)
+    passages, chunks = [], []
     assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    for quantile, words in _PASSAGES.items():
-        chunk, among = chunk_by_gain(off.chunks, on.chunks, held_out.split, quantile)
-        passage = score_passage(model, held_out, chunk, placement, k=on.k, window=window)
-        (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([chunk]))[0].tolist())
+    for shown in chosen_chunks(off.chunks, on.chunks, datastore, tokenizer, on.k):
+        passage = score_passage(model, held_out, shown.chunk, placement, k=on.k, window=window)
+        (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([shown.chunk]))[0].tolist())
         title = (
             f"{one_line(str(document['id']))}, a passage of {len(passage.tokens)} tokens: {-passage.off.sum():.0f} bits without "
-            f"retrieval, {-passage.on.sum():.0f} with it; of {among:,} held-out passages, {words}"
+            f"retrieval, {-passage.on.sum():.0f} with it; {shown.better:,} of {shown.among:,} held-out passages gain more"
         )
-        out.append(colored(passage, title, tokenizer, retrieval))
-    return out
+        passages.append(colored(passage, title, tokenizer, retrieval, index))
+        chunks.append(shown.chunk)
+    return passages, chunks
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ _LEAST_DOCUMENTS = 2
 _COLORED = 2
 """Documents that could be measured in the time that the colored passages take."""
 _USES = NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)
-_WRITES = "What the model writes after the text before the passage that gains most"
+_WRITES = "What the model writes after the text before the first passage"
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
 _SHORTEST = 6  # tokens of a run whose source is named; it may begin in the prompt
 
@@ -128,7 +128,7 @@ class Compared(NamedTuple):
         verdict: what was gained, in a sentence.
         words: what the rows and columns of the table mean.
         passages: colored by the gain of their tokens.
-        chunk: the chunk that gains most.
+        chunk: of the first passage.
     """
 
     off: "SetResult"
@@ -141,11 +141,11 @@ class Compared(NamedTuple):
 
     @property
     def bars(self) -> list[report.Bar]:
-        """Bits per byte with their intervals; blue is the one with retrieval."""
+        """Bits per byte with their intervals; blue are those with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
         rows = {"retrieval OFF": self.off, "neighbors": self.near, "retrieval ON": self.on}
-        return [report.Bar(name, row.bits_per_byte, interval(row), row is self.on) for name, row in rows.items()]
+        return [report.Bar(name, row.bits_per_byte, interval(row), row is not self.off) for name, row in rows.items()]
 
     @property
     def table(self) -> Table:
@@ -287,18 +287,15 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
     from retro.device import choose_inference_placement
     from retro.evaluation.bits_per_byte import compare
     from retro.evaluation.sets import EvaluationSet
-    from retro.evaluation.token_gains import chunk_by_gain
 
     checkpoint = open_checkpoint(file)
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
     model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
     off, near, on = measured(model, held_out, config, placement, folder / "demo.json", deadline)
     with during("scoring passages by token"):
-        passages = passages_by_gain(model, off, on, held_out, placement, config)
-    assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    chunk, _ = chunk_by_gain(off.chunks, on.chunks, held_out.split, 1.0)
+        passages, chunks = passages_by_gain(model, off, on, held_out, placement, config)
     verdict = difference(name, "without it", compare(on, off), on.documents)
-    return Compared(off, near, on, verdict, _words(name, on), passages, chunk)
+    return Compared(off, near, on, verdict, _words(name, on), passages, chunks[0])
 
 
 def measured(

@@ -16,6 +16,7 @@ from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.search import stored_settings
+from indexing.retrieval.passage_choice import Candidate, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import MANIFEST, read_manifest, stored_json
@@ -174,15 +175,17 @@ def _skew(retriever: Retriever) -> float | None:
 
 
 def _examples(retriever: Retriever) -> list[report.NeighborExample]:
-    """A few full held-out chunks with two of their neighbors, drawn at random."""
+    """A few full held-out chunks with two of their neighbors: of 200 drawn ones, those that `choose_passages` chooses."""
     ids, _, name = sample_queries(retriever.datastore, 200, seed=2)
     split = retriever.datastore.split(name)
     ids = ids[split.without_deleted(ids) >= 0]
     full = ids[split.lengths.gather(ids) == split.chunk_length]
-    drawn = np.random.default_rng(2).permutation(full if len(full) else ids)[:_EXAMPLES]
+    ids = full if len(full) else ids
+    drawn = ids[choose_passages(_candidates(retriever, split, ids), _EXAMPLES, retriever.tokenizer)]
     near, distances = (array.gather(drawn)[:, :2] for array in (split.neighbor_ids, split.neighbor_distances))
     tokens, lengths = split.tokens.gather(drawn), split.lengths.gather(drawn)
     following, _ = split.with_continuation(drawn)
+    documents = split.metadata(split.documents_of(drawn)[0].tolist())
     examples = []
     for row in range(len(drawn)):
         hits = retriever.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
@@ -191,8 +194,20 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
         ]
         text = retriever.tokenizer.decode(tokens[row, : lengths[row]])
         continuation = retriever.tokenizer.decode(following[row, split.chunk_length :])
-        examples.append(report.NeighborExample(text, continuation, neighbors))
+        examples.append(report.NeighborExample(str(documents[row]["id"]), text, continuation, neighbors))
     return examples
+
+
+def _candidates(retriever: Retriever, split: Split, ids: np.ndarray) -> list[Candidate]:
+    """Chunks [n] with the neighbors that would be shown."""
+    near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
+    tokens, lengths = retriever.retrieval.with_continuation(near.ravel())
+    sources = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    rows = zip(split.tokens.gather(ids), split.lengths.gather(ids), split.documents_of(ids)[0].tolist(), strict=True)
+    return [
+        Candidate(row[:length].astype(np.int64), document, sources[n * near.shape[1] : (n + 1) * near.shape[1]])
+        for n, (row, length, document) in enumerate(rows)
+    ]
 
 
 def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
@@ -253,6 +268,6 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
             *([report.Section("Build steps", table=Table(header, rows))] if steps else []),
-            report.Section("Held-out chunks and their neighbors", examples=_examples(retriever)),
+            report.Section("Chunks and their neighbors", examples=_examples(retriever)),
         ],
     )

@@ -34,6 +34,7 @@ _MARKED_WORDS = 3
 _CHARACTER = 0.75
 SHADE_BITS = (0.5, 2.0)
 """Gains from which a token has a pale and a strong color."""
+_AROUND = 160  # characters around the copied parts of a source
 _SHADES = {2: "up2", 1: "up1", -1: "down1", -2: "down2"}  # classes of the page
 # Characters that fit above a plot, with six for the sample of each line.
 _LEGEND_CHARACTERS = 72
@@ -51,8 +52,9 @@ class NeighborText:
 
 @dataclass(frozen=True)
 class NeighborExample:
-    """A chunk, its continuation, and its neighbors."""
+    """A chunk of a document, its continuation, and its neighbors."""
 
+    document: str
     chunk: str
     continuation: str
     neighbors: list[NeighborText]
@@ -65,43 +67,75 @@ class Piece:
     Attributes:
         text: the characters.
         gain: bits that retrieval saves for them; negative = it costs bits.
-        neighbor: number of the neighbor that the run of pieces ending here was copied from; 0 = none.
+        source: number of the source that the run of pieces ending here was copied from; 0 = none.
     """
 
     text: str
     gain: float = 0.0
-    neighbor: int = 0
+    source: int = 0
 
     @property
     def shade(self) -> int:
-        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same."""
+        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only blanks."""
+        if self.text.isspace():
+            return 0
         return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
 
 
 @dataclass(frozen=True)
-class CopiedNeighbor:
-    """A neighbor as text, cut into parts that were copied (True) and others."""
+class CopiedFrom:
+    """A source as text, cut into parts that were copied (True) and others.
+
+    Attributes:
+        number: of the source.
+        document: its document.
+        parts: the text.
+        is_neighbor: False = the source was found in the whole datastore.
+    """
 
     number: int
     document: str
     parts: list[tuple[str, bool]]
+    is_neighbor: bool = True
+
+    @property
+    def shortened(self) -> list[tuple[str, bool]]:
+        """The parts, of the others only the characters next to copied ones."""
+        out, last = list[tuple[str, bool]](), len(self.parts) - 1
+        for number, (text, copied) in enumerate(self.parts):
+            before = "" if number == 0 else text[:_AROUND]
+            after = "" if number == last else text[-_AROUND:]
+            is_short = copied or len(text) <= len(before) + len(after) + len("…")
+            out.append((text, copied) if is_short else (f"{before}…{after}", False))
+        return out
 
 
 @dataclass(frozen=True)
 class ColoredPassage:
-    """A passage colored by the gain of its tokens, and the neighbors that it could read.
+    """A passage colored by the gain of its tokens, and the sources that it could copy from.
 
     Attributes:
         title: which passage it is.
         before: the end of the text before it.
         pieces: its text.
-        neighbors: the neighbors.
+        sources: the neighbors, and documents of the datastore that it was copied from.
     """
 
     title: str
     before: str
     pieces: list[Piece]
-    neighbors: list[CopiedNeighbor]
+    sources: list[CopiedFrom]
+
+    @property
+    def used(self) -> list[CopiedFrom]:
+        """The sources that a piece names."""
+        numbers = {piece.source for piece in self.pieces}
+        return [source for source in self.sources if source.number in numbers]
+
+    @property
+    def unused(self) -> list[CopiedFrom]:
+        """The other sources: neighbors without a copied run."""
+        return [source for source in self.sources if source not in self.used]
 
 
 @dataclass(frozen=True)
@@ -136,7 +170,7 @@ def write_report(
     import jinja2
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
-    environment.filters["marked"] = marked
+    environment.filters |= {"marked": marked, "mark": mark}
     html = environment.get_template("report.html").render(
         title=title, subtitle=subtitle, sections=sections, figures=figures, shades=_SHADES
     )
@@ -157,10 +191,20 @@ def marked(text: str, other: str) -> Any:
     out, start = Markup(""), 0
     for stop in range(1, len(words) + 1):
         if stop == len(words) or shared[stop] != shared[start]:
-            part = escape("".join(words[start:stop]))
-            out += Markup("<mark>{}</mark>").format(part) if shared[start] else part
+            part = "".join(words[start:stop])
+            out += mark(part) if shared[start] else escape(part)
             start = stop
     return out
+
+
+def mark(text: str) -> Any:
+    """`text` as HTML with marks on its words and single spaces between them: marked indentation would be a large block."""
+    from markupsafe import Markup, escape
+
+    parts = re.split(r"(\S+(?: \S+)*)", text)  # what the group matches has odd places
+    return Markup("").join(
+        Markup("<mark>{}</mark>").format(part) if n % 2 else escape(part) for n, part in enumerate(parts)
+    )
 
 
 def _words(text: str) -> list[str]:

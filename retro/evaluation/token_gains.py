@@ -36,6 +36,7 @@ class Passage:
         copied: float32 [t], share of the probability of each token that is copied from neighbors, 0 to 1.
         neighbors: int64 [t], number of the neighbor with the longest match that votes for the token; -1 = none.
         positions: int64 [t], the token of this neighbor that votes; -1 = none.
+        from_datastore: float32 [t], share of the probability that is copied from the whole datastore, 0 to 1.
         neighbor_ids: int64 [k], ids in the retrieval set; -1 = none.
         neighbor_tokens: the tokens of each neighbor and its continuation, without padding: k of int64 [r].
     """
@@ -48,6 +49,7 @@ class Passage:
     copied: np.ndarray
     neighbors: np.ndarray
     positions: np.ndarray
+    from_datastore: np.ndarray
     neighbor_ids: np.ndarray
     neighbor_tokens: list[np.ndarray]
 
@@ -57,17 +59,16 @@ class Passage:
         return self.on - self.off
 
 
-def chunk_by_gain(off: ChunkScores, on: ChunkScores, split: Split, quantile: float) -> tuple[int, int]:
-    """Choose a chunk by the bits that retrieval saves for it, among chunks that are scored whole and read neighbors.
+def chunks_by_gain(off: ChunkScores, on: ChunkScores, split: Split) -> np.ndarray:
+    """Order chunks by the bits that retrieval saves for them, among chunks that are scored whole and read neighbors.
 
     Args:
         off: scores with retrieval OFF.
         on: scores of the same chunks, retrieval ON.
         split: the split of the chunks.
-        quantile: 0 = the chunk with the smallest gain, 0.5 = the median, 1 = the largest.
 
     Returns:
-        its id, and the number of chunks that it was chosen from.
+        their ids, the smallest gain first: int64 [n].
 
     Raises:
         InputError: no document has two full chunks.
@@ -78,8 +79,7 @@ def chunk_by_gain(off: ChunkScores, on: ChunkScores, split: Split, quantile: flo
         raise InputError(
             f"{split.folder}: no {split.name} document has two full chunks, so none of them read neighbors."
         )
-    order = np.argsort((off.nats - on.nats)[rows], kind="stable")
-    return int(off.ids[rows[order[round(quantile * (len(rows) - 1))]]]), len(rows)
+    return off.ids[rows[np.argsort((off.nats - on.nats)[rows], kind="stable")]]
 
 
 @torch.inference_mode()
@@ -121,6 +121,7 @@ def score_passage(
         copied=as_array["share"],
         neighbors=as_array["neighbors"],
         positions=as_array["positions"],
+        from_datastore=as_array["datastore"],
         neighbor_ids=choose_neighbors(split, retrieval, _query(batch, chunk - 1, m), NeighborUse(k))[0],
         neighbor_tokens=[tokens[:count] for tokens, count in zip(read, lengths, strict=True)],
     )
@@ -130,7 +131,8 @@ def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs) -> 
     """Where the labels were copied from: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)
-        return Origins(torch.zeros_like(losses), none, none, none)
+        nothing = torch.zeros_like(losses)
+        return Origins(nothing, none, none, none, nothing)
     sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
     return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length)
 

@@ -118,10 +118,10 @@ class CopyVotes:
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
         origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1])
-        columns = zip(rows, *(column[:, 0].tolist() for column in origins), strict=True)
+        columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None
-            for row, share, _, neighbor, position in columns
+            for row, share, neighbor, position in zip(rows, *columns, strict=True)
         ]
 
     def _put(self, array: np.ndarray) -> Tensor:

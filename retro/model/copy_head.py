@@ -159,7 +159,7 @@ Source = SourceMatches | DatastoreVotes
 
 
 class Origins(NamedTuple):
-    """Where the probability of labels [B, T] comes from, as far as it is copied from neighbors.
+    """Where the probability of labels [B, T] comes from, as far as it is copied from neighbors or the datastore.
 
     Attributes:
         share: share of the probability of a label that is copied from the neighbors, float32 [B, T], 0 to 1.
@@ -167,12 +167,14 @@ class Origins(NamedTuple):
             With scores by content, that of the position with the most attention instead.
         neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
         positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
+        datastore: share of the probability of a label that is copied from the whole datastore, float32 [B, T], 0 to 1.
     """
 
     share: Tensor
     lengths: Tensor
     neighbors: Tensor
     positions: Tensor
+    datastore: Tensor
 
 
 class CopyHead(nn.Module):
@@ -242,16 +244,23 @@ class CopyHead(nn.Module):
             sources: from `sources`.
             neighbor_length: R.
         """
-        share, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
+        nothing, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
+        if not sources:
+            return Origins(nothing, none, none, none, nothing)
+        num_tokens = labels.shape[1]
+        with torch.autocast(hidden.device.type, enabled=False):
+            attentions, gates = _attend(hidden.float(), sources)
+            copied = {}  # source -> share of the probability of a label
+            for gate, source, attention in zip(gates[1:], sources, attentions, strict=True):
+                own = source.join(source.probability(attention, labels), num_tokens)
+                copied[source.source] = (own * (gate + losses.float()).exp()).clamp(max=1.0)
+        datastore = nothing if self.datastore is None else copied.get(self.datastore, nothing)
         index = next((n for n, source in enumerate(sources) if source.source is self.neighbors), None)
         if index is None:
-            return Origins(share, none, none, none)
-        source, num_tokens = sources[index], labels.shape[1]
+            return Origins(nothing, none, none, none, datastore)
+        source = sources[index]
         assert isinstance(source, SourceMatches)
-        with torch.autocast(hidden.device.type, enabled=False):
-            attentions, shares = _attend(hidden.float(), sources)
-            own = source.join(source.probability(attentions[index], labels), num_tokens)
-            share = (own * (shares[1 + index] + losses.float()).exp()).clamp(max=1.0)
+        share = copied[source.source]
         lengths = source.matches.lengths.masked_fill(~source.votes(labels), -1).long()  # [N, Q, S]
         weights = attentions[index].weights
         best = (lengths if weights is None else weights.masked_fill(lengths < 0, -1.0)).argmax(2)
@@ -259,7 +268,7 @@ class CopyHead(nn.Module):
         lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
         best = best.masked_fill(lengths < 0, -1)
         positions = (best % neighbor_length + 1).where(best >= 0, none)
-        return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions)
+        return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions, datastore)
 
 
 def _attend(hidden: Tensor, sources: list[Source]) -> tuple[list[SourceAttention], Tensor]:

@@ -1,7 +1,7 @@
 """Passages to try: beginnings of held-out documents, ranked by how much retrieval helps to predict them.
 
-held-out documents ─► mean distance of their first chunks' nearest neighbors ─► near to middling ─► their beginnings
-beginnings ─► scores with retrieval ON and OFF, one after the other ─► share of bits saved, and a prompt
+held-out documents ─► mean distance of their first chunks' nearest neighbors ─► near to middling ─► `choose_passages`
+their beginnings ─► scores with retrieval ON and OFF, one after the other ─► share of bits saved, and a prompt
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import time
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
 
+from indexing.retrieval.passage_choice import Candidate, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
@@ -23,7 +24,9 @@ from retro.server.service import ScoreKey, Service
 _MOST_DOCUMENTS = 4096  # examples come from the first held-out documents
 _QUANTILES = 0.1, 0.5  # of the documents' distances, between which they are chosen: the nearest ones are mostly copies
 _FARTHEST = 4.0  # squared distance of unit vectors
+_READ = 64  # passages that the candidates are chosen from
 _CANDIDATES = 16  # passages that are scored, so that the best ones are known
+_LEAST = 3  # passages, even if some are poor
 _SCORING_SECONDS = 20.0  # after which no further passage is scored
 _WAIT_SECONDS = 2.0  # until the answer; passages scored later are ranked in later answers
 _K = 2  # neighbors of a chunk, the page's default
@@ -98,7 +101,7 @@ def differing_prompt(tokenizer: Tokenizer, tokens: np.ndarray, on: Scores, off: 
 
 
 def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.ExamplesResponse:
-    """Return the beginnings of documents that differ in how near their neighbors are, the nearest first.
+    """Return the beginnings of documents with near to middling neighbors, those first that copy the most distinctive words.
 
     Without held-out documents, the documents are from the datastore itself and find themselves.
     """
@@ -110,11 +113,13 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     is_long = np.diff(ranges)[:, 0] >= chunks
     documents = np.flatnonzero(is_long if is_long.any() else np.diff(ranges)[:, 0] > 0)
     documents = documents[np.argsort(_distances(datastore, split, ranges[documents], chunks), kind="stable")]
-    ranks = np.linspace(*_QUANTILES, num=count) * len(documents)
-    chosen = documents[np.unique(ranks.astype(int))] if len(documents) else documents
+    ranks = np.linspace(*_QUANTILES, num=max(count, _READ)) * len(documents)
+    documents = documents[np.unique(ranks.astype(int))] if len(documents) else documents
+    candidates = [_candidate(retriever, split, document, chunks) for document in documents.tolist()]
+    chosen = choose_passages(candidates, count, retriever.tokenizer, least=min(count, _LEAST))
     return schemas.ExamplesResponse(
         held_out=split.name != "train",
-        examples=[_beginning(retriever, split, document, chunks) for document in chosen.tolist()],
+        examples=[_example(retriever, split, candidates[row]) for row in chosen],
     )
 
 
@@ -128,17 +133,26 @@ def _distances(datastore: Datastore, split: Split, ranges: np.ndarray, chunks: i
     return means
 
 
-def _beginning(retriever: Retriever, split: Split, document: int, chunks: int) -> schemas.Example:
+def _candidate(retriever: Retriever, split: Split, document: int, chunks: int) -> Candidate:
+    """The beginning of a document, with the neighbors of its chunks."""
     first, stop = split.chunk_range(document)
     stop = min(stop, first + chunks)
     rows = zip(split.tokens.read(first, stop), split.lengths.read(first, stop), strict=True)
     tokens = np.concatenate([row[:length] for row, length in rows]).astype(np.int64)
-    metadata = split.metadata([document])[0]
+    if not retriever.datastore.has("neighbors"):
+        return Candidate(tokens, document)
+    retrieval, ids = retriever.retrieval, split.neighbor_ids.read(first, stop)[:, :_K].ravel()
+    neighbors = zip(*retrieval.with_continuation(retrieval.without_deleted(ids)), strict=True)
+    return Candidate(tokens, document, [row[:length] for row, length in neighbors])
+
+
+def _example(retriever: Retriever, split: Split, passage: Candidate) -> schemas.Example:
+    metadata = split.metadata([passage.document])[0]
     decode = retriever.tokenizer.decode
     return schemas.Example(
         document_id=str(metadata.get("id") or ""),
         title=str(metadata.get("title") or ""),
-        text=decode(tokens).rstrip("\ufffd"),  # a character may continue in the next chunk
-        prompt=decode(tokens[: len(tokens) // 2]).rstrip("\ufffd"),
+        text=decode(passage.tokens).rstrip("\ufffd"),  # a character may continue in the next chunk
+        prompt=decode(passage.tokens[: len(passage.tokens) // 2]).rstrip("\ufffd"),
         gain=None,
     )

@@ -22,7 +22,7 @@ from pipelines.commands.demo import Compared, DemoOptions, _words, demo, differe
 from pipelines.commands.demo_training import runs_of, train_models
 from pipelines.config import Config
 from pipelines.evaluation.passages import CopiedRun, colored, copied_runs
-from pipelines.reports.html import ColoredPassage, CopiedNeighbor, Piece, Section, bar_chart, write_report
+from pipelines.reports.html import ColoredPassage, CopiedFrom, Piece, Section, bar_chart, write_report
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
@@ -182,6 +182,7 @@ def passage(tokens: list[int], copied: list[float], places: list[tuple[int, int]
         copied=np.array(copied, dtype=np.float32),
         neighbors=np.array([neighbor for neighbor, _ in places]),
         positions=np.array([position for _, position in places]),
+        from_datastore=np.zeros(count, dtype=np.float32),
         neighbor_ids=np.array([0, 1]),
         neighbor_tokens=[tokens[:length] for tokens, length in zip(*read, strict=True)],
     )
@@ -203,21 +204,21 @@ def test_a_colored_passage_has_all_characters_and_marks_what_was_copied(tiny_dat
     view = colored(original, "title", tokenizer, RetrievalSet.of(tiny_datastore))
     assert "".join(piece.text for piece in view.pieces) == tokenizer.decode(text)
     assert sum(piece.gain for piece in view.pieces) == pytest.approx(original.gains.sum())
-    assert [piece.neighbor for piece in view.pieces if piece.neighbor] == [1]
-    assert not any(piece.text[-1:].isspace() for piece in view.pieces if piece.neighbor)
-    for neighbor, tokens in zip(view.neighbors, original.neighbor_tokens, strict=True):
+    assert [piece.source for piece in view.pieces if piece.source] == [1]
+    assert not any(piece.text[-1:].isspace() for piece in view.pieces if piece.source)
+    for neighbor, tokens in zip(view.sources, original.neighbor_tokens, strict=True):
         assert "".join(part for part, _ in neighbor.parts) == tokenizer.decode(tokens)
-    marked = "".join(part for part, is_copied in view.neighbors[0].parts if is_copied)
+    marked = "".join(part for part, is_copied in view.sources[0].parts if is_copied)
     assert marked.strip()
     assert marked.strip() in tokenizer.decode(text)
-    assert not any(is_copied for _, is_copied in view.neighbors[1].parts)
+    assert not any(is_copied for _, is_copied in view.sources[1].parts)
 
 
 VIEW = ColoredPassage(
     "title",
     "before",
-    [Piece("same "), Piece("copied\n<b>", 2.5, neighbor=1), Piece(" lost", -0.6)],
-    [CopiedNeighbor(1, "doc.py", [("x" * 100, False), ("copied\n<b>", True), (" y", False)])],
+    [Piece("same "), Piece("copied\n<b>", 2.5, source=1), Piece(" lost", -0.6)],
+    [CopiedFrom(1, "doc.py", [("x" * 100, False), ("copied\n<b>", True), (" y", False)])],
 )
 
 
@@ -226,8 +227,8 @@ def test_a_report_has_the_colors_their_legend_and_the_neighbors(tmp_path: Path) 
     html = (tmp_path / "r.html").read_text()
     assert '<span class="up2" title="+2.50 bits">copied\n&lt;b&gt;</span><sup>1</sup>' in html
     assert '<span class="down1" title="-0.60 bits"> lost</span>' in html
-    assert "<mark>copied\n&lt;b&gt;</mark>" in html
-    assert "log2 p with neighbors" in html
+    assert "<mark>copied</mark>\n<mark>&lt;b&gt;</mark>" in html
+    assert "log2 p with retrieval" in html
 
 
 # --- the whole demo ------------------------------------------------------------------------------------------------

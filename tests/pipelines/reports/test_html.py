@@ -9,6 +9,7 @@ import numpy as np
 from pipelines.reports.html import (
     Bar,
     ColoredPassage,
+    CopiedFrom,
     NeighborExample,
     NeighborText,
     Piece,
@@ -16,6 +17,7 @@ from pipelines.reports.html import (
     bar_chart,
     histogram,
     line_plot,
+    mark,
     marked,
     write_report,
 )
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
-    example = NeighborExample("x <script> 你好", " after", [NeighborText(0.5, "doc<1>", "text", "more")])
+    example = NeighborExample("own.md", "x <script> 你好", " after", [NeighborText(0.5, "doc<1>", "text", "more")])
     sections = [
         Section(
             "First",
@@ -37,7 +39,16 @@ def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
     ]
     write_report(tmp_path / "r.html", title="T", subtitle="S", sections=sections, figures=[("label", "0.5", "note")])
     html = (tmp_path / "r.html").read_text()
-    for part in ("First", "A &amp; B", "<td>row</td>", "<svg", "x &lt;script&gt; 你好", "doc&lt;1&gt;", "label"):
+    for part in (
+        "First",
+        "A &amp; B",
+        "<td>row</td>",
+        "<svg",
+        "x &lt;script&gt; 你好",
+        "doc&lt;1&gt;",
+        "chunk of own.md",
+        "label",
+    ):
         assert part in html
     assert "<script" not in html
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
@@ -61,6 +72,36 @@ def test_shared_runs_of_three_words_are_marked_without_surrounding_spaces() -> N
 
 def test_punctuation_alone_is_not_marked_as_shared() -> None:
     assert "<mark>" not in marked("([{x}])", "([{y}]) ([{")
+
+
+def test_line_breaks_and_indentation_are_not_marked() -> None:
+    marks = mark("one two\n        three")
+    assert marks == marked("one two\n        three", "one two\n        three")
+    assert re.findall("<mark>(.*?)</mark>", marks, flags=re.DOTALL) == ["one two", "three"]
+    assert Piece("\n        ", 3.0).shade == 0
+
+
+def test_of_the_source_only_what_is_next_to_copied_parts_is_shown() -> None:
+    long, copied = "a" * 500 + "b" * 500, "copied words"
+    shown = CopiedFrom(1, "d", [(long, False), (copied, True), (long, False), (copied, True), ("end", False)]).shortened
+    assert [text for text, is_copied in shown if is_copied] == [copied, copied]
+    first, _, middle, _, last = (text for text, _ in shown)
+    assert first.startswith("…b")
+    assert (middle[0], middle[-1], last) == ("a", "b", "end")
+    assert max(map(len, (first, middle))) < 400
+
+
+def test_sources_without_a_copied_run_are_folded(tmp_path: Path) -> None:
+    sources = [
+        CopiedFrom(1, "used.py", [("words", True)], is_neighbor=False),
+        CopiedFrom(2, "unused.py", [("x", False)]),
+    ]
+    passage = ColoredPassage("T", "", [Piece("words", 3.0, source=1)], sources)
+    write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[passage])])
+    shown, _, folded = (tmp_path / "r.html").read_text().partition("<details")
+    assert "used.py, in the whole datastore" in shown
+    assert "unused.py" not in shown
+    assert "unused.py" in folded
 
 
 def test_marking_escapes_text_and_loses_none() -> None:

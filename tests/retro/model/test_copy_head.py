@@ -256,6 +256,28 @@ def test_the_share_of_neighbors_is_what_the_mixture_loses_without_their_votes() 
     torch.testing.assert_close(origins.share, 1 - without / p, atol=1e-5, rtol=1e-4)
 
 
+def test_the_share_of_the_datastore_is_what_the_mixture_loses_without_its_votes() -> None:
+    model = build(**heads()[2] | {"copy_head.datastore": True})
+    tokens, neighbors, lengths = batch()
+    tokens, neighbors = tokens % FEW, neighbors % FEW
+    labels, votes = tokens.roll(-1, 1), torch.zeros(*tokens.shape, 7, dtype=torch.int64)
+    votes[..., 0], votes[..., 1], votes[..., 4] = 5, labels, 3
+    votes[0, :3, 1] = (labels[0, :3] + 1) % FEW  # for other tokens
+    assert model.copy_head is not None
+    with torch.no_grad():
+        whole = Inputs(tokens, None, neighbors, lengths, labels=labels, votes=votes)
+        hidden = model.hidden(whole)[0]
+        sources, losses = model.copy_sources(whole), model.token_losses(whole, hidden)
+        origins = model.copy_head.origins(hidden, labels, losses, sources, neighbors.shape[3])
+        p = model.copy_head.mix(model.logits(hidden), hidden, sources).exp().gather(2, labels[..., None])[..., 0]
+        silent = [each._replace(tokens=each.tokens * 0 + V) if hasattr(each, "counts") else each for each in sources]
+        wide = torch.cat((model.logits(hidden), torch.full((*labels.shape, 1), -torch.inf)), 2)
+        without = model.copy_head.mix(wide, hidden, silent).exp().gather(2, labels[..., None])[..., 0]
+    assert (origins.datastore[0, :3] == 0).all()
+    assert (origins.datastore[:, 3:-1] > 0).all()
+    torch.testing.assert_close(origins.datastore, 1 - without / p, atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
     whole = Inputs(*inputs, labels=labels)
