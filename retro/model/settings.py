@@ -310,6 +310,16 @@ class ModelSettings(_Section):
         return self.retrieval.positions or self.attention.positions
 
     @property
+    def self_scheme(self) -> tuple[str, int, int]:
+        """Scheme, width and head size for `positions_of`, of self-attention."""
+        return self.attention.positions, self.d_model, self.attention.head_dim
+
+    @property
+    def cross_scheme(self) -> tuple[str, int, int]:
+        """The same of chunked cross-attention."""
+        return self.retrieval_positions, self.d_model, self.attention.head_dim
+
+    @property
     def smeared_tokens(self) -> int:
         """Number of preceding tokens mixed into each key of self-attention and chunked cross-attention."""
         return self.attention.smeared_tokens if self.attention.smeared_keys else 0
