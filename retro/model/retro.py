@@ -314,7 +314,7 @@ class Retro(nn.Module):
 
     def copy_sources(self, inputs: Inputs) -> list[Source]:
         """Where the copy head can copy from. Empty without a copy head."""
-        return [] if self.copy_head is None else self.copy_head.sources(inputs, self.embedding)
+        return [] if self.copy_head is None else self.copy_head.sources(inputs)
 
     def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """The loss of each label [B, T], copying included: see `loss.token_losses`.

@@ -180,9 +180,6 @@ class CopyHeadSettings(_Section):
     datastore: bool = _setting(False, with_base="switch")
     """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
     of the datastore, generation its stage `suffixes`."""
-    content_width: NonNegativeInt = _setting(0, with_base="switch")
-    """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
-    token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
 
 
 NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False)
@@ -277,8 +274,6 @@ class ModelSettings(_Section):
         self._check_reader()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
             self.refuse("copying_init", "false, or set model.shared_embeddings")
-        if self.copy_head.content_width and self.copy_head.neighbors is False:
-            self.copy_head.refuse("content_width", "0, or set model.copy_head.neighbors = true")
         if self.attention.smeared_tokens > (self.chunk_length or math.inf):
             self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
         if self.experts.num_experts and self.feed_forward_bias:
@@ -416,15 +411,16 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`.
 
-    What was stored before copy heads existed has none. `retrieval.smeared_keys` was removed: left out if it was off.
+    What was stored before copy heads existed has none. `retrieval.smeared_keys` and `copy_head.content_width` were removed: left out
+    if they were off.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-    copy_head = {"context": False, "neighbors": False, **values.get("copy_head", {})}
-    retrieval = {
-        key: value for key, value in values.get("retrieval", {}).items() if (key, value) != ("smeared_keys", False)
-    }
+    removed = (("smeared_keys", False), ("content_width", 0))
+    stored = (values.get(name, {}).items() for name in ("copy_head", "retrieval"))
+    copy_head, retrieval = ({key: value for key, value in items if (key, value) not in removed} for items in stored)
+    copy_head = {"context": False, "neighbors": False, **copy_head}
     return ModelSettings(**{**values, "copy_head": copy_head, "retrieval": retrieval})
 
 
