@@ -293,7 +293,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_d
     from retro.training.trainer import train
 
     config = replace(tiny_config(tmp_path_factory.mktemp("run"), tiny_corpus), datastore=tiny_datastore.folder)
-    copying = CopyHeadSettings(context=True, neighbors=True, datastore=False, content_width=8)
+    copying = CopyHeadSettings(context=True, neighbors=True, datastore=False)
     config = replace(config, model=replace(config.model, copy_head=copying))
     train(config.run, config.run_settings)
     return config.run

@@ -161,7 +161,7 @@ def interpolated(model: Retro, inputs: Inputs, losses: torch.Tensor) -> tuple[np
     assert head is not None
     votes, counted = DatastoreVotes.of(head, inputs.votes), inputs.labels != IGNORED_LABEL
     kinds = (votes.counts > 0).sum(-1)
-    values = (-losses).exp(), votes.probability(None, inputs.labels), kinds == 1, kinds > 0
+    values = (-losses).exp(), votes.probability(inputs.labels), kinds == 1, kinds > 0
     return tuple(value[counted].numpy() for value in values)
 
 

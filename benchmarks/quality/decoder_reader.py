@@ -104,7 +104,7 @@ class Losses:
         with torch.inference_mode(), self.place.autocast():
             hidden, spent = self._hidden(batch if reads else batch.off())
             began = time.process_time()
-            sources = [] if head is None else head.sources(batch, model.embedding)
+            sources = [] if head is None else head.sources(batch)
             mixture = head.mixture(hidden, batch.labels, sources) if head and sources else None
             losses = token_losses(hidden, model.output_weight, batch.labels, mixture)
         self.seconds[row] += spent + time.process_time() - began

@@ -137,7 +137,7 @@ def read_tokens(model: Retro, texts: Iterable[tuple[Inputs, Tensor, Tensor]]) ->
         for reader, own in zip(READERS, states, strict=True):
             hidden[reader].append(own[counted].float())
             nats[reader].append(token_losses(own, model.output_weight, inputs.labels)[counted])
-        for name, source in zip(ALL, model.copy_head.sources(inputs, model.embedding), strict=True):
+        for name, source in zip(ALL, model.copy_head.sources(inputs), strict=True):
             found[name].append([values[counted] for values in found_by(source, inputs.labels)])
     joined: dict[str, MatchesOfTokens | VotesOfTokens] = {}
     for name, parts in found.items():

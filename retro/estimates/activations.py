@@ -253,7 +253,4 @@ def _outside(run: Pass, settings: ModelSettings, rows: int) -> float:
     s, copy = settings, settings.copy_head
     total = 8 * rows * s.d_model + _norm(run, rows, s.d_model, s.norm) + 4 * s.vocab_size * s.d_model + 8 * rows
     total += (bool(copy.context) + bool(copy.neighbors)) * rows * (4 * s.d_model + 240)
-    if copy.content_width:  # a key for each token of the neighbors, and a score for each token and key
-        keys = 2 * rows * run.k
-        total += keys * ((4 + 3 * run.width) * s.d_model + 30 * copy.content_width + 20 * s.chunk_length)
     return total

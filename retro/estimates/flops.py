@@ -15,7 +15,6 @@ import torch
 
 from indexing.machine import has_bfloat16
 from retro.device import Placement
-from retro.model.copy_content import Content
 from retro.model.settings import ModelSettings
 from retro.tuning.settings import ALL, TuningSettings
 
@@ -62,8 +61,6 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
     total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.experts.num_experts)
     num_chunks, r = t // m, retrieved_length or 2 * m
-    if s.copy_head.content_width:
-        total += num_chunks * content_flops(s.copy_head.content_width, s.d_model, m, k * r)
     if s.decoder_reads:  # each neighbor passes through the layers; a window's queries are those of the text
         neighbor = _attention(r, r, s.d_model, s.d_model, width, kv_width, 0) + 2 * matrices * r * s.d_model * s.d_ffw
         total += num_chunks * s.num_layers * k * (neighbor + 4 * m * r * width)
@@ -84,14 +81,6 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     # Windows are padded with queries that were not projected.
     missing = num_chunks * m - (t - m + max(1, s.smeared_tokens))
     return total + num_chunks * per_chunk - len(s.retrieval.cca_layers) * 2 * width * s.d_model * missing
-
-
-def content_flops(width: int, d_model: int, num_queries: int, num_positions: int) -> int:
-    """FLOPs of the scores by content of one chunk's neighbors: keys of positions, queries, their products, and the keys that are read."""
-    if not num_positions:
-        return 0
-    keys = Content.flops_per_position(d_model, width)
-    return num_positions * keys + 2 * num_queries * width * (d_model + 2 * num_positions)
 
 
 def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: TuningSettings = ALL) -> int:

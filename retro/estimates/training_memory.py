@@ -248,7 +248,6 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
     runs = num_stages(parallel, settings.num_layers)
     last, encodes = settings.num_layers - 1, min(settings.retrieval.cca_layers, default=1) - 1
     kind, index = (*name.split("."), "")[:2]
-    last_reads_table = settings.tied_embeddings or (settings.copy_head.neighbors and settings.copy_head.content_width)
     layers = {
         "attention": lambda: [int(index)],
         "feed_forward": lambda: [int(index)],
@@ -256,7 +255,7 @@ def _is_held(settings: ModelSettings, name: str, parallel: ParallelSettings, sta
         "encoder": lambda: [encodes],
         "position_embedding": lambda: [0],
         "chunk_embedding": lambda: [0],
-        "embedding": lambda: [0] + [last] * bool(last_reads_table) + [encodes] * settings.shared_embeddings,
+        "embedding": lambda: [0] + [last] * settings.tied_embeddings + [encodes] * settings.shared_embeddings,
     }.get(kind, lambda: [last])()
     # Stage r of R has layers L r // R to L (r + 1) // R, and process p of P has stages p, p + P …
     return any(((layer + 1) * runs - 1) // settings.num_layers % parallel.pipeline == stage for layer in layers)
@@ -291,15 +290,10 @@ def num_data(parallel: ParallelSettings) -> int:
 
 
 def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:
-    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time.
-
-    With scores by content, autograd keeps about 32 for each pair, and the activations from which keys are computed.
-    """
-    own, width = run.sequence_length * bool(settings.copy_head.context), settings.copy_head.content_width
+    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time."""
+    own = run.sequence_length * bool(settings.copy_head.context)
     neighbors = 2 * settings.chunk_length * run.k * bool(settings.copy_head.neighbors)
-    pairs = max(12 * own, (32 if width else 12) * neighbors)
-    keys = neighbors // settings.chunk_length * (60 * width + 4 * settings.d_model) if width else 0
-    return run.num_sequences * run.sequence_length * (pairs + keys)
+    return run.num_sequences * run.sequence_length * 12 * max(own, neighbors)
 
 
 def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:

@@ -5,16 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from indexing.suffixes.votes import KEPT
 from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.copy_datastore import DatastoreVotes
-from retro.model.copy_head import CopyHead, CopySource, Source, SourceMatches
+from retro.model.copy_head import CopyHead, Source, SourceMatches
 from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
-from retro.model.masks import neighbor_mask
 from retro.model.retro import Retro
 
 
@@ -31,7 +29,7 @@ class _Votes(NamedTuple):
                 sources.append(source._replace(**{name: getattr(source, name)[indices] for name in source._fields[1:]}))
                 continue
             matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
-            sources.append(source._replace(matches=matches, keys=None if source.keys is None else source.keys[indices]))
+            sources.append(source._replace(matches=matches))
         return _Votes(self.hidden[indices], sources)
 
 
@@ -40,7 +38,7 @@ class CopyVotes:
 
     def __init__(self, model: Retro, head: CopyHead, datastore: WholeDatastore | None) -> None:
         self._datastore = datastore
-        self._head, self._m, self._table = head, model.settings.chunk_length, model.embedding.weight
+        self._head, self._m, self._device = head, model.settings.chunk_length, model.embedding.weight.device
         self._votes: _Votes | None = None
 
     def mixed(self, rows: Sequence[Row], logits: Tensor, hidden: Tensor) -> Tensor:
@@ -67,8 +65,7 @@ class CopyVotes:
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
-            keys = self._content_keys(rows, head.neighbors, neighbors.shape[1] * neighbors.shape[2])
-            sources.append(SourceMatches(head.neighbors, matches, keys=keys))
+            sources.append(SourceMatches(head.neighbors, matches))
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
             sources.append(DatastoreVotes.of(head.datastore, self._votes_of_last(rows, histories, self._datastore)))
         self._votes = _Votes(hidden, sources)
@@ -81,21 +78,6 @@ class CopyVotes:
         return self._put(
             np.stack([datastore.votes(text, len(text) - 1) if row.retrieve else none for row, text in pairs])
         )
-
-    def _content_keys(self, rows: Sequence[Row], source: CopySource, num_keys: int) -> Tensor | None:
-        """Keys [N, num_keys, C] of the neighbors of the last complete chunks; they are computed once for each chunk."""
-        if source.content is None:
-            return None
-        for row in rows:
-            chunks = row.dropped + len(row.neighbors)
-            if row.neighbors and (row.copy_keys is None or row.copy_keys[0] != chunks):
-                neighbors, lengths = (self._put(table)[None] for table in row.neighbors[-1][:2])
-                readable = neighbor_mask(neighbors[:, None], lengths[:, None], None)[:, 0]
-                chunk = self._put(row.tokens[: len(row.neighbors) * self._m][-self._m :])[None]
-                row.copy_keys = chunks, source.content.keys(neighbors, readable, chunk, self._table)[0]
-        none = torch.zeros(0, source.content.key.out_features, device=self._table.device)
-        keys_of_rows = [none if row.copy_keys is None or not row.neighbors else row.copy_keys[1] for row in rows]
-        return torch.stack([F.pad(keys, (0, 0, 0, num_keys - len(keys))) for keys in keys_of_rows])
 
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
@@ -114,7 +96,7 @@ class CopyVotes:
         read = next((row.neighbors[-1] for row in rows if row.neighbors), None)
         if self._votes is None or read is None:
             return [None] * len(tokens)
-        votes, device = self._votes.of_rows(indices), self._table.device
+        votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
         origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1])
@@ -125,7 +107,7 @@ class CopyVotes:
         ]
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._table.device)
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
 
 
 def _last_neighbors(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

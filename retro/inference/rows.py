@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from retro.inference.sources import Neighbors, ReadChunk
 
@@ -35,7 +34,6 @@ class Row:
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
-        copy_keys: keys [K·R, C] of the copy head for the neighbors of a chunk, after the number of chunks up to this one.
     """
 
     tokens: np.ndarray
@@ -44,7 +42,6 @@ class Row:
     neighbors: list[Neighbors] = field(default_factory=list)
     dropped: int = 0
     num_read: int = 0
-    copy_keys: tuple[int, Tensor] | None = None
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property

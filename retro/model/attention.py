@@ -5,7 +5,7 @@ Letters of the shape comments as in `retro.py`; in addition, G heads of keys and
 """
 
 import math
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,25 @@ class PerHead(nn.Module):
     def forward(self) -> Tensor:
         """[H, …]"""
         return self.weight
+
+
+class LayerCache(Protocol):
+    """What an attention keeps of tokens that it read before. In training there is none; `inference/cached_layers.py` has them.
+
+    Attributes:
+        distance_keys: of `Attention.attend`; None = they are computed.
+    """
+
+    distance_keys: Tensor | None
+
+    def keys_before(self, k: Tensor) -> Tensor | None:
+        """The W projected keys that precede new ones [N, S, G, C]; the new ones are kept. None = keys are not smeared."""
+
+    def queries_before(self, q: Tensor) -> Tensor | None:
+        """The same for the W - 1 projected queries before new ones [N, Q, H, C]."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new finished keys and values [N, S, G, C]; return all that the queries can read."""
 
 
 class Attention(nn.Module):
@@ -96,9 +115,9 @@ class Attention(nn.Module):
         mask: Tensor | Bounds | None = None,
         causal: bool = False,
         starts: Tensor | None = None,
-        return_keys_values: bool = False,
-    ) -> Any:
-        """Attend from x [N, Q, D] to source [N, S, E].
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from x [N, Q, D] to source [N, S, E]: [N, Q, D].
 
         Args:
             x: input of the queries.
@@ -109,16 +128,25 @@ class Attention(nn.Module):
             causal: hide later keys. A mask must hide them too; without a mask, faster kernels are used.
             starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the
                 first token. Also applies to queries in self-attention.
-            return_keys_values: also return the finished keys and values of the source.
-
-        Returns:
-            [N, Q, D]; with `return_keys_values`, followed by keys and values [N, S, G, C].
+            cache: earlier tokens of x, which the queries read too; the S keys of positions and mask are then those of the cache.
         """
+        q, k, v = self.queries_keys_values(x, positions, source, starts, cache)
+        return self.attend(q, positions, k, v, mask, causal, None if cache is None else cache.distance_keys)
+
+    def queries_keys_values(
+        self,
+        x: Tensor,
+        positions: Positions,
+        source: Tensor | None = None,
+        starts: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Smeared queries [N, Q, H, C], and finished keys and values [N, S, G, C], as `attend` reads them. See `forward`."""
         k, v = self.project_keys_values(x if source is None else source)
-        k = self.finish_keys(k, positions, starts)
-        q = self.smear_queries(self.project_queries(x), starts if source is None else None)
-        y = self.attend(q, positions, k, v, mask, causal)
-        return (y, k, v) if return_keys_values else y
+        k = self.finish_keys(k, positions, starts, None if cache is None else cache.keys_before(k))
+        q, own_starts = self.project_queries(x), starts if source is None else None
+        q = self.smear_queries(q, own_starts, None if cache is None else cache.queries_before(q))
+        return (q, k, v) if cache is None else (q, *cache.extend(k, v))
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""

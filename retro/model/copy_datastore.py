@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retro.model.copy_matches import TABLE_STEP, SourceAttention
+from retro.model.copy_matches import TABLE_STEP
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 """Match lengths at which a row of the gate's table begins."""
@@ -96,15 +96,15 @@ class DatastoreVotes(NamedTuple):
         """p_datastore of the tokens, float32 [B, T, S]; 0 without votes."""
         return self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1)
 
-    def attend(self, hidden: Tensor) -> SourceAttention:
-        """Log-odds of the gate against the vocabulary, from activations [B, T, D]."""
-        return SourceAttention(self.source.log_odds(self) + hidden @ self.source.gate, None)
+    def log_odds(self, hidden: Tensor) -> Tensor:
+        """Log-odds of the gate against the vocabulary, from activations [B, T, D]: float32 [B, T]."""
+        return self.source.log_odds(self) + hidden @ self.source.gate
 
-    def probability(self, _: SourceAttention | None, labels: Tensor) -> Tensor:
-        """p_datastore of labels [B, T]: float32 [B, T]. It needs no attention."""
+    def probability(self, labels: Tensor) -> Tensor:
+        """p_datastore of labels [B, T]: float32 [B, T]."""
         return (self.shares * (self.tokens == labels[..., None])).sum(-1)
 
-    def candidates(self, _: SourceAttention, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """What can follow each token [B, T, S], and its probability, float32 [B, T, S]."""
         assert self.tokens.shape[1] == num_tokens
         return self.tokens, self.shares

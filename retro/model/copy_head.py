@@ -7,14 +7,13 @@ There are three sources: the preceding tokens of the same document (context), th
 datastore (`copy_datastore.py`). The first two are an attention over positions, and a position votes for the token that follows it
 (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position
 is a learned function of its match length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
-activations and on what was found. Positions of neighbors may have a score by content in addition (`copy_content.py`). Not in the
-paper of RETRO.
+activations and on what was found. Not in the paper of RETRO.
 
     tokens, neighbors ─ match lengths ─┬─ positions counted by match length (34 numbers per token) ─ p(label) ─┐
                                        └─ longest match, agreement of its votes ─ gates ───────────────────────┴─ loss
 
 Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
-the label, for each of 17 lengths) instead of an attention matrix. Scores by content need the matrix.
+the label, for each of 17 lengths) instead of an attention matrix.
 Retrieval OFF removes the terms of neighbors and datastore: the other gates stay in proportion.
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
@@ -25,13 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retro.model.copy_content import Content
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_matches import (
     LONGEST,
     TABLE_STEP,
     Matches,
-    SourceAttention,
     Windows,
     context_matches,
     count_votes,
@@ -40,7 +37,7 @@ from retro.model.copy_matches import (
 )
 from retro.model.inputs import Inputs
 from retro.model.loss import Mixture
-from retro.model.masks import neighbor_mask, some_key
+from retro.model.masks import some_key
 from retro.model.settings import CopyHeadSettings
 
 _SCORES = (-2.5, 4.0, 6.3, 8.0, 8.7, 9.5, 10.5, 12.5, 15.5, 17.5, 19.5, 22.0, 24.0, 26.0, 28.0, 30.0, 32.0)
@@ -55,13 +52,12 @@ class CopySource(nn.Module):
 
     TABLES = ("scores", "agreed", "disagreed")
 
-    def __init__(self, d_model: int, content_width: int = 0) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
         self.scores = nn.Parameter(torch.zeros(LONGEST + 1))  # by match length
         self.disagreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if the longest matches vote for different tokens
         self.agreed = nn.Parameter(torch.zeros(LONGEST + 1))  # gate if they vote for one token
         self.gate = nn.Parameter(torch.zeros(d_model))
-        self.content = Content(d_model, content_width) if content_width else None
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -70,23 +66,16 @@ class CopySource(nn.Module):
             filled = torch.tensor(first + first[-1:] * (LONGEST + 1 - len(first)), device=table.device)
             table.copy_(filled / TABLE_STEP)
         self.gate.zero_()
-        if self.content is not None:
-            self.content.initialize()
 
     @property
     def tables(self) -> Tensor:
         """By match length, float32 [3, 17]: scores, and log-odds of the gate if the longest matches agree, and if they do not."""
         return TABLE_STEP * torch.stack((self.scores, self.agreed, self.disagreed))
 
-    def attention(self, matches: Matches, by_content: Tensor | float = 0.0) -> Tensor:
-        """Attention of queries to positions, float32 [N, Q, S]; 0 for a query that can read none.
-
-        Args:
-            matches: their lengths decide the scores.
-            by_content: scores added to these, [N, Q, S].
-        """
+    def attention(self, matches: Matches) -> Tensor:
+        """Attention of queries to positions by their match lengths, float32 [N, Q, S]; 0 for a query that can read none."""
         readable = matches.lengths >= 0
-        scores = (TABLE_STEP * self.scores)[matches.lengths.long().clamp(min=0)] + by_content
+        scores = (TABLE_STEP * self.scores)[matches.lengths.long().clamp(min=0)]
         return scores.masked_fill(~some_key(readable), -torch.inf).softmax(-1) * readable
 
     def probability(self, wrong: Tensor, right: Tensor) -> Tensor:
@@ -113,13 +102,11 @@ class SourceMatches(NamedTuple):
         source: its parameters.
         matches: its matches.
         windows: of its queries; None = one query per token.
-        keys: of its positions, float32 [N, S, C]; None = scores by match length only.
     """
 
     source: CopySource
     matches: Matches
     windows: Windows | None = None
-    keys: Tensor | None = None
 
     def split(self, x: Tensor) -> Tensor:
         """Values of tokens to those of queries."""
@@ -129,24 +116,17 @@ class SourceMatches(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
-    def attend(self, hidden: Tensor) -> SourceAttention:
-        """Attend from the queries of activations [B, T, D], with an attention matrix if there are scores by content."""
-        queries, content = self.split(hidden), self.source.content
-        odds = self.source.log_odds(*longest_match(self.matches)) + queries @ self.source.gate
-        if content is None or self.keys is None:
-            return SourceAttention(odds, None)
-        attention = self.source.attention(self.matches, content.scores(queries, self.keys))
-        return SourceAttention(odds + (attention @ self.keys) @ content.gate, attention)
+    def log_odds(self, hidden: Tensor) -> Tensor:
+        """Log-odds of the gate against the vocabulary, from activations [B, T, D]: float32 [N, Q]."""
+        return self.source.log_odds(*longest_match(self.matches)) + self.split(hidden) @ self.source.gate
 
-    def probability(self, attention: SourceAttention, labels: Tensor) -> Tensor:
+    def probability(self, labels: Tensor) -> Tensor:
         """The attention to positions that vote for the labels [B, T], summed: float32 [N, Q]."""
-        if attention.weights is None:
-            return self.source.probability(*count_votes(self.matches, self.split(labels)))
-        return (attention.weights * self.votes(labels)).sum(2)
+        return self.source.probability(*count_votes(self.matches, self.split(labels)))
 
-    def candidates(self, attention: SourceAttention, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """What can follow each token [B, T, S], and its probability, float32 [B, T, S]."""
-        weights = self.source.attention(self.matches) if attention.weights is None else attention.weights  # [N, Q, S]
+        weights = self.source.attention(self.matches)  # [N, Q, S]
         following = self.matches.following[:, None].expand_as(weights)
         return self.join(following, num_tokens), self.join(weights, num_tokens)
 
@@ -164,7 +144,6 @@ class Origins(NamedTuple):
     Attributes:
         share: share of the probability of a label that is copied from the neighbors, float32 [B, T], 0 to 1.
         lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes for it.
-            With scores by content, that of the position with the most attention instead.
         neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
         positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
         datastore: share of the probability of a label that is copied from the whole datastore, float32 [B, T], 0 to 1.
@@ -184,23 +163,18 @@ class CopyHead(nn.Module):
         super().__init__()
         self.chunk_length = chunk_length
         self.context = CopySource(d_model) if settings.context else None
-        self.neighbors = CopySource(d_model, settings.content_width) if settings.neighbors else None
+        self.neighbors = CopySource(d_model) if settings.neighbors else None
         self.datastore = DatastoreSource(d_model) if settings.datastore else None
 
-    def sources(self, inputs: Inputs, table: nn.Embedding) -> list[Source]:
-        """Matches in all sources, and votes; empty if there is nothing to copy from. Scores by content read the decoder's `table`."""
+    def sources(self, inputs: Inputs) -> list[Source]:
+        """Matches in all sources, and votes; empty if there is nothing to copy from."""
         m = self.chunk_length
         sources: list[Source] = []  # torch.compile cannot trace `list[Source]()`
         if self.context is not None:
             sources.append(SourceMatches(self.context, context_matches(inputs.tokens, inputs.documents, m)))
         if self.neighbors is not None and inputs.retrieves:
-            tokens, neighbors, keys = inputs.tokens, inputs.neighbors, None
-            if self.neighbors.content is not None:
-                real = neighbor_mask(neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1)
-                chunks = tokens[: len(neighbors), : neighbors.shape[1] * m].unflatten(1, (-1, m)).flatten(0, 1)
-                keys = self.neighbors.content.keys(neighbors.flatten(0, 1), real, chunks, table.weight)
-            windows = Windows(m, len(neighbors), neighbors.shape[1], len(tokens))
-            sources.append(SourceMatches(self.neighbors, neighbor_matches(inputs, m), windows, keys))
+            windows = Windows(m, len(inputs.neighbors), inputs.neighbors.shape[1], len(inputs.tokens))
+            sources.append(SourceMatches(self.neighbors, neighbor_matches(inputs, m), windows))
         if self.datastore is not None and inputs.votes is not None:
             sources.append(DatastoreVotes.of(self.datastore, inputs.votes))
         return sources
@@ -208,10 +182,10 @@ class CopyHead(nn.Module):
     def mixture(self, hidden: Tensor, labels: Tensor, sources: list[Source]) -> Mixture:
         """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            attentions, shares = _attend(hidden.float(), sources)
+            shares = _shares(hidden.float(), sources)
             copied = torch.zeros(labels.shape, device=hidden.device)
-            for share, source, attention in zip(shares[1:], sources, attentions, strict=True):
-                copied = copied + share.exp() * source.join(source.probability(attention, labels), labels.shape[1])
+            for share, source in zip(shares[1:], sources, strict=True):
+                copied = copied + share.exp() * source.join(source.probability(labels), labels.shape[1])
         return Mixture(shares[0], copied)
 
     def mix(self, logits: Tensor, hidden: Tensor, sources: list[Source], kept: Tensor | slice = slice(None)) -> Tensor:
@@ -224,11 +198,11 @@ class CopyHead(nn.Module):
             kept: T' of the T tokens.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            attentions, shares = _attend(hidden.float(), sources)
+            shares = _shares(hidden.float(), sources)
             log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
             copied = torch.zeros_like(log_p)
-            for share, source, attention in zip(shares[1:], sources, attentions, strict=True):
-                following, weights = (x[:, kept] for x in source.candidates(attention, hidden.shape[1]))
+            for share, source in zip(shares[1:], sources, strict=True):
+                following, weights = (x[:, kept] for x in source.candidates(hidden.shape[1]))
                 copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
@@ -249,11 +223,10 @@ class CopyHead(nn.Module):
             return Origins(nothing, none, none, none, nothing)
         num_tokens = labels.shape[1]
         with torch.autocast(hidden.device.type, enabled=False):
-            attentions, gates = _attend(hidden.float(), sources)
             copied = {}  # source -> share of the probability of a label
-            for gate, source, attention in zip(gates[1:], sources, attentions, strict=True):
-                own = source.join(source.probability(attention, labels), num_tokens)
-                copied[source.source] = (own * (gate + losses.float()).exp()).clamp(max=1.0)
+            for share, source in zip(_shares(hidden.float(), sources)[1:], sources, strict=True):
+                own = source.join(source.probability(labels), num_tokens)
+                copied[source.source] = (own * (share + losses.float()).exp()).clamp(max=1.0)
         datastore = nothing if self.datastore is None else copied.get(self.datastore, nothing)
         index = next((n for n, source in enumerate(sources) if source.source is self.neighbors), None)
         if index is None:
@@ -262,20 +235,14 @@ class CopyHead(nn.Module):
         assert isinstance(source, SourceMatches)
         share = copied[source.source]
         lengths = source.matches.lengths.masked_fill(~source.votes(labels), -1).long()  # [N, Q, S]
-        weights = attentions[index].weights
-        best = (lengths if weights is None else weights.masked_fill(lengths < 0, -1.0)).argmax(2)
-        lengths = lengths.gather(2, best[..., None])[..., 0]
+        lengths, best = lengths.max(2)
         lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
         best = best.masked_fill(lengths < 0, -1)
         positions = (best % neighbor_length + 1).where(best >= 0, none)
         return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions, datastore)
 
 
-def _attend(hidden: Tensor, sources: list[Source]) -> tuple[list[SourceAttention], Tensor]:
-    """Attention of activations [B, T, D] to each source, and logs of the shares of vocabulary and sources, [1 + sources, B, T]."""
-    attentions = [source.attend(hidden) for source in sources]
-    odds = [
-        source.join(attention.log_odds, hidden.shape[1], -torch.inf)
-        for source, attention in zip(sources, attentions, strict=True)
-    ]
-    return attentions, torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)
+def _shares(hidden: Tensor, sources: list[Source]) -> Tensor:
+    """Logs of the shares of vocabulary and sources, [1 + sources, B, T], from activations [B, T, D]."""
+    odds = [source.join(source.log_odds(hidden), hidden.shape[1], -torch.inf) for source in sources]
+    return torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)

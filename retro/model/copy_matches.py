@@ -20,13 +20,6 @@ LONGEST = 16
 """Longer matches count as this long. A power of two, see `match_lengths`."""
 
 
-class SourceAttention(NamedTuple):
-    """Log-odds of a source's gate against the vocabulary [N, Q], and with scores by content its attention weights [N, Q, S]."""
-
-    log_odds: Tensor
-    weights: Tensor | None
-
-
 class Matches(NamedTuple):
     """Where the last tokens of each query occur in its source.
 

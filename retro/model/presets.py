@@ -170,7 +170,6 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
         "retrieval.cca_layers": (),
         "copy_head.neighbors": False,
         "copy_head.datastore": False,
-        "copy_head.content_width": 0,
     }
     plain = updated(settings, without)
     surplus = _size(settings) - _size(plain)

@@ -16,9 +16,10 @@ attention needs, and queries are rotated by R more tokens to read them. The firs
 trained decoders give it attention that they have no other use for, and its values mean nothing to the text.
 
 Letters of the shape comments as in `retro.py`; in addition N = B'·U·K neighbors of a batch, S = B·T + N·R tokens of its stream,
-W = B'·U windows, G heads of keys and values.
+W = B'·U windows, L layers, G heads of keys and values.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,48 @@ class ReadNeighbors(NamedTuple):
     windows: Windows | None = None
 
 
+@dataclass
+class KeptKeysValues:
+    """A `LayerCache` that hands out the keys and values of a pass, [N, S, G, C] each, and has no earlier ones."""
+
+    distance_keys: Tensor | None = None
+    keys_values: tuple[Tensor, Tensor] = field(init=False)
+
+    def keys_before(self, k: Tensor) -> None:
+        """None: no token precedes the first one."""
+
+    def queries_before(self, q: Tensor) -> None:
+        """None: no token precedes the first one."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep keys and values."""
+        self.keys_values = k, v
+        return k, v
+
+
+class KnownNeighbors(NamedTuple):
+    """Neighbors whose keys and values are known: only the text is in the stream.
+
+    Attributes:
+        keys: of all layers from `Retro.encode_neighbors`, [W, L, G, K·R, C].
+        values: the same shape.
+        readable: as in `ReadNeighbors`.
+        rotation: as in `ReadNeighbors`.
+        windows: as in `ReadNeighbors`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    readable: Tensor
+    rotation: Tensor
+    windows: Windows | None = None
+
+    def of_layer(self, index: int) -> ReadNeighbors:
+        """What the attention of a layer reads."""
+        keys, values = (part[:, index].transpose(1, 2) for part in (self.keys, self.values))
+        return ReadNeighbors(keys, values, self.readable, self.rotation, self.windows)
+
+
 class PackedNeighbors(NamedTuple):
     """The neighbors in the stream of a batch, after its text.
 
@@ -61,8 +104,6 @@ class PackedNeighbors(NamedTuple):
         readable: see `readable_tokens`, bool [W, K·R].
         rotation: as in `ReadNeighbors`.
         windows: as in `ReadNeighbors`.
-        known: keys and values of all layers from `Retro.encode_neighbors`, [W, L, G, K·R, C] each: the neighbors are not in the
-            stream. None = they are.
     """
 
     shape: tuple[int, int, int]
@@ -71,34 +112,10 @@ class PackedNeighbors(NamedTuple):
     readable: Tensor
     rotation: Tensor
     windows: Windows
-    known: tuple[Tensor, Tensor] | None
 
-    @classmethod
-    def of(
-        cls, inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
-    ) -> "PackedNeighbors":
-        """Plan the pass of a batch with neighbors."""
-        (num_rows, num_tokens), device = inputs.tokens.shape, inputs.tokens.device
-        num_readers, num_chunks, _, r = inputs.neighbors.shape
-        m, at = settings.chunk_length, torch.arange(num_tokens, device=device)
-        if inputs.documents is not None:
-            at = document_positions(inputs.documents, m, num_tokens)
-        return cls(
-            (num_rows, num_tokens, r),
-            neighbor_positions(settings, r, device),
-            neighbor_window(settings, r, device),
-            readable_tokens(inputs.neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1).flatten(1),
-            rotation_at(settings, at + r),
-            Windows(m, num_readers, num_chunks, num_rows),
-            known,
-        )
-
-    def of_layer(self, index: int) -> "PackedNeighbors | ReadNeighbors":
-        """What a layer's attention reads: the packed neighbors, or their known keys and values."""
-        if self.known is None:
-            return self
-        keys, values = (part[:, index].transpose(1, 2) for part in self.known)
-        return ReadNeighbors(keys, values, self.readable, self.rotation, self.windows)
+    def of_layer(self, index: int) -> "PackedNeighbors":
+        """What the attention of a layer reads: it computes keys and values itself."""
+        return self
 
     def pack(self, text: Tensor, neighbors: Tensor) -> Tensor:
         """The stream [S, ...] of a text [B, T, ...] and of neighbors [N, R, ...]."""
@@ -109,6 +126,23 @@ class PackedNeighbors(NamedTuple):
         num_rows, num_tokens, r = self.shape
         text, neighbors = x.tensor_split((num_rows * num_tokens,))
         return text.unflatten(0, (num_rows, num_tokens)), neighbors.unflatten(0, (-1, r))
+
+
+def neighbors_to_read(
+    inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
+) -> PackedNeighbors | KnownNeighbors:
+    """The neighbors of a batch: packed with its text, or by their known keys and values (`Retro.encode_neighbors`)."""
+    (num_rows, num_tokens), device = inputs.tokens.shape, inputs.tokens.device
+    num_readers, num_chunks, _, r = inputs.neighbors.shape
+    m, at = settings.chunk_length, torch.arange(num_tokens, device=device)
+    if inputs.documents is not None:
+        at = document_positions(inputs.documents, m, num_tokens)
+    readable = readable_tokens(inputs.neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1).flatten(1)
+    rotation, windows = rotation_at(settings, at + r), Windows(m, num_readers, num_chunks, num_rows)
+    if known is not None:
+        return KnownNeighbors(*known, readable, rotation, windows)
+    own, mask = neighbor_positions(settings, r, device), neighbor_window(settings, r, device)
+    return PackedNeighbors((num_rows, num_tokens, r), own, mask, readable, rotation, windows)
 
 
 def readable_tokens(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
@@ -146,16 +180,15 @@ class ReadingAttention(Attention):
         *args: Any,
         reading: PackedNeighbors | ReadNeighbors | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Tensor:
         """As `Attention.forward`. With packed neighbors to read, the input and the output are streams [S, D]."""
         if reading is None:
             return super().forward(x, positions, *args, **kwargs)
-        if isinstance(reading, ReadNeighbors):
-            k, v = self.project_keys_values(x)
-            k, q = self.finish_keys(k, positions), self.project_queries(x)
-            y = self.attend_to_both(q, positions, k, v, kwargs["mask"], kwargs["causal"], reading)
-            return self.project_output(y)
-        return self.forward_packed(x, positions, reading, kwargs["mask"], kwargs["causal"])
+        mask, causal = kwargs["mask"], kwargs["causal"]
+        if isinstance(reading, PackedNeighbors):
+            return self.forward_packed(x, positions, reading, mask, causal)
+        q, k, v = self.queries_keys_values(x, positions, cache=kwargs.get("cache"))
+        return self.project_output(self.attend_to_both(q, positions, k, v, mask, causal, reading))
 
     def forward_packed(
         self, x: Tensor, positions: Positions, reading: PackedNeighbors, mask: Tensor | None, causal: bool

@@ -22,7 +22,7 @@ Letters of the shape comments:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +36,32 @@ from retro.model.copy_head import CopyHead, CopySource, Source
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
-from retro.model.kernels import self_attention_mask
+from retro.model.layer_pass import LayerPass
 from retro.model.loss import Mixture, token_losses
-from retro.model.masks import document_positions, document_starts, neighbor_mask, some_key
-from retro.model.mixture_of_experts import ExpertLinear, Experts, queues_of
-from retro.model.positions import Positions, positions_of
-from retro.model.reader import PackedNeighbors, ReadingAttention, neighbor_positions, neighbor_window
+from retro.model.masks import document_positions, some_key
+from retro.model.mixture_of_experts import ExpertLinear, Experts
+from retro.model.positions import Positions
+from retro.model.reader import KeptKeysValues, PackedNeighbors, ReadingAttention, neighbor_positions, neighbor_window
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
+
+
+class CrossCache(Protocol):
+    """Neighbors of the chunks before some tokens, with their finished keys and values (`inference/cached_layers.py`).
+
+    Attributes:
+        distance_keys: as in `LayerCache`.
+    """
+
+    distance_keys: Tensor | None
+
+    def queries_before(self, q: Tensor) -> Tensor | None:
+        """As in `LayerCache`."""
+
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K·R, H, C]."""
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -64,7 +80,14 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(self, x: Tensor, positions: Positions, encoded: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions | None,
+        encoded: Tensor | None,
+        mask: Tensor | None,
+        cache: "CrossCache | None" = None,
+    ) -> Tensor:
         """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
@@ -72,7 +95,13 @@ class ChunkedCrossAttention(nn.Module):
             positions: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
             encoded: encoded neighbors of the complete chunks, [B', U, K, R, E].
             mask: bool, which of their tokens are real, [B', U, K, R]; None = all.
+            cache: instead of `encoded`; the tokens of each row are then some of one window, the positions theirs (None = there are
+                no neighbors), and the mask is [B, K, R].
         """
+        if cache is not None:
+            return self.forward_cached(x, positions, mask, cache)
+        assert encoded is not None
+        assert positions is not None
         m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
         # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
         first = m - max(1, self.attention.smeared_tokens)
@@ -84,6 +113,18 @@ class ChunkedCrossAttention(nn.Module):
         read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
+
+    def forward_cached(
+        self, x: Tensor, positions: Positions | None, mask: Tensor | None, cache: "CrossCache"
+    ) -> Tensor:
+        """See `forward`."""
+        if positions is None and self.attention.smeared_tokens < 2:  # no later query mixes in these
+            return torch.zeros_like(x)
+        q = self.attention.project_queries(x)
+        q = self.attention.smear_queries(q, before=cache.queries_before(q))
+        if positions is None:
+            return torch.zeros_like(x)
+        return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
 
     def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
@@ -122,6 +163,11 @@ class Layer(NamedTuple):
     cross: Any  # `Residual` of cross-attention, or None
     feed_forward: Any  # `Residual` of a feed-forward block or of experts
 
+    @property
+    def has_experts(self) -> bool:
+        """True if the feed-forward block also takes queues and returns `mixture_of_experts.ROUTING`."""
+        return isinstance(self.feed_forward.block, Experts)
+
 
 class Retro(nn.Module):
     """The language model. With empty `cca_layers` it is a plain decoder, the paper's baseline."""
@@ -134,8 +180,6 @@ class Retro(nn.Module):
         self.settings = settings
         assert not (settings.decoder_reads and settings.retrieval.cca_layers), "resolved settings have one reader"
         width, head_dim, dropout = settings.d_model, settings.attention.head_dim, settings.dropout
-        self.self_scheme = settings.attention.positions, width, head_dim
-        self.cross_scheme = settings.retrieval_positions, width, head_dim
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
         attention = partial(
             ReadingAttention if settings.decoder_reads else Attention,
@@ -270,7 +314,7 @@ class Retro(nn.Module):
 
     def copy_sources(self, inputs: Inputs) -> list[Source]:
         """Where the copy head can copy from. Empty without a copy head."""
-        return [] if self.copy_head is None else self.copy_head.sources(inputs, self.embedding)
+        return [] if self.copy_head is None else self.copy_head.sources(inputs)
 
     def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """The loss of each label [B, T], copying included: see `loss.token_losses`.
@@ -354,47 +398,29 @@ class Retro(nn.Module):
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
             summed over the layers with experts (None without experts).
         """
-        num_tokens, m = h.shape[1], self.settings.chunk_length
-        documents, neighbors = inputs.documents, inputs.neighbors
-        self_positions = positions_of(
-            *self.self_scheme, range(num_tokens), range(num_tokens), h.device, rope=self.settings.rope
-        )
-        reads = inputs.retrieves and self.settings.decoder_reads
-        mask = self_attention_mask(h, documents, m, self.settings.attention, bounds=not reads)
-        starts = None if documents is None else document_starts(documents, m, num_tokens)
-        reading = PackedNeighbors.of(inputs, self.settings, known) if reads else None
-        if reading is not None and known is None:
-            h = reading.pack(h, self.embed_at(neighbors.flatten(0, 2), None))
-        if inputs.retrieves and self.settings.retrieval.cca_layers:
-            k, r = neighbors.shape[2:]
-            cross_positions = positions_of(*self.cross_scheme, range(m - 1, 2 * m - 1), range(r), h.device, (1, k))
-            whole = (
-                inputs.neighbor_lengths is None
-            )  # faster kernels; the encoder needs no mask for other documents either
-            real = None if whole and documents is None else neighbor_mask(neighbors, inputs.neighbor_lengths, documents)
-        queues = queues_of(h, m, documents, inputs.lengths) if self.settings.expert_layers else None
+        reads = LayerPass.of(h, inputs, self.settings, known)
+        if not isinstance(reads.reading, PackedNeighbors):
+            return self.run(h, reads, encoded)
+        packed = reads.reading.pack(h, self.embed_at(inputs.neighbors.flatten(0, 2), None))
+        h, encoded, routing = self.run(packed, reads)
+        return reads.reading.unpack(h)[0], encoded, routing
+
+    def run(
+        self, h: Tensor, reads: LayerPass, encoded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run the layers on a stream [B, T, D], or [S, D] with packed neighbors. See `run_layers`."""
         routing = None
         for index, layer in enumerate(self.layers):
             before = h if self.settings.parallel_residual else None
-            h = layer.attention(
-                h,
-                self_positions,
-                mask=mask,
-                causal=True,
-                starts=starts,
-                **({} if reading is None else {"reading": reading.of_layer(index)}),
-            )
-            if layer.cross is not None and inputs.retrieves:
-                if encoded is None:
-                    encoded = self.encoder(neighbors, None if whole else real, h, self.embedding)
-                h = layer.cross(h, cross_positions, encoded, real)
-            if not isinstance(layer.feed_forward.block, Experts):
-                h = layer.feed_forward(h, reads=before)
-            else:
-                h, routed = layer.feed_forward(h, queues, reads=before)
+            h = layer.attention(h, reads.positions, **reads.of_attention(index))
+            if layer.cross is not None and reads.cross is not None:
+                encoded = reads.cross.encode(self, h) if encoded is None else encoded
+                h = layer.cross(h, *reads.cross.of_layer(layer.name, encoded))
+            if layer.has_experts:
+                h, routed = layer.feed_forward(h, reads.queues, reads=before)
                 routing = routed if routing is None else routing + routed
-        if reading is not None and known is None:
-            h, _ = reading.unpack(h)
+            else:
+                h = layer.feed_forward(h, reads=before)
         return h, encoded, routing
 
     def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,12 +429,14 @@ class Retro(nn.Module):
         For caches: `run_layers` encodes the neighbors of a batch together with its text.
         """
         (_, k, r), device = neighbors.shape, neighbors.device
-        positions, mask = neighbor_positions(self.settings, r, device), neighbor_window(self.settings, r, device)
-        h, kept = self.embed_at(neighbors.flatten(0, 1), None), []
-        for layer in self.layers:
-            reads = h if self.settings.parallel_residual else None
-            h, *keys_values = layer.attention(h, positions, mask=mask, causal=True, return_keys_values=True)
-            h = layer.feed_forward(h, reads=reads)
-            kept.append([rearrange(part, "(n k) r g c -> n g (k r) c", k=k) for part in keys_values])
-        keys, values = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
+        kept = [KeptKeysValues() for _ in self.layers]
+        mask = neighbor_window(self.settings, r, device)
+        self.run(
+            self.embed_at(neighbors.flatten(0, 1), None),
+            LayerPass(neighbor_positions(self.settings, r, device), mask, caches=kept),
+        )
+        keys, values = (
+            torch.stack([rearrange(part, "(n k) r g c -> n g (k r) c", k=k) for part in parts], dim=1)
+            for parts in zip(*(layer.keys_values for layer in kept), strict=True)
+        )
         return keys, values

@@ -181,9 +181,6 @@ class CopyHeadSettings(_Section):
     """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
     of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset `base`,
     as in the checkpoint."""
-    content_width: NonNegativeInt = _setting(0, with_base="switch")
-    """Width of keys and queries that score positions of neighbors by content too, such as the beginning of an answer, where no
-    token matches yet. 0 = by match length only (docs/explanation/copy-head.md)."""
 
 
 NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False, datastore=False)
@@ -278,8 +275,6 @@ class ModelSettings(_Section):
         self._check_reader()
         if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
             self.refuse("copying_init", "false, or set model.shared_embeddings")
-        if self.copy_head.content_width and self.copy_head.neighbors is False:
-            self.copy_head.refuse("content_width", "0, or set model.copy_head.neighbors = true")
         if self.attention.smeared_tokens > (self.chunk_length or math.inf):
             self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
         if self.experts.num_experts and self.feed_forward_bias:
@@ -309,6 +304,16 @@ class ModelSettings(_Section):
     def retrieval_positions(self) -> PositionScheme:
         """Positions in encoder and chunked cross-attention."""
         return self.retrieval.positions or self.attention.positions
+
+    @property
+    def self_scheme(self) -> tuple[str, int, int]:
+        """Scheme, width and head size for `positions_of`, of self-attention."""
+        return self.attention.positions, self.d_model, self.attention.head_dim
+
+    @property
+    def cross_scheme(self) -> tuple[str, int, int]:
+        """The same of chunked cross-attention."""
+        return self.retrieval_positions, self.d_model, self.attention.head_dim
 
     @property
     def smeared_tokens(self) -> int:
@@ -407,15 +412,16 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`.
 
-    What was stored before copy heads existed has none. `retrieval.smeared_keys` was removed: left out if it was off.
+    What was stored before copy heads existed has none. `retrieval.smeared_keys` and `copy_head.content_width` were removed: left out
+    if they were off.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
     """
-    copy_head = asdict(NO_COPY_HEAD) | values.get("copy_head", {})
-    retrieval = {
-        key: value for key, value in values.get("retrieval", {}).items() if (key, value) != ("smeared_keys", False)
-    }
+    removed = (("smeared_keys", False), ("content_width", 0))
+    stored = (values.get(name, {}).items() for name in ("copy_head", "retrieval"))
+    copy_head, retrieval = ({key: value for key, value in items if (key, value) not in removed} for items in stored)
+    copy_head = asdict(NO_COPY_HEAD) | copy_head
     return ModelSettings(**{**values, "copy_head": copy_head, "retrieval": retrieval})
 
 

@@ -109,9 +109,7 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     encodes = min(settings.retrieval.cca_layers, default=0) - 1 in layers
     if not encodes and hasattr(model, "encoder"):
         del model.encoder
-    copies = settings.copy_head
-    last_reads_table = settings.tied_embeddings or (copies.neighbors and copies.content_width)
-    if not (is_first or (is_last and last_reads_table) or (encodes and settings.shared_embeddings)):
+    if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
         model.norm = model.head = model.copy_head = None

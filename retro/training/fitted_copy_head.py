@@ -177,7 +177,7 @@ def _read(
 def found_by(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
     """What a source has for all tokens of labels [B, T]: values [B, T, ...]."""
     if isinstance(source, DatastoreVotes):
-        return VotesOfTokens(source.length, source.counts, source.probability(None, labels))
+        return VotesOfTokens(source.length, source.counts, source.probability(labels))
     longest, agree = longest_match(source.matches)
     counts = count_votes(source.matches, source.split(labels))
     num_tokens = labels.shape[1]

@@ -62,7 +62,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "mup_base_width": 16,
     },
     "copying": {"copy_head.context": True, "copy_head.neighbors": True},
-    "copying by content": {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8},
     "neox": {  # with Llama 3's scaling
         "norm": "layer",
         "norm_eps": 1e-5,

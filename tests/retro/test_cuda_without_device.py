@@ -132,7 +132,7 @@ def test_an_evaluation_reads_nothing_before_its_result(name: str) -> None:
     assert not read
 
 
-@pytest.mark.parametrize("name", ["rope", "transformer-xl", "copying by content", "experts", "window"])
+@pytest.mark.parametrize("name", ["rope", "transformer-xl", "copying", "experts", "window"])
 def test_scoring_runs_on_the_device(name: str) -> None:
     with fake_cuda():
         model, placement = on_cuda(name)
@@ -141,7 +141,7 @@ def test_scoring_runs_on_the_device(name: str) -> None:
     assert [len(each.log_probabilities) for each in scores] == [0, M - 1, 3 * M - 1]
 
 
-@pytest.mark.parametrize("name", ["rope", "transformer-xl", "copying by content", "experts", "window"])
+@pytest.mark.parametrize("name", ["rope", "transformer-xl", "copying", "experts", "window"])
 def test_cached_decoding_runs_on_the_device(name: str) -> None:
     with fake_cuda():
         model, placement = on_cuda(name)

@@ -34,7 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"attention.positions": "transformer-xl"},
     "grouped": {"attention.positions": "alibi", "attention.num_kv_heads": 1, "activation": "swiglu"},
     "learned": {"attention.positions": "learned", "attention.qk_norm": True, "init": "mup", "shared_embeddings": True},
-    "content": {"copy_head.neighbors": True, "copy_head.content_width": 8},
     "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": (), "attention.num_kv_heads": 1},
     "biased": {"retrieval.positions": "alibi", "attention.bias": "all", "feed_forward_bias": True, "norm": "layer"},
 }

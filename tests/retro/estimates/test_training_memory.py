@@ -83,12 +83,7 @@ def test_tensor_parallelism_divides_only_the_blocks() -> None:
         {"attention.positions": "learned", "shared_embeddings": True},
         {"attention.positions": "learned", "retrieval.positions": "rope", "norm": "layer", "attention.bias": "all"},
         {"tied_embeddings": False},
-        {
-            "tied_embeddings": False,
-            "copy_head.context": True,
-            "copy_head.neighbors": True,
-            "copy_head.content_width": 8,
-        },
+        {"tied_embeddings": False, "copy_head.context": True, "copy_head.neighbors": True},
     ],
 )
 def test_a_pipeline_process_holds_the_parameters_of_its_stages(schedule: str, changes: dict[str, Any]) -> None:
@@ -228,8 +223,6 @@ class LiveBytes(TorchDispatchMode):
     [
         {"copy_head.context": True},
         {"copy_head.neighbors": True},
-        {"copy_head.neighbors": True, "copy_head.content_width": 8},
-        {"copy_head.neighbors": True, "copy_head.content_width": 64},
     ],
     ids=str,
 )
@@ -241,7 +234,7 @@ def test_temporary_bytes_of_the_copy_head_are_those_that_it_takes(heads: dict[st
         head.mixture(
             hidden,
             tokens,
-            head.sources(Inputs(tokens, None, neighbors), torch.nn.Embedding(50, 32).requires_grad_(False)),
+            head.sources(Inputs(tokens, None, neighbors)),
         )
     expected = copy_head_bytes(settings, Pass(num_sequences=2, sequence_length=512, k=8))
     assert 0.9 * expected < counted.peak < 1.05 * expected

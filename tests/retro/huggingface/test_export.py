@@ -136,7 +136,6 @@ def test_a_decoder_without_retrieval_is_exported_as_a_family_if_possible(checkpo
         "retrieval.cca_layers": (),
         "copy_head.context": False,
         "copy_head.neighbors": False,
-        "copy_head.content_width": 0,
     }
     plain = updated(retro.model, {**without, "activation": "swiglu", "attention.num_kv_heads": 1})
     torch.manual_seed(0)

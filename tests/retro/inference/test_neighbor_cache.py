@@ -63,7 +63,7 @@ def test_the_least_recently_read_leave_first() -> None:
 def test_a_decoder_with_a_cache_gives_the_logits_of_a_full_forward_pass(max_bytes: int) -> None:
     model, retrieve = cached_model("reading"), retriever(2)
     decoder = Together(model, FLOAT32, 4 * T, retrieve)
-    decoder.decoder.neighbor_cache = cache = NeighborCache(model, max_bytes)
+    decoder.decoder.layers.neighbor_cache = cache = NeighborCache(model, max_bytes)
     prompts = rows(*LENGTHS)
     for _ in range(2):
         found = decoder.read(prompts)

@@ -50,7 +50,7 @@ def test_a_packed_product_equals_that_of_a_linear_layer(bias: bool, shape: tuple
 
 
 @needs_packing
-@pytest.mark.parametrize("scheme", ["rope", "transformer-xl", "neox", "copying by content"])
+@pytest.mark.parametrize("scheme", ["rope", "transformer-xl", "neox", "copying"])
 def test_a_packed_model_computes_the_same_losses_and_counts_as_many_parameters(scheme: str) -> None:
     model, batch = build(scheme), inputs()
     BFLOAT16.cast(model)

@@ -45,8 +45,8 @@ def test_lengths_and_counts_between_the_bounds_share_a_cell() -> None:
 def test_probabilities_are_shares_of_the_votes() -> None:
     gate = source()
     found = DatastoreVotes.of(gate, one_vote(5, 3, 1))
-    assert [found.probability(None, torch.tensor([[label]])).item() for label in range(4)] == [0.75, 0.25, 0, 0]
-    assert DatastoreVotes.of(gate, one_vote(0)).probability(None, torch.tensor([[0]])).item() == 0
+    assert [found.probability(torch.tensor([[label]])).item() for label in range(4)] == [0.75, 0.25, 0, 0]
+    assert DatastoreVotes.of(gate, one_vote(0)).probability(torch.tensor([[0]])).item() == 0
 
 
 def with_and_without(model: Retro, of_votes: Tensor | None) -> tuple[Tensor, Tensor]:

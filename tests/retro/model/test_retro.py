@@ -85,7 +85,7 @@ def test_rows_of_a_batch_are_independent(scheme):
     output = model(Inputs(tokens, None, neighbors, lengths)).square().sum((1, 2))
     own = embedding_gradients(model, output[0], model.embedding.weight) > 0
     assert own[:T].all()
-    shared = model.settings.copy_head.content_width or model.settings.decoder_reads  # neighbors are of this table too
+    shared = model.settings.decoder_reads  # neighbors are of this table too
     assert not own[25 if shared else T :].any()
     assert not (embedding_gradients(model, output[0], neighbor_table(model))[25:] > 0).any()
 

@@ -77,7 +77,6 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
         "copy_head.context",
         "copy_head.neighbors",
         "copy_head.datastore",
-        "copy_head.content_width",
     }
     assert {"d_model", "rope.theta", "experts.num_experts"} <= roles["decoder"]
 
@@ -109,6 +108,6 @@ def test_a_model_stored_before_copy_heads_existed_has_none(stored: dict[str, Any
     assert resolve(from_json(stored)).copy_head == from_json(stored).copy_head == NO_COPY_HEAD
 
 
-def test_scores_by_content_need_copying_from_neighbors() -> None:
-    with pytest.raises(InputError, match=r"content_width = 8: .*model\.copy_head\.neighbors"):
-        updated(ModelSettings(), {"copy_head.content_width": 8, "copy_head.neighbors": False})
+def test_a_stored_model_that_used_a_removed_setting_is_refused_by_its_name() -> None:
+    with pytest.raises(InputError, match="content_width"):
+        from_json({"copy_head": {"content_width": 8}})

@@ -52,7 +52,6 @@ COPYING = {
     "copy_head.context": True,
     "copy_head.neighbors": True,
     "copy_head.datastore": True,
-    "copy_head.content_width": 8,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -83,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float16": {},
     "copying": COPYING,
     "copying, untied": {**COPYING, "tied_embeddings": False, "attention.positions": "transformer-xl"},
-    "copying, experts": {**COPYING, "copy_head.content_width": 0, "experts.num_experts": 4, "experts.every": 2},
+    "copying, experts": {**COPYING, "experts.num_experts": 4, "experts.every": 2},
     "copying from the context": {"copy_head.context": True, "tied_embeddings": False},
     "copying without cross-attention": {**COPYING, "retrieval.cca_layers": ()},
     "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": ()},

@@ -60,7 +60,7 @@ def gradients(passes: WholeModel, given: Inputs) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_compiled_checkpointed_model_has_the_same_gradients(checkpointing: str) -> None:
-    model = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.content_width": 8}
+    model = {"copy_head.context": True, "copy_head.neighbors": True}
     expected = gradients(passes_of("none", compiled=False, **model), inputs())
     found = gradients(passes_of(checkpointing, compiled=True, **model), inputs())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

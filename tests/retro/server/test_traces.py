@@ -177,7 +177,7 @@ def copying(
         torch.nn.init.constant_(getattr(model.copy_head.datastore, name), 100.0)
     if request.param == "datastore alone":
         model.copy_head.context = model.copy_head.neighbors = None
-        head = replace(model.settings.copy_head, datastore=True, neighbors=False, content_width=0)
+        head = replace(model.settings.copy_head, datastore=True, neighbors=False)
         retrieval = replace(model.settings.retrieval, cca_layers=())
         model.settings = replace(model.settings, copy_head=head, retrieval=retrieval)
         assert not model.settings.retrieves

@@ -46,7 +46,6 @@ def test_learning_rates_of_groups_are_scaled_by_their_factor() -> None:
         {},
         {"experts.num_experts": 4, "experts.every": 1},
         {"copy_head.context": True, "copy_head.neighbors": True},
-        {"copy_head.neighbors": True, "copy_head.content_width": 8},
     ],
 )
 def test_a_step_averages_over_its_labels_for_any_number_of_batches(changes: dict[str, Any]) -> None:

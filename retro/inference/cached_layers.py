@@ -1,0 +1,342 @@
+"""The layers of a model over the next tokens of some rows, with the cache of what these rows read before.
+
+    tokens of a pass ─ `Retro.run`, the loop of training ─ activations of the tokens
+                           │                    ▲
+                           ▼                    │
+      cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
+
+Rows can be at different positions, and each has its own mask, so no row depends on the others. The tokens of a row in a pass lie in
+one window if its activations depend on neighbors (`ChunkedCrossAttention`). The first token of a window is the last token of its
+chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the chunk's activations. Letters of the
+shape comments as in `decoder.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retro.device import Placement
+from retro.inference.cache import Cache
+from retro.inference.drafts import LONGEST_DRAFT
+from retro.inference.neighbor_cache import NeighborCache
+from retro.inference.rows import Row
+from retro.model.attention import Attention
+from retro.model.layer_pass import LayerPass
+from retro.model.masks import neighbor_mask, visible
+from retro.model.positions import (
+    AlibiPositions,
+    NoPositions,
+    Positions,
+    RopePositions,
+    TransformerXLPositions,
+    positions_of,
+)
+from retro.model.reader import KnownNeighbors, readable_tokens, rotation_at
+from retro.model.retro import Retro
+
+
+class Span(NamedTuple):
+    """Tokens of one pass and their positions."""
+
+    rows: list[Row]
+    tokens: Tensor  # [N, n]
+    at: Tensor  # [N], slots of the rows
+    slots: slice | Tensor  # the same slots; a slice if they follow each other, which avoids a copy
+    starts: np.ndarray  # [N], position of each row's first token
+    positions: Tensor  # [N, n]
+    last: Tensor  # [N], index of each row's last token; tokens after it are padding, and later passes overwrite them
+    begins: Tensor  # bool [N, 1, 1, 1], True for rows that begin with this pass
+    columns: Tensor  # [N, n], columns of the tokens in the cache
+    stop: int  # number of keys to read
+    num_neighbors: int  # the largest K of the rows
+
+    def before(self, kept: Tensor, layer: int, new: Tensor, first: Tensor | None = None) -> Tensor | None:
+        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
+
+        Those before the beginning of a row are `first`, or zeros. Stores the last ones in `kept` [B, L, W + draft, H, C].
+        """
+        if not (width := kept.shape[2]):
+            return None
+        before = kept[self.at, layer].to(new.dtype)
+        before = torch.where(self.begins, torch.zeros_like(before) if first is None else first, before)
+        rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
+        kept[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(kept.dtype)
+        return before[:, LONGEST_DRAFT:]
+
+
+@dataclass
+class TokensOfLayer:
+    """The tokens that a layer's self-attention has read; a `LayerCache`."""
+
+    cache: Cache
+    layer: int
+    span: Span
+    repeats_first: bool  # with one smeared token the first key of a row is mixed with itself
+    distance_keys: Tensor | None
+
+    def keys_before(self, k: Tensor) -> Tensor | None:
+        """See `LayerCache`."""
+        return self.span.before(self.cache.last_keys, self.layer, k, k[:, :1] if self.repeats_first else None)
+
+    def queries_before(self, q: Tensor) -> Tensor | None:
+        """See `LayerCache`."""
+        return self.span.before(self.cache.last_queries, self.layer, q)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerCache`."""
+        span, both = self.span, (self.cache.keys, self.cache.values)
+        for kept, new in zip(both, (k, v), strict=True):
+            if len(span.rows) == 1:  # copies of slices are faster
+                columns = slice(int(span.starts[0]), int(span.starts[0]) + new.shape[1])
+                kept[span.rows[0].slot, self.layer, :, columns] = new[0].transpose(0, 1)
+            else:
+                kept[span.at[:, None], self.layer, :, span.columns] = new.to(kept.dtype)
+        k, v = (kept[span.slots, self.layer, :, : span.stop].transpose(1, 2) for kept in both)
+        return k, v
+
+
+@dataclass
+class NeighborsOfLayer:
+    """The neighbors that a layer's cross-attention reads; a `CrossCache`."""
+
+    cache: Cache
+    layer: int
+    span: Span
+    distance_keys: Tensor | None
+
+    def queries_before(self, q: Tensor) -> Tensor | None:
+        """See `CrossCache`."""
+        return self.span.before(self.cache.last_cross_queries, self.layer, q)
+
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """See `CrossCache`."""
+        num_keys = self.span.num_neighbors * self.cache.readable.shape[2]
+        k, v = (
+            kept[self.span.slots, self.layer, :, :num_keys].transpose(1, 2)
+            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        return k, v
+
+
+class CachedLayers:
+    """The layers, their cache, and what all passes share: rotations and keys of distances.
+
+    Attributes:
+        cache: of all rows.
+    """
+
+    def __init__(self, model: Retro, placement: Placement, context: int, neighbor_cache: NeighborCache) -> None:
+        self.model, self.placement, self.context, self.neighbor_cache = model, placement, context, neighbor_cache
+        self.m = model.settings.chunk_length
+        self._positions = positions_of(
+            *model.settings.self_scheme, range(context), range(1), placement.device, rope=model.settings.rope
+        )
+        self._window_positions: Positions | None = None  # None until the size of the neighbors is known
+        self._reading_rotation: Tensor | None = None  # of queries that read them with self-attention, by position
+        layers: list[Any] = model.layers
+        self._crosses: dict[str, Any] = {layer.name: layer.cross for layer in layers if layer.cross is not None}
+        self._distance_keys = self._keys_of_distances(self._positions, [layer.attention.block for layer in layers])
+        self._cross_distance_keys: Sequence[Tensor | None] = ()
+        self.cache = self._empty()
+
+    def clear(self) -> None:
+        """Free the memory of the cache."""
+        self.cache = self._empty()
+
+    def _empty(self) -> Cache:
+        with torch.inference_mode():
+            return Cache.of(self.model, self.placement.dtype)
+
+    def span(self, rows: list[Row], tokens: np.ndarray, starts: np.ndarray, counts: Sequence[int]) -> Span:
+        """Place new tokens in the cache.
+
+        Args:
+            rows: in the order of their slots.
+            tokens: new tokens of the rows, int64 [N, n], with any tokens after the last one.
+            starts: position of each row's first token, int64 [N].
+            counts: number of new tokens of each row.
+        """
+        width = tokens.shape[1]
+        stop = self.cache.make_tokens(int(starts.max()) + width, self.context)
+        columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
+        begins = starts == 0
+        self.cache.readable[self._put(np.array(at)[begins])] = False
+        return Span(
+            rows=rows,
+            tokens=self._put(tokens),
+            at=self._put(np.array(at)),
+            slots=slice(at[0], at[-1] + 1) if at[-1] - at[0] + 1 == len(at) else self._put(np.array(at)),
+            starts=starts,
+            positions=columns.clamp(max=self.context - 1),  # padding can exceed the context
+            last=self._put(np.array(counts) - 1),
+            begins=self._put(begins).bool()[:, None, None, None],
+            columns=columns,
+            stop=stop,
+            num_neighbors=max(row.num_neighbors for row in rows),
+        )
+
+    def run(self, span: Span) -> Tensor:
+        """Run the layers over the tokens of a span: activations [N, n, D]."""
+        settings = self.model.settings
+        if settings.decoder_reads:
+            self.encode_completed(span)
+        tokens = [
+            TokensOfLayer(self.cache, layer, span, settings.smeared_tokens == 1, distance_keys)
+            for layer, distance_keys in enumerate(self._distance_keys)
+        ]
+        crosses = self._crosses and any(row.retrieve for row in span.rows)
+        mask = visible(span.positions, self._keys_at(span.stop), settings.attention.sliding_window)
+        reads = LayerPass(
+            positions=self._self_positions(span),
+            mask=mask[:, None],  # [N, 1, n, stop]
+            causal=False,
+            reading=self._neighbors_to_read(span),
+            cross=_NeighborsOfSpan(self, span) if crosses else None,
+            caches=tokens,
+        )
+        h, *_ = self.model.run(self.model.embed_at(span.tokens, span.positions), reads)
+        return h
+
+    def _neighbors_to_read(self, span: Span) -> KnownNeighbors | None:
+        """The neighbors of the rows' last complete chunks for self-attention; None if there are none."""
+        readable = self.cache.readable[span.slots, : span.num_neighbors].flatten(1)  # [N, K·R]
+        if self._reading_rotation is None or not readable.shape[1]:
+            return None
+        keys, values = (
+            kept[span.slots, :, :, : readable.shape[1]]
+            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        return KnownNeighbors(keys, values, readable, self._reading_rotation[:, span.positions])
+
+    # --- neighbors ----------------------------------------------------------------------------------------------------
+
+    def encode_completed(self, span: Span) -> None:
+        """Encode the neighbors of chunks that end with the first token of the span."""
+        completing = [
+            index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
+        ]
+        neighbors = {index: span.rows[index].neighbors[span.starts[index] // self.m] for index in completing}
+        for k in {len(own.tokens) for own in neighbors.values()}:
+            part = {index: own for index, own in neighbors.items() if len(own.tokens) == k}
+            tokens, lengths = (np.stack([own[field] for own in part.values()]) for field in range(2))
+            self._encode(span.at[list(part)], tokens, lengths)
+
+    def _encode(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
+        """Encode neighbors [A, K, R] with lengths [A, K] of the current chunks in the slots `at` [A]."""
+        model, tokens, cache, (_, k, r) = self.model, self._put(neighbors)[:, None], self.cache, neighbors.shape
+        of_neighbors = readable_tokens if model.settings.decoder_reads else neighbor_mask
+        readable = of_neighbors(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
+        self._prepare_for(k, r)
+        cache.readable[at] = False
+        cache.readable[at, :k] = readable[:, 0]
+        if model.settings.decoder_reads:
+            new = self.neighbor_cache.encode(neighbors, lengths)  # [A, L, G, K·R, C]
+            for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
+                cached[at, :, :, : rows.shape[3]] = rows.to(cached.dtype)
+            return
+        encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
+        for layer, cross in enumerate(self._crosses.values()):
+            new = cross.block.keys_values(encoded, self._window_positions)
+            for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
+                cached[at, layer, :, : rows.shape[1]] = rows.transpose(1, 2).to(cached.dtype)
+
+    def _prepare_for(self, k: int, r: int) -> None:
+        """Prepare positions and cache for K neighbors of R tokens, unless they are prepared for more."""
+        if k <= self.cache.readable.shape[1]:
+            return
+        self.cache.make_neighbors(k, r)
+        if self.model.settings.decoder_reads:
+            at = torch.arange(r, self.context + r, device=self.placement.device)
+            self._reading_rotation = rotation_at(self.model.settings, at)
+            return
+        window, scheme = range(self.m - 1, 2 * self.m - 1), self.model.settings.cross_scheme
+        self._window_positions = positions_of(*scheme, window, range(r), self.placement.device, (1, k))
+        self._cross_distance_keys = self._keys_of_distances(
+            self._window_positions, [cross.block.attention for cross in self._crosses.values()]
+        )
+
+    def store_chunk(self, h: Tensor, span: Span) -> None:
+        """Store the activations h [N, n, D] for the encoder, and encode the neighbors of complete chunks.
+
+        The first token of the span is the last of its chunk. The tokens after it belong to the next chunk and overwrite
+        this one.
+        """
+        # Padding repeats the last token: it must not overwrite the beginning of the chunk.
+        tokens = torch.arange(h.shape[1], device=h.device).minimum(span.last[:, None])  # [N, n]
+        offsets, h = span.positions.gather(1, tokens) % self.m, h.take_along_dim(tokens[..., None], 1)
+        chunk, at = self.cache.chunk, span.at[:, None]
+        chunk[at, offsets[:, :1]] = h[:, :1]
+        self.encode_completed(span)
+        chunk[at, offsets[:, 1:]] = h[:, 1:]
+
+    def of_cross(self, name: str, span: Span) -> tuple[Any, ...]:
+        """Arguments of the cross-attention of a layer, by name: positions in the window, nothing to encode, mask [N, K, R], cache."""
+        layer, mask = list(self._crosses).index(name), self.cache.readable[span.slots, : span.num_neighbors]
+        distance_keys = self._cross_distance_keys[layer] if self._cross_distance_keys else None
+        return self._cross_positions(span), None, mask, NeighborsOfLayer(self.cache, layer, span, distance_keys)
+
+    # --- positions ----------------------------------------------------------------------------------------------------
+
+    def _self_positions(self, span: Span) -> Positions:
+        if isinstance(self._positions, RopePositions):
+            rotations = self._positions.query[:, span.positions].to(self.placement.dtype)  # [2, N, n, 1, C/2]
+            return RopePositions(rotations, rotations)
+        if isinstance(self._positions, NoPositions):
+            return self._positions
+        distances = span.positions[:, :, None] - self._keys_at(span.stop)
+        distances = distances.clamp(min=0)[:, None]  # [N, 1, n, stop]; later keys are masked
+        if isinstance(self._positions, AlibiPositions):
+            return AlibiPositions(distances)
+        return TransformerXLPositions(self._positions.waves, distances)
+
+    def _cross_positions(self, span: Span) -> Positions | None:
+        """Positions of cross-attention in a pass; None if there is nothing to read.
+
+        The last token of a chunk is the first of its window.
+        """
+        num_keys = self.cache.readable[0, : span.num_neighbors].numel()
+        if not num_keys:
+            return None
+        offsets = (span.positions + 1) % self.m
+        if isinstance(self._window_positions, RopePositions):
+            return RopePositions(self._window_positions.query[:, offsets], self._window_positions.key)
+        if isinstance(self._window_positions, AlibiPositions):
+            return AlibiPositions(self._window_positions.distances[0, 0, offsets, :num_keys][:, None])
+        if isinstance(self._window_positions, TransformerXLPositions):
+            lookup = self._window_positions.lookup[offsets, :num_keys][:, None]
+            return TransformerXLPositions(self._window_positions.waves, lookup)
+        return self._window_positions
+
+    def _keys_of_distances(self, positions: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
+        """Each attention's keys of distances, the same in every pass; None except for Transformer-XL."""
+        if not isinstance(positions, TransformerXLPositions):
+            return [None] * len(attentions)
+        with torch.inference_mode(), self.placement.autocast():
+            return [attention.distance_keys(positions.waves.to(self.placement.dtype)) for attention in attentions]
+
+    def _keys_at(self, stop: int) -> Tensor:
+        """Positions of the first keys of the cache."""
+        return torch.arange(stop, device=self.placement.device)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.placement.device)
+
+
+class _NeighborsOfSpan(NamedTuple):
+    """What cross-attention reads in a pass; a `CrossReads`."""
+
+    layers: CachedLayers
+    span: Span
+
+    def encode(self, _: Any, h: Tensor) -> bool:
+        """See `CrossReads`: the cache has the encoded neighbors."""
+        self.layers.store_chunk(h, self.span)
+        return True
+
+    def of_layer(self, name: str, _: Any) -> tuple[Any, ...]:
+        """See `CrossReads`."""
+        return self.layers.of_cross(name, self.span)

@@ -1,0 +1,118 @@
+"""What the layers get in one pass besides the residual stream: positions, masks, neighbors and caches.
+
+    sequences (training, scoring) ─ `LayerPass.of` ────────────────┐
+                                                                   ├─► `Retro.run`: one loop over the layers
+    next tokens of cached texts ─ `inference/cached_layers.py` ────┘
+
+Letters of the shape comments as in `retro.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from retro.model.attention import LayerCache
+from retro.model.inputs import Inputs
+from retro.model.kernels import Bounds, self_attention_mask
+from retro.model.masks import document_starts, neighbor_mask
+from retro.model.mixture_of_experts import Queues, queues_of
+from retro.model.positions import Positions, positions_of
+from retro.model.reader import KnownNeighbors, PackedNeighbors, neighbors_to_read
+from retro.model.settings import ModelSettings
+
+
+class CrossReads(Protocol):
+    """What chunked cross-attention reads."""
+
+    def encode(self, model: Any, h: Tensor) -> Any:
+        """Encode the neighbors, given the stream [B, T, D] after self-attention of the first layer with cross-attention."""
+
+    def of_layer(self, name: str, encoded: Any) -> tuple[Any, ...]:
+        """Arguments of `ChunkedCrossAttention` in a layer, by the layer's name and what `encode` returned."""
+
+
+class NeighborsOfSequences(NamedTuple):
+    """The neighbors of whole sequences.
+
+    Attributes:
+        neighbors: int64 [B', U, K, R].
+        real: see `neighbor_mask`, bool [B', U, K, R]; None = all.
+        encoded: bool [B', U, K, R], tokens that the encoder reads; None = all.
+        positions: of cross-attention.
+    """
+
+    neighbors: Tensor
+    real: Tensor | None
+    encoded: Tensor | None
+    positions: Positions
+
+    @classmethod
+    def of(cls, inputs: Inputs, settings: ModelSettings) -> "NeighborsOfSequences":
+        """The neighbors of a batch that has some."""
+        neighbors, lengths, documents = inputs.neighbors, inputs.neighbor_lengths, inputs.documents
+        (k, r), m = neighbors.shape[2:], settings.chunk_length
+        # Without lengths faster kernels serve. The encoder needs no mask for other documents either.
+        real = None if lengths is None and documents is None else neighbor_mask(neighbors, lengths, documents)
+        positions = positions_of(*settings.cross_scheme, range(m - 1, 2 * m - 1), range(r), neighbors.device, (1, k))
+        return cls(neighbors, real, None if lengths is None else real, positions)
+
+    def encode(self, model: Any, h: Tensor) -> Tensor:
+        """See `CrossReads`: [B', U, K, R, E]."""
+        encoded: Tensor = model.encoder(self.neighbors, self.encoded, h, model.embedding)
+        return encoded
+
+    def of_layer(self, name: str, encoded: Tensor) -> tuple[Any, ...]:
+        """See `CrossReads`."""
+        return self.positions, encoded, self.real
+
+
+class LayerPass(NamedTuple):
+    """One pass through the layers.
+
+    Attributes:
+        positions: of self-attention.
+        mask: of self-attention, as in `Attention.forward`.
+        causal: as in `Attention.forward`.
+        starts: as in `Attention.forward`.
+        reading: neighbors that self-attention reads; None = none.
+        cross: neighbors that cross-attention reads; None = none.
+        queues: of the experts; None = every row is one document without padding.
+        caches: of self-attention, one for each layer; empty = the stream holds whole sequences.
+    """
+
+    positions: Positions
+    mask: Tensor | Bounds | None = None
+    causal: bool = True
+    starts: Tensor | None = None
+    reading: PackedNeighbors | KnownNeighbors | None = None
+    cross: CrossReads | None = None
+    queues: Queues | None = None
+    caches: Sequence[LayerCache] = ()
+
+    @classmethod
+    def of(
+        cls, h: Tensor, inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
+    ) -> "LayerPass":
+        """The pass of whole sequences. Arguments as in `Retro.run_layers`."""
+        num_tokens, m, documents = h.shape[1], settings.chunk_length, inputs.documents
+        at = range(num_tokens)
+        reads = inputs.retrieves and settings.decoder_reads
+        crosses = inputs.retrieves and settings.retrieval.cca_layers
+        return cls(
+            positions=positions_of(*settings.self_scheme, at, at, h.device, rope=settings.rope),
+            mask=self_attention_mask(h, documents, m, settings.attention, bounds=not reads),
+            starts=None if documents is None else document_starts(documents, m, num_tokens),
+            reading=neighbors_to_read(inputs, settings, known) if reads else None,
+            cross=NeighborsOfSequences.of(inputs, settings) if crosses else None,
+            queues=queues_of(h, m, documents, inputs.lengths) if settings.expert_layers else None,
+        )
+
+    def of_attention(self, index: int) -> dict[str, Any]:
+        """Arguments of the self-attention of the layer with this index on this device, after the positions."""
+        arguments: dict[str, Any] = {"mask": self.mask, "causal": self.causal, "starts": self.starts}
+        if self.reading is not None:
+            arguments["reading"] = self.reading.of_layer(index)
+        if self.caches:
+            arguments["cache"] = self.caches[index]
+        return arguments
