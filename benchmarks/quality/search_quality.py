@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, say
-from benchmarks.quality.experiments import SHORT_EVALUATION
 from indexing.index.exact_search import recall
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
@@ -242,7 +241,7 @@ def main() -> None:
     parser.add_argument("--k", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--recalls", nargs="+", type=float, default=[0.95, 0.8, 0.5, 0.3])
     parser.add_argument("--not-reranked", nargs="*", type=int, default=[32, 1], help="lists of the searches without it")
-    parser.add_argument("--max-tokens", type=int, default=SHORT_EVALUATION, help="held-out tokens to score; 0: all")
+    parser.add_argument("--max-tokens", type=int, default=4_000, help="held-out tokens to score; 0: all")
     parser.add_argument("--threads", type=int, default=0)
     add_minutes(parser)
     options = parser.parse_args()

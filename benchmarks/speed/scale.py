@@ -39,7 +39,6 @@ import numpy as np
 import zstandard
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, memory_bytes, say
-from benchmarks.quality.experiments import written
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.retrieval.retriever import Retriever
@@ -47,6 +46,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
 from pipelines.config import Config
 from pipelines.results import Table
+from pipelines.settings.toml_file import to_toml
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
 from retro.model.settings import NO_COPY_HEAD
@@ -79,7 +79,8 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
             f"{options.text} has {len(files)} parts, but --parts {options.parts} needs {needed}, with those that are appended."
         )
     config = scale_config(folder, files[: options.parts])
-    file = written(folder / "config.toml", config)
+    file = str(folder / "config.toml")
+    Path(file).write_text(to_toml(config))
     results: dict[str, Any] = read_json(folder / "scale.json") if (folder / "scale.json").exists() else measured_on()
     steps: dict[str, Callable[[], Any]] = {"plan": partial(plan, file, folder / "plan.json")}
     for name in options.stages:
