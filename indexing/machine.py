@@ -106,7 +106,7 @@ def choose_blas_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     """Let OpenBLAS multiply with all vector instructions of an Intel processor. Call it before numpy and Faiss are imported.
 
     Their wheels bring OpenBLAS of 2021 and 2023. It takes an Intel server that it does not know for a processor of 2004 (OpenBLAS, pull
-    requests 3485 and 4268), and k-means takes five times as long (docs/results/indexing-speed.md).
+    requests 3485 and 4268), and k-means takes five times as long (docs/results/speed.md).
 
     Args:
         cpuinfo: Linux's description of the processor; nothing is done where it is missing.

@@ -248,7 +248,7 @@ def run_verb(arguments: Sequence[str]) -> int:
     name, rest = find_verb(arguments)
     if name not in ("train", "finetune"):
         # Faiss and torch read this when they are loaded, and each has its own pool of threads. Without it, waiting threads spin and
-        # take cores from the other pool (docs/results/serving-speed.md). Training uses one pool, and its operations are short.
+        # take cores from the other pool (docs/results/speed.md). Training uses one pool, and its operations are short.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in VERBS:  # `retro eval --help`
         echo(verb_list({f"Verbs of retro {name}": words_after(name)}))

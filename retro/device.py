@@ -25,7 +25,7 @@ _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WORTH_COMPILING = 1e15
 """FLOPs of a run on a CPU from which compilation pays. It takes one to four minutes and then saves 10% to 25% of each step
-(docs/results/training-speed.md). So many FLOPs take two cores half an hour to two hours."""
+(docs/results/speed.md). So many FLOPs take two cores half an hour to two hours."""
 
 
 @dataclass(frozen=True)

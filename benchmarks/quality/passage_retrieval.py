@@ -6,7 +6,7 @@ DATA contains a folder for each set with passages (`id`, `text`, `title`) and qu
 JSON Lines. The datastores are built in `--work` and reused. They have default settings except for the embedder, no
 held-out passages, and an exact index, so that errors of an inverted index do not affect the ranking. The baseline is
 BM25 over whole passages, once with words and pairs of characters as terms, once with the terms and titles of this
-project; `--no-baselines` leaves it out. The defaults take minutes; docs/results/passage-retrieval.md has the options of its results.
+project; `--no-baselines` leaves it out. The defaults take minutes; docs/results/question-answering.md has the options of its results.
 """
 
 import argparse

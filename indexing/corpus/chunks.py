@@ -37,7 +37,7 @@ class ChunkSettings:
     """How documents are cut into chunks."""
 
     chunk_length: Annotated[int, Field(ge=0, le=65535)] = 0
-    """m, tokens per chunk. Shorter chunks gain more from copying, and are more vectors (docs/results/neighbors-for-copying.md).
+    """m, tokens per chunk. Shorter chunks gain more from copying, and are more vectors (docs/results/which-neighbors.md).
     0 = 32, but the paper's 64 with a preset of the paper in `model.preset`."""
 
     def __post_init__(self) -> None:

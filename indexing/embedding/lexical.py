@@ -98,7 +98,7 @@ def fit_lexical(
         _, values, _ = _term_frequencies(_ngrams(tokens[block], lengths[block], is_special, settings.bigram_buckets))
         frequency += np.bincount(values, minlength=len(frequency))
     # Damped twice. With plain TF-IDF the rarest bigrams dominate, and chunks that share only common words form no clusters. That
-    # lowers the index's recall and the value of the neighbors (docs/results/lexical-embedder.md).
+    # lowers the index's recall and the value of the neighbors (docs/results/which-neighbors.md).
     weights = np.sqrt(np.log((1 + len(tokens)) / (1 + frequency))).astype(np.float32)
     weights[: len(is_special)][is_special] = 0
     weights[len(is_special) :] *= _BIGRAM_WEIGHT

@@ -26,7 +26,7 @@ class EmbedderSettings:
     """Width of lexical embeddings. A transformer has its own width."""
     bigram_buckets: Annotated[int, Field(ge=1, le=2**31)] = 2**18
     """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
-    Fewer of them save memory and find neighbors that are as useful (docs/results/lexical-embedder.md)."""
+    Fewer of them save memory and find neighbors that are as useful (docs/results/which-neighbors.md)."""
     fit_chunks: PositiveInt = 200_000
     """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
     seed: NonNegativeInt = 0

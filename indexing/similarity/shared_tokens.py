@@ -5,7 +5,7 @@
 
 Embeddings compress the tokens of a chunk; the score compares them exactly. Rare tokens count more, and so do tokens near the end
 of the chunk, where the model continues: the first token counts a quarter of the last one. Neighbors are chosen one after another,
-so that each adds what the ones before lack. docs/results/neighbors-for-copying.md compares this order with others.
+so that each adds what the ones before lack. docs/results/which-neighbors.md compares this order with others.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]+:")
 # Object stores, where a folder is only a name prefix. Asked to make a folder, s3fs would create a missing bucket, for example
 # after a typing error. Without the right to list names, S3 answers "forbidden" for a missing name.
 _MISSING = (FileNotFoundError, PermissionError)
-# botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/reading-speed.md).
+# botocore's default of 10 makes the ranges of a batch wait for each other (docs/results/speed.md).
 _S3_CONNECTIONS = 64
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "http", "https"}
 

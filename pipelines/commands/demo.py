@@ -304,7 +304,7 @@ def _config(options: DemoOptions) -> Config:
         corpus=CorpusSettings(paths=corpus_of(options)),
         tokenizer=TokenizerSettings(vocab_size=4096, sample_bytes=8 * 2**20, seed=options.seed),
         chunks=ChunkSettings(chunk_length=64),  # as measured in README.md
-        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
+        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/which-neighbors.md
         data=DataSettings(sequence_length=512, k=2, seed=options.seed),
         model=ModelSettings(
             d_model=192,
@@ -314,7 +314,7 @@ def _config(options: DemoOptions) -> Config:
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
             copy_head=CopyHeadSettings(context=True, neighbors=True, datastore=True),
-            shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/copying.md
+            shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/retrieval-gain.md
             copying_init=True,
         ),
         train=TrainSettings(

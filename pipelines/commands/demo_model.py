@@ -272,7 +272,7 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
         corpus=CorpusSettings(paths=corpus_of(options)),
         tokenizer=TokenizerSettings(kind="huggingface" if is_fast else "sentencepiece", path=str(tokenizer)),
         chunks=ChunkSettings(chunk_length=m),
-        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/neighbors-for-copying.md
+        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/which-neighbors.md
         data=DataSettings(sequence_length=length, k=K, seed=options.seed),
         evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
     )

@@ -3,7 +3,7 @@
     Sample (builds on this machine, of two sizes) ─┐
     Workload (the planned datastore) ──────────────┴─► artifact_bytes, seconds_of, memory_bytes ──► Plan
 
-docs/explanation/plan.md explains the method. `measure.py` builds the samples; this file measures nothing.
+`measure.py` builds the samples; this file measures nothing.
 """
 
 import math
@@ -137,7 +137,7 @@ def per_byte(name: str, text_bytes: float, samples: Sequence[Sample], tokenizer:
     """Tokens, chunks or documents per byte of text, in a corpus of `text_bytes`.
 
     A tokenizer trained on little text fits that text better than a larger one. The gain falls with the square root of the
-    size of its sample, and is estimated from two sizes (docs/explanation/plan.md).
+    size of its sample, and is estimated from two sizes.
     """
     first, last = samples[0].size, samples[-1].size
     low, high = (getattr(size, name) / size.text_bytes for size in (first, last))
@@ -196,7 +196,7 @@ def _measured_bytes(name: str, size: Workload, small: Sample, large: Sample) -> 
     """Bytes of a chunk of `train` and of a shard in an artifact.
 
     As a corpus grows, n-grams become too frequent to be listed. So those of a chunk fall along the logarithm of the number of
-    chunks, where the samples fall (docs/results/plan.md).
+    chunks, where the samples fall (docs/results/scale.md).
     """
     (few, low), (many, high) = ((s.size.train_chunks, float(s.measured_bytes[name])) for s in (small, large))
     if name == "votes":  # of all splits

@@ -4,7 +4,7 @@
         ├─ retro/estimates/flops.py   ─► operations of a token ─► seconds of a step, days
         └─ retro/estimates/training_memory.py  ─► a row for each ZeRO stage × checkpointing × offload; the cheapest that fits
 
-Nothing is trained and no device is used. docs/results/parallel.md compares the figures with measurements.
+Nothing is trained and no device is used. docs/results/speed.md compares the figures with measurements.
 """
 
 import itertools

@@ -40,10 +40,10 @@ from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed,
 log = logging.getLogger("retro")
 
 _MOST_LISTS = 0.5
-"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/indexing-speed.md)."""
+"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/speed.md)."""
 
 _LEAST_LENGTH = 8
-"""Tokens of a chunk with enough n-grams to find neighbors (docs/results/neighbors-for-copying.md)."""
+"""Tokens of a chunk with enough n-grams to find neighbors (docs/results/which-neighbors.md)."""
 
 # --- the method of `neighbors.search` = "auto" -------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ _DISAGREED = (
     (-4.3, -3.5, -2.8, -1.9, -1.4, -1.3, -0.5, -0.5, -0.4, 0.0, 0.0, 0.1),
 )
 """Initial tables, a row for each of `COUNTS`: near those fitted to a model of 135M parameters with three corpora, which were alike
-(docs/results/datastore-copying.md). One vote cannot disagree, so that row is not used."""
+(docs/results/retrieval-gain.md). One vote cannot disagree, so that row is not used."""
 
 
 class DatastoreSource(nn.Module):

@@ -44,7 +44,7 @@ _SCORES = (-2.5, 4.0, 6.3, 8.0, 8.7, 9.5, 10.5, 12.5, 15.5, 17.5, 19.5, 22.0, 24
 _AGREED = (-5.0, -2.4, -1.2, -0.6, -0.1, 0.2, 0.4, 0.5, 0.7, 0.8, 0.9, 1.0)
 _DISAGREED = (-5.0, -2.6, -1.8, -1.6, -1.4)
 """Initial tables by match length; the last number is repeated. They are near those of fitted and of trained copy heads, which
-were alike for both sources and for bases with and without copying (docs/results/retrofit.md)."""
+were alike for both sources and for bases with and without copying (docs/results/retrieval-gain.md)."""
 
 
 class CopySource(nn.Module):

@@ -85,7 +85,7 @@ class AttentionSettings(_Section):
     smeared_keys: bool = _setting(False)
     """Mix the preceding key into every key of the decoder's attentions, with a learned weight per head. So a single layer can
     find what followed a token, in the preceding text or in a neighbor. Not in the paper; copying is learned sooner
-    (docs/results/copying.md)."""
+    (docs/results/retrieval-gain.md)."""
     smeared_tokens: PositiveInt = _setting(1)
     """Number of preceding tokens mixed into each key, with smeared_keys. With 2 or more, queries
     mix in as many tokens, including their own, so one head can find what followed several tokens. At most `chunk_length`."""
@@ -156,7 +156,7 @@ class RetrievalSettings(_Section):
     reader: Literal["", "encoder", "decoder"] = _setting("", with_base="switch")
     """`encoder`: the paper's encoder and chunked cross-attention in `cca_layers`. `decoder`: the decoder encodes each neighbor
     alone, and its self-attention reads them in all layers. It has no parameters, so it needs no training
-    (docs/results/decoder-reader.md). It needs `attention.positions = "rope"`. Empty = `encoder`; with the preset `base`, as
+    (docs/results/retrieval-gain.md). It needs `attention.positions = "rope"`. Empty = `encoder`; with the preset `base`, as
     in the checkpoint."""
     cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
@@ -202,7 +202,7 @@ class ExpertSettings(_Section):
     """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
     token is dropped with num_experts / per_token or more, nor in evaluation."""
     balance_loss_weight: NonNegativeFloat = _setting(0.01, with_base="free")
-    """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/options.md)."""
+    """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/what-did-not-work.md)."""
 
     def __post_init__(self) -> None:
         if self.num_experts == 1:
@@ -250,7 +250,7 @@ class ModelSettings(_Section):
     """Multiply embeddings by sqrt(d_model) where they enter the residual stream."""
     init: Initialization = _setting("depth-scaled", changes_function=True)
     """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
-    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/options.md)."""
+    learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/what-did-not-work.md)."""
     mup_base_width: PositiveInt = _setting(256, changes_function=True)
     """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = _setting(0.0, with_base="free")
@@ -261,7 +261,7 @@ class ModelSettings(_Section):
     """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the paper."""
     copying_init: bool = _setting(False)
     """Initialize the decoder's attentions to copy: queries match tokens like their own, and the output repeats what was read.
-    Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results/copying.md)."""
+    Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results/retrieval-gain.md)."""
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)

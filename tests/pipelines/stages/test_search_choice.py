@@ -117,5 +117,5 @@ def test_without_ngrams_a_line_says_why(tmp_path: Path, caplog, missing: str) ->
     [(188_796, 48 / 2048, "lists"), (172_033, 900 / 2048, "lists"), (10_000, 1.0, "exact"), (10**8, 0.01, "index")],
 )
 def test_embeddings_are_searched_by_the_faster_method(num_vectors: int, visited: float, method: str) -> None:
-    """Lists while they hold less than half, in memory (docs/results/indexing-speed.md)."""
+    """Lists while they hold less than half, in memory (docs/results/speed.md)."""
     assert by_embeddings(num_vectors, 384, visited) == method
