@@ -139,7 +139,7 @@ class Batch:
         masked: bool [V], True for ids that are never generated; None = there are none.
     """
 
-    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int, masked: torch.Tensor | None = None) -> None:
+    def __init__(self, decoder: Decoder, decode: Decode, eos_id: int, *, masked: torch.Tensor | None = None) -> None:
         self._decoder, self._decode, self._eos_id, self._masked = decoder, decode, eos_id, masked
         # Texts of each row: several continuations of a prompt share its row until it was read.
         self._texts: dict[Row, list[Continuation]] = {}

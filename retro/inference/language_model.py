@@ -195,7 +195,7 @@ class LanguageModel:
     def batch(self) -> Batch:
         """Return an empty batch. Prompts that join it must be `checked`."""
         decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
-        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, self.masked)
+        return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, masked=self.masked)
 
     @cached_property
     def masked(self) -> torch.Tensor | None:
