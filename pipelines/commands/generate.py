@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
@@ -49,8 +50,8 @@ class GenerateOptions(GenerationSettings):
     """Answer the texts with the chat template of a model that was fine-tuned on instructions, or imported with one."""
     retrieval: bool = True
     """Search neighbors for finished chunks (ON)."""
-    k: int = 2
-    """Number of neighbors of each chunk."""
+    k: Annotated[int, Field(ge=0, le=16)] = 2
+    """Number of neighbors of each chunk, at most 16; 0 = retrieval OFF."""
     datastore: str = ""
     """Datastore to search; empty: the datastore of the training run."""
     device: str = "auto"

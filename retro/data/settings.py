@@ -32,7 +32,8 @@ class DataSettings:
     """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
     of it. The next stored neighbors replace them. 1 = skip none. Stricter than `neighbors.max_overlap`, which is applied
     when neighbors are stored and compares only the chunk itself. The datastore has no votes after a match that is longer than
-    this fraction of a chunk."""
+    this fraction of a chunk. It holds in training and in evaluations of held-out documents. Scoring, generation, question answering
+    and lm-eval search neighbors and votes for new texts, so only `neighbors.max_overlap` limits them."""
     seed: int = 0
     """Seed of the order of sequences, of random neighbors, and of the draws for `data.retrieval_dropout`."""
     reading: Reading = "mmap"

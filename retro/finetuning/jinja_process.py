@@ -7,6 +7,7 @@ loops or huge texts, and a thread cannot be stopped. A process can: the kernel e
 """
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -118,7 +119,8 @@ def _reason(status: int) -> str:
 def _main(seconds: float) -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    with contextlib.suppress(ValueError, OSError):  # a smaller limit holds already, or the system has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the process that waits
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _compiled("")  # imports take longer than renderings

@@ -135,8 +135,12 @@ def effective_temperature(given: float) -> float:
 
 def as_document(service: Service, tokens: np.ndarray) -> np.ndarray:
     """Put the beginning-of-document token in front of tokens [t], unless it is there: the model was trained on whole documents."""
-    bos = service.retriever.tokenizer.bos_id
-    return tokens if len(tokens) and tokens[0] == bos else np.concatenate([[bos], tokens]).astype(np.int64)
+    tokenizer = service.retriever.tokenizer
+    bos = tokenizer.bos_id
+    # lm-eval's client begins a document with the end-of-document token if the beginning-of-document token has the id 0.
+    begun = {bos, tokenizer.eos_id} if bos == 0 else {bos}
+    rest = tokens[1:] if len(tokens) and int(tokens[0]) in begun else tokens
+    return np.concatenate([[bos], rest]).astype(np.int64)
 
 
 async def with_first_step(steps: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -93,7 +93,14 @@ class Protocol(HttpToolsProtocol):
         """Close the connection, with an answer if a request has begun and no other answer is being sent."""
         if self.transport.is_closing():
             return
-        if self._unread_bytes and (self.cycle is None or self.cycle.response_complete):
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            answers = self._unread_bytes > 0
+        else:  # while a body arrives, the error is of this request; later, of the next one
+            answers = cycle.more_body and not cycle.response_started
+        if answers:
+            if cycle is not None:
+                cycle.disconnected = True  # the application's own answer is dropped
             body = error_json(error)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)

@@ -31,6 +31,7 @@ Natural = Annotated[int, Field(ge=0), INTEGER]
 Positive = Annotated[int, Field(ge=1), INTEGER]
 TokenId = Annotated[int, Field(ge=0, lt=2**32), INTEGER]
 Seed = Annotated[int, Field(ge=0, lt=2**63), INTEGER]
+LONGEST_STOP, MOST_STOPS = 1024, 16  # characters of a stop string; their number
 SearchedText = Annotated[str, Field(json_schema_extra={"pattern": r"\S"}), AfterValidator(_not_blank)]
 Value = str | Integer | float | bool
 Vector = list[float] | str
@@ -417,7 +418,9 @@ class GenerateRequest(Request):
     )
     top_p: float = Field(0.95, gt=0, le=1)
     seed: Seed = 0
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(
+        default_factory=list, max_length=MOST_STOPS
+    )
     stream: bool = False
     return_sources: bool = Field(False, description=RETURN_SOURCES)
 

@@ -237,7 +237,8 @@ class Service:
         limit = getattr(self.settings, setting)
         if amount > limit:
             sent = f"{param}: {amount:,} {unit};" if unit else f"{param} = {amount:,}:"
-            raise InvalidRequest(f"{sent} at most {limit:,} ({setting}).", param=param)
+            option = f"retro serve --{setting.replace('_', '-')}"
+            raise InvalidRequest(f"{sent} at most {limit:,} ({setting}, set with `{option}`).", param=param)
         return amount
 
     def check_datastore(self, name: str) -> str:

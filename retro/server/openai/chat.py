@@ -86,7 +86,8 @@ def _check_supported(request: schemas.ChatRequest) -> None:
     """Raise ApiError if a request uses a feature of OpenAI's API that this server does not have."""
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
-        raise InvalidRequest(f"response_format has the type {kind!r}; accepted is 'text'.", param="response_format")
+        message = f"response_format of the type {kind!r} is not supported; accepted is 'text'."
+        raise InvalidRequest(message, param="response_format")
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true.", param="top_logprobs")
 
@@ -98,7 +99,7 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
         ApiError: the messages are too long, have other content than text, or are rejected by the template.
     """
     messages = [
-        Message("system" if message.role == "developer" else message.role, _text(index, message.content))
+        Message("system" if message.role == "developer" else message.role, _text(index, message))
         for index, message in enumerate(received)
     ]
     service.check("max_characters", sum(len(message.content) for message in messages), "messages", "characters")
@@ -110,13 +111,25 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
     return prompt
 
 
-def _text(index: int, content: str | list[schemas.ContentPart]) -> str:
+def _text(index: int, message: schemas.ChatMessage) -> str:
+    content = message.content
+    if content is None:
+        if message.role == "assistant" and message.tool_calls:
+            return ""
+        problem = (
+            f"messages[{index}] has no content: it must be a text, except in an assistant's message with tool_calls."
+        )
+        raise InvalidRequest(problem, param="messages")
     if isinstance(content, str):
         return content
     for part in content:
-        if part.type != "text" or part.text is None:
-            message = f"messages[{index}] has content of the type {part.type!r}; accepted is 'text' with its `text`."
-            raise InvalidRequest(message, param="messages")
+        if part.type != "text":
+            problem = (
+                f"messages[{index}] has content of the type {part.type!r}, which is not supported; accepted is 'text'."
+            )
+            raise InvalidRequest(problem, param="messages")
+        if part.text is None:
+            raise InvalidRequest(f"messages[{index}] has content of the type 'text' without `text`.", param="messages")
     return "".join(part.text or "" for part in content)
 
 

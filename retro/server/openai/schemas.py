@@ -6,10 +6,12 @@ Fields that are not listed are ignored, and the answer's header `Warning` names 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from retro.server.schemas import (
     INTEGER,
+    LONGEST_STOP,
+    MOST_STOPS,
     RETURN_SOURCES,
     Integer,
     Natural,
@@ -25,6 +27,23 @@ from retro.server.schemas import (
 
 Prompt = str | list[str] | list[TokenId] | list[list[TokenId]]
 """One or several prompts, each a text or a list of token ids."""
+
+
+def _within_limits(stop: str | list[str] | None) -> str | list[str] | None:
+    texts = [stop] if isinstance(stop, str) else stop or []
+    if len(texts) > MOST_STOPS:
+        raise ValueError(f"{len(texts):,} texts; at most {MOST_STOPS}.")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        raise ValueError(f"a text of {longest:,} characters; at most {LONGEST_STOP:,}.")
+    return stop
+
+
+_StopText = Annotated[str, Field(json_schema_extra={"maxLength": LONGEST_STOP})]
+Stop = Annotated[
+    _StopText | Annotated[list[_StopText], Field(json_schema_extra={"maxItems": MOST_STOPS})] | None,
+    AfterValidator(_within_limits),  # pydantic's errors for a union are about its first type
+]
+"""One or several stop strings."""
 
 Bias = Annotated[float, bounded("logit_bias")]
 
@@ -58,7 +77,7 @@ class SamplingRequest(LenientRequest):
         None, max_length=1024, description="Token id → number that is added to its logit, -100 to 100."
     )
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stop = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = Field(False, description="Continue after the end of the document.")
     n: Positive | None = Field(1, description="Number of continuations.")
@@ -140,11 +159,37 @@ class ContentPart(LenientRequest):
     text: str | None = None
 
 
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def _supported_role(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError(f"the role {role!r} is not supported; accepted are {', '.join(ROLES)}.")
+    return role
+
+
+def _only_empty(value: list[Any] | None) -> list[Any] | None:
+    if value:
+        raise ValueError("not supported: the model calls no functions. Remove it, or send null or [].")
+    return value
+
+
+Unsupported = Annotated[
+    list[Any] | None,
+    AfterValidator(_only_empty),
+    Field(json_schema_extra={"anyOf": [{"type": "array", "items": {}, "maxItems": 0}, {"type": "null"}]}),
+]
+"""A field that must be empty."""
+
+
 class ChatMessage(LenientRequest):
     """A message; `developer` is another name for `system`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    role: Annotated[str, AfterValidator(_supported_role), Field(json_schema_extra={"enum": list(ROLES)})]
+    content: str | list[ContentPart] | None = Field(
+        None, description="Text. Null only in an assistant's message with `tool_calls`; it is then empty."
+    )
+    tool_calls: list[Any] | None = Field(None, description="Of an assistant's message in the history; not written.")
 
 
 class ChatRequest(SamplingRequest):
@@ -164,9 +209,9 @@ class ChatRequest(SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = Field(
         None, description="Likeliest tokens at each position; needs `logprobs`."
     )
-    tools: list[Any] | None = Field(None, max_length=0, description="Only null or [].")
+    tools: Unsupported = Field(None, description="Only null or [].")
     tool_choice: Literal["none", "auto"] | None = None
-    functions: list[Any] | None = Field(None, max_length=0, description="Only null or [].")
+    functions: Unsupported = Field(None, description="Only null or [].")
     response_format: dict[str, Any] | None = Field(None, description='Only null or {"type": "text"}.')
     modalities: list[Literal["text"]] | None = None
 

@@ -13,8 +13,9 @@ from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
 from pipelines.cli import main
-from pipelines.commands.generate import in_order
+from pipelines.commands.generate import GenerateOptions, in_order
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.server.app import make_app
@@ -176,3 +177,11 @@ def test_ctrl_c_ends_the_line_and_promises_no_resume(arguments, monkeypatch, cap
     printed = capsys.readouterr()
     assert printed.out == "zero one\n"
     assert printed.err == "Stopped.\n"
+
+
+@pytest.mark.parametrize("k", [-1, 17, 99])
+def test_a_number_of_neighbors_that_no_model_reads_is_refused(k: int) -> None:
+    with pytest.raises(InputError, match=rf"k = {k}"):
+        GenerateOptions(k=k)
+    assert GenerateOptions(k=0).k == 0
+    assert GenerateOptions(k=16).k == 16

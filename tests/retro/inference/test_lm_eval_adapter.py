@@ -180,6 +180,22 @@ def test_a_continuation_is_scored_after_its_context_in_a_new_document(
     assert long[0] < 0
 
 
+def test_a_token_across_the_border_is_scored_as_lm_eval_splits_it(
+    adapters: dict[str, RetroLM], language_model: LanguageModel
+) -> None:
+    model, joined = adapters["off"], 0
+    for context, continuation in [("a chunk of the in", "dex and a token"), ("the neigh", "bor is"), ("a", " token")]:
+        before, whole = model.tok_encode(context), model.tok_encode(context + continuation)
+        split = [model.prefix_token_id, *before, *whole[len(before) :]]  # not the whole text if a token joins both
+        of_split, of_whole = language_model.score([np.array(split), np.array([model.prefix_token_id, *whole])])
+        ((found, _),) = model.loglikelihood(make_requests("loglikelihood", (context, continuation)), disable_tqdm=True)
+        assert found == pytest.approx(of_split[len(before) :].sum(), abs=FLOAT32)
+        differs = whole[: len(before)] != before
+        assert differs == (found != pytest.approx(of_whole[len(before) :].sum(), abs=FLOAT32))
+        joined += differs
+    assert 0 < joined < 3
+
+
 def test_the_models_own_continuation_is_greedy(adapters: dict[str, RetroLM]) -> None:
     context = "# Document 3\n\nthe index of"
     (text,) = adapters["on"].generate_until(make_requests("generate_until", (context, {"max_gen_toks": 6})), True)

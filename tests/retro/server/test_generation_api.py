@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from retro.inference.decoder import Decoder
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
 from retro.server import schemas, search_api
+from retro.server.model_api import as_document
 from retro.server.service import ScoreKey
 from retro.server.sources import joined
 from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Gate, Make, events_of
@@ -295,6 +297,10 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     [
         (GENERATE, {"max_tokens": 1025}, "max_tokens"),
         (GENERATE, {"k": 17}, "k"),
+        (GENERATE, {"stop": ["x" * 1025]}, "stop.0"),
+        (COMPLETIONS, {"stop": "x" * 1025}, "stop"),
+        (CHAT, {"stop": ["x", "x" * 200_000]}, "stop"),
+        (CHAT, {"stop": ["x"] * 17}, "stop"),
         (GENERATE, {"prompt": "龘" * 10_000}, "prompt"),
         ("/score", {"text": "a", "k": 17}, "k"),
         ("/score", {"text": "龘" * 10_000}, "text"),
@@ -321,6 +327,52 @@ def test_invalid_values_are_rejected_with_their_field(client: TestClient, path: 
     response = client.post(path, json=BODIES.get(path, {}) | changes)
     assert refusal(response)[:2] == (400 if path.startswith("/v1") else 422, param)
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
+            "the role 'tool' is not supported; accepted",
+        ),
+        ({"messages": [IMAGE]}, "content of the type 'image_url', which is not supported; accepted is 'text'"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools: not supported"),
+        ({"functions": [{"name": "a"}]}, "functions: not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format of the type 'json_schema' is not supported"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0] has no content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0] has no content"),
+        ({"stop": ["x", "x" * 200_000]}, "stop: a text of 200,000 characters; at most 1,024."),
+        ({"stop": ["x"] * 17}, "stop: 17 texts; at most 16."),
+        ({"max_tokens": 1025}, "max_tokens = 1,025: at most 1,024 (max_tokens, set with `retro serve --max-tokens`)"),
+    ],
+)
+def test_what_chat_does_not_support_is_named_as_such(client: TestClient, changes: dict, words: str) -> None:
+    response = client.post(CHAT, json=BODIES[CHAT] | changes)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_history_may_have_tool_calls_without_content(client: TestClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    user = {"role": "user", "content": "what is an index?"}
+    histories = [
+        [user, {"role": "assistant", "content": content, "tool_calls": [call]}, user] for content in (None, "", "text")
+    ]
+    bodies = [BODIES[CHAT] | {"messages": messages, "max_tokens": 4, "temperature": 0} for messages in histories]
+    null, empty, text = (client.post(CHAT, json=body).json() for body in bodies)
+    assert null["choices"] == empty["choices"]
+    assert null["usage"]["prompt_tokens"] == empty["usage"]["prompt_tokens"] < text["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(0, 1), (1, 0), (0, 0), (1, 2)])
+def test_a_document_begins_once_also_if_lm_evals_client_begins_it(bos: int, eos: int) -> None:
+    service: Any = SimpleNamespace(retriever=SimpleNamespace(tokenizer=SimpleNamespace(bos_id=bos, eos_id=eos)))
+    prefix = bos or eos  # the rule of lm-eval's client, which takes 0 for a missing token
+    for tokens in ([], [7, 8], [bos, 7], [prefix, 7, eos]):
+        row = as_document(service, np.array(tokens, np.int64))
+        assert row.tolist() == [bos, *(token for token in tokens[:1] if token not in (bos, prefix)), *tokens[1:]]
+        assert row.dtype == np.int64
 
 
 def test_the_total_neighbors_of_a_request_are_limited(app_with: Make) -> None:

@@ -427,8 +427,25 @@ def test_an_endless_request_head_is_not_buffered(strict: str, begin: bytes, part
         (b"\x16\x03\x01 this is TLS\r\n\r\n", (400, None)),
         (HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1", (400, None)),
         (HEAD + b"Content-Length: -1\r\n\r\n", (400, None)),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", (400, None)),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", (400, None)),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\n", (400, None)),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nxyz\r\n", (400, None)),
     ],
-    ids=["nothing", "headers", "body", "long header", "complete long header", "TLS", "two lengths", "negative length"],
+    ids=[
+        "nothing",
+        "headers",
+        "body",
+        "long header",
+        "complete long header",
+        "TLS",
+        "two lengths",
+        "negative length",
+        "chunk size of letters",
+        "negative chunk size",
+        "huge chunk size",
+        "second chunk size",
+    ],
 )
 def test_incomplete_and_invalid_requests_end_the_connection_and_block_nobody(strict: str, sent: bytes, answer) -> None:
     """There are more of them than `max_requests`."""
