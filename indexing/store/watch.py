@@ -41,6 +41,7 @@ class Watch:
         self._files: dict[Path, Path] = {}  # file → its artifact
         self._intact: dict[Path, tuple[int, ...]] = {}  # file → size, modification time and inode when it was intact
         self._broken: dict[Path, tuple[int, ...]] = {}
+        self._compared: dict[Path, tuple[int, ...]] = {}  # file → the same when `explain` compared its bytes
         self._reported: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._lock, self._next = threading.Lock(), 0.0
         self._problem: tuple[Path, str] | None = None
@@ -87,7 +88,8 @@ class Watch:
         num_bytes = 0
         for file, folder in self._files.items():
             state = _state(file)
-            if not state or file in self._broken or state[1] <= (_state(folder / MANIFEST) or state)[1]:
+            is_known = state == self._compared.get(file) or file in self._broken
+            if not state or is_known or state[1] <= (_state(folder / MANIFEST) or state)[1]:
                 continue
             num_bytes += state[0]
             if num_bytes > _MOST_BYTES:
@@ -96,6 +98,7 @@ class Watch:
                 problem = self._difference(file, folder)
             if problem:
                 return damaged(file, problem)
+            self._compared[file] = state
         return None
 
     def _problem_of(self, file: Path) -> tuple[Path, str] | None:
