@@ -1,8 +1,10 @@
 """The two tokenizer libraries with one interface: SentencePiece models and Hugging Face's `tokenizer.json`."""
 
+import base64
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +90,21 @@ class HuggingFace:
             raise InputError(
                 f"{path} needs the package tokenizers, which is not installed: pip install 'retro[transformer]'"
             ) from error
-        self.content = read_object(path)
+        self.path, self.content = path, read_object(path)
         if "model" not in self.content:
             raise InputError(
                 f"{path} is not a Hugging Face tokenizer: it has no 'model'. Found: {', '.join(self.content)}"
             )
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        _check_content(path, self.content)
+        with _library_errors(path):
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        with _library_errors(self.path):
+            return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
         return self.tokenizer.decode_batch(ids, skip_special_tokens=True)
@@ -109,7 +114,8 @@ class HuggingFace:
 
     def first_id(self) -> int | None:
         """Return the id that the model's own tokenizer puts in front of a text; None if it puts none there."""
-        with_special, without = (self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        with _library_errors(self.path):
+            with_special, without = (self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
         return None if with_special[:1] == without[:1] else with_special[0]
 
     def control_tokens(self) -> dict[str, int]:
@@ -137,6 +143,59 @@ class HuggingFace:
         return sizes
 
 
+@contextlib.contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Report errors of the package `tokenizers` as InputError; it raises plain exceptions, and panics of Rust."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, InputError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{path}: the package tokenizers cannot use this tokenizer ({reason}). Copy it again."
+        ) from error
+
+
+def _check_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuse ids that need tables larger than the file, and sizes that the package `tokenizers` believes."""
+    model, added = content["model"], content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if not isinstance(vocabulary, Mapping | list):
+        raise InputError(f"{path}: model.vocab must be an object or an array. Copy the file again.")
+    keys = {"id": int, "content": str, "special": bool}
+    if not isinstance(added, list) or not all(
+        isinstance(token, Mapping) and all(type(token.get(key)) is kind for key, kind in keys.items())
+        for token in added
+    ):
+        raise InputError(
+            f"{path}: added_tokens must be an array of objects with {', '.join(keys)}. Copy the file again."
+        )
+    largest = path.stat().st_size  # each token needs more than a byte
+    pieces = vocabulary.items() if isinstance(vocabulary, Mapping) else ()
+    for text, number in (*pieces, *((token["content"], token["id"]) for token in added)):
+        if type(number) is not int or not 0 <= number < largest:
+            raise InputError(
+                f"{path}: the token {text[:100]!r} has the id {str(number)[:100]}; accepted: whole numbers from 0, below the size of the file, "
+                f"{largest:,}. Copy the file again."
+            )
+    normalizer = content.get("normalizer") or {}
+    for part in [normalizer, *(normalizer.get("normalizers") or ())] if isinstance(normalizer, Mapping) else []:
+        if isinstance(part, Mapping) and part.get("type") == "Precompiled":
+            _check_charsmap(path, part.get("precompiled_charsmap"))
+
+
+def _check_charsmap(path: Path, stored: object) -> None:
+    """Refuse a table of characters whose trie is larger than the table: little-endian size of the trie, trie, texts."""
+    try:
+        table = base64.b64decode(str(stored), validate=True)
+    except ValueError:
+        table = b""
+    size = int.from_bytes(table[:4], "little")
+    if len(table) < 8 or size % 4 or size > len(table) - 4:
+        raise InputError(f"{path}: normalizer.precompiled_charsmap is damaged. Copy the file again.")
+
+
 TokenizerBackend = SentencePiece | HuggingFace
 
 
@@ -144,7 +203,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; raises InputError if the file holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} holds {type(value).__name__}, it must be a JSON object.")
