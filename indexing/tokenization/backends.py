@@ -98,6 +98,8 @@ class HuggingFace:
         _check_content(path, self.content)
         with _library_errors(path):
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        if self.content["model"].get("dropout"):  # a text has one sequence of ids, in every shard and request
+            self.tokenizer.model.dropout = None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

@@ -449,3 +449,13 @@ def test_a_file_that_is_no_json_object_is_an_error_of_one_line(tmp_path, text):
     (tmp_path / HUGGINGFACE_MODEL).write_text(text)
     with pytest.raises(InputError, match=HUGGINGFACE_MODEL):
         install_huggingface(tmp_path, tmp_path / "t")
+
+
+def test_dropout_of_merges_is_not_used(tmp_path):
+    plain = install_huggingface(byte_level(tmp_path / "hf") / HUGGINGFACE_MODEL, tmp_path / "plain")
+    file = tmp_path / "hf" / HUGGINGFACE_MODEL
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.9
+    file.write_text(json.dumps(content))
+    dropped = install_huggingface(file, tmp_path / "t")
+    assert [dropped.encode(text).tolist() for text in TEXTS] == [plain.encode(text).tolist() for text in TEXTS]
