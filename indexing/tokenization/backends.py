@@ -1,7 +1,9 @@
 """The two tokenizer libraries with one interface: SentencePiece models and Hugging Face's `tokenizer.json`."""
 
+import base64
+import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -91,12 +93,16 @@ class HuggingFace:
             raise InputError(
                 f"{path} needs the package tokenizers, which is not installed: pip install 'retro[transformer]'"
             ) from error
-        self.content = read_object(path)
+        self.path, self.content = path, read_object(path)
         if "model" not in self.content:
             raise InputError(
                 f"{path} is not a Hugging Face tokenizer: it has no 'model'. Found: {', '.join(self.content)}"
             )
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        _check_content(path, self.content)
+        with _library_errors(path):
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        if self.content["model"].get("dropout"):  # a text has one sequence of ids, in every shard and request
+            self.tokenizer.model.dropout = None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -105,7 +111,8 @@ class HuggingFace:
         self._special = set(self.control_tokens().values())
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        with _library_errors(self.path):
+            return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
         texts: list[str] = self.tokenizer.decode_batch(ids, skip_special_tokens=True)
@@ -129,7 +136,8 @@ class HuggingFace:
 
     def first_id(self) -> int | None:
         """Return the id that the model's own tokenizer puts in front of a text; None if it puts none there."""
-        with_special, without = (self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        with _library_errors(self.path):
+            with_special, without = (self.tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
         return None if with_special[:1] == without[:1] else with_special[0]
 
     def control_tokens(self) -> dict[str, int]:
@@ -164,6 +172,59 @@ def _with_valid_bytes(tokens: Iterable[str]) -> Iterator[str]:
             continue
         for character in bytes(int(token[3:5], 16) for token in group).decode(errors="replace"):
             yield from [character] if character == "\ufffd" else (f"<0x{byte:02X}>" for byte in character.encode())
+
+
+@contextlib.contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Report errors of the package `tokenizers` as InputError; it raises plain exceptions, and panics of Rust."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, InputError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{path}: the package tokenizers cannot use this tokenizer ({reason}). Copy it again."
+        ) from error
+
+
+def _check_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuse ids that need tables larger than the file, and sizes that the package `tokenizers` believes."""
+    model, added = content["model"], content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if not isinstance(vocabulary, Mapping | list):
+        raise InputError(f"{path}: model.vocab must be an object or an array. Copy the file again.")
+    keys = {"id": int, "content": str, "special": bool}
+    if not isinstance(added, list) or not all(
+        isinstance(token, Mapping) and all(type(token.get(key)) is kind for key, kind in keys.items())
+        for token in added
+    ):
+        raise InputError(
+            f"{path}: added_tokens must be an array of objects with {', '.join(keys)}. Copy the file again."
+        )
+    largest = path.stat().st_size  # each token needs more than a byte
+    pieces = vocabulary.items() if isinstance(vocabulary, Mapping) else ()
+    for text, number in (*pieces, *((token["content"], token["id"]) for token in added)):
+        if type(number) is not int or not 0 <= number < largest:
+            raise InputError(
+                f"{path}: the token {text[:100]!r} has the id {str(number)[:100]}; accepted: whole numbers from 0, below the size of the file, "
+                f"{largest:,}. Copy the file again."
+            )
+    normalizer = content.get("normalizer") or {}
+    for part in [normalizer, *(normalizer.get("normalizers") or ())] if isinstance(normalizer, Mapping) else []:
+        if isinstance(part, Mapping) and part.get("type") == "Precompiled":
+            _check_charsmap(path, part.get("precompiled_charsmap"))
+
+
+def _check_charsmap(path: Path, stored: object) -> None:
+    """Refuse a table of characters whose trie is larger than the table: little-endian size of the trie, trie, texts."""
+    try:
+        table = base64.b64decode(str(stored), validate=True)
+    except ValueError:
+        table = b""
+    size = int.from_bytes(table[:4], "little")
+    if len(table) < 8 or size % 4 or size > len(table) - 4:
+        raise InputError(f"{path}: normalizer.precompiled_charsmap is damaged. Copy the file again.")
 
 
 TokenizerBackend = SentencePiece | HuggingFace

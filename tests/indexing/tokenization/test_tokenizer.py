@@ -1,5 +1,6 @@
 """Tokenizers are lossless, token sizes sum to the size of the text, and training is reproducible on any corpus."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -408,3 +409,53 @@ def test_real_documents_round_trip_exactly(tmp_path, kind):
         total_bytes += len(text.encode())
         total_tokens += len(ids)
     assert total_tokens < total_bytes / 3
+
+
+def precompiled(table: bytes) -> dict[str, object]:
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}},
+         "cannot use this tokenizer .*parenthesis"),
+        (precompiled(b"\xff\xff\xff\x7f" + b"a" * 40), "precompiled_charsmap is damaged"),
+        (precompiled(b"a"), "precompiled_charsmap is damaged"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [precompiled(b"")["normalizer"]]}}, "precompiled_charsmap is damaged"),
+        (precompiled((32).to_bytes(4, "little") + bytes(range(1, 100))), "cannot use this tokenizer .*out of bounds"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 2**32 - 1}, "unk_token": "a"}}, "'a' has the id 4294967295; accepted"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}, "'a' has the id -1; accepted"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "u"}}, "Missing .UNK. token"),
+        ({"added_tokens": [{"id": 2**31, "content": "<s>", "special": True}]}, "'<s>' has the id 2147483648; accepted"),
+        ({"added_tokens": [{"id": 3, "content": "<s>"}]}, "added_tokens must be an array of objects with id, content, special"),
+        ({"added_tokens": {"<s>": 3}}, "added_tokens must be an array"),
+        ({"model": None}, "model.vocab must be an object or an array"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "`b` out of vocabulary"),
+    ],
+)  # fmt: skip
+def test_a_damaged_hugging_face_tokenizer_is_an_error_of_one_line(tmp_path, changes, message):
+    file = byte_level(tmp_path / "hf") / HUGGINGFACE_MODEL
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError, match=message) as caught:
+        install_huggingface(file, tmp_path / "t")
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "t" / "meta.json").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model":' * 100_000, "{", "[]", ""])
+def test_a_file_that_is_no_json_object_is_an_error_of_one_line(tmp_path, text):
+    (tmp_path / HUGGINGFACE_MODEL).write_text(text)
+    with pytest.raises(InputError, match=HUGGINGFACE_MODEL):
+        install_huggingface(tmp_path, tmp_path / "t")
+
+
+def test_dropout_of_merges_is_not_used(tmp_path):
+    plain = install_huggingface(byte_level(tmp_path / "hf") / HUGGINGFACE_MODEL, tmp_path / "plain")
+    file = tmp_path / "hf" / HUGGINGFACE_MODEL
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.9
+    file.write_text(json.dumps(content))
+    dropped = install_huggingface(file, tmp_path / "t")
+    assert [dropped.encode(text).tolist() for text in TEXTS] == [plain.encode(text).tolist() for text in TEXTS]
