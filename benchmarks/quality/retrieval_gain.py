@@ -204,8 +204,7 @@ def run_config(out: Path, name: str, options: argparse.Namespace, steps: int) ->
         ),
         train=TrainSettings(
             steps=steps,
-            batch_size=1,  # a sequence without neighbors then leaves out the encoder
-            gradient_accumulation_steps=2,
+            batch_size=2,  # with dropout, one sequence without neighbors leaves out the encoder
             lr=options.lr,
             seed=options.seed,
             warmup_steps=min(100, steps // 10),
