@@ -104,10 +104,10 @@ class Budget:
             rate = (time.perf_counter() - began) / cost(item)
 
 
-def add_minutes(parser: argparse.ArgumentParser) -> None:
+def add_minutes(parser: argparse.ArgumentParser, default: float = MINUTES) -> None:
     """Add the option `--minutes` for `budget`."""
     about = "time limit in minutes; the benchmark stops before a step that would exceed it; 0: no limit"
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"{about} (default: {MINUTES:g})")
+    parser.add_argument("--minutes", type=float, default=default, help=f"{about} (default: {default:g})")
 
 
 def model_parser(about: str) -> argparse.ArgumentParser:

