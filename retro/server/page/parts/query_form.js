@@ -1,6 +1,6 @@
 // A form with its values in the address: submitting writes the address; an address with a text fills and submits the form.
 // Once a question is asked, the form shrinks to a line with the text and a button to change it. A form with `data-opens` begins
-// with the best example.
+// with the best example; one with `data-asks` stays open then, for a question of the user.
 
 import { writeAddress } from "../lib/address.js";
 import { element, language } from "../lib/elements.js";
@@ -38,13 +38,21 @@ export function queryForm(form, view, run) {
   /** Begin with the best example, unless the user begins first. */
   const begin = async () => {
     begun = true;
-    const [empty, waiting] = [form.parentElement.querySelector(".empty"), skeleton("Looking for a passage where neighbors help…")];
+    const [empty, waiting] = [form.parentElement.querySelector(".empty"), skeleton("Looking for an example…")];
     empty?.replaceWith(waiting);
     const text = await best;
     waiting.replaceWith(empty);
     if (shown || !text || form.elements.text.value || form.querySelector(".inputs").matches(":focus-within")) return;
-    form.elements.text.value = text;
-    start(valuesOf(form));
+    const values = valuesOf(form);
+    values.set("text", text);
+    if (!("asks" in form.dataset)) {
+      form.elements.text.value = text;
+      start(values);
+      return;
+    }
+    shown = values.toString();
+    markExample(form, text);
+    run(values);
   };
 
   return (parameters) => {

@@ -20,7 +20,7 @@ const LEAST_COLOR = 0.12; // of the smallest difference, so that it is visible
 export function tokenNode({ text, difference, chunk }) {
   const sign = chunk === 0 ? "first" : difference > 0 ? "helped" : difference < 0 ? "hurt" : "";
   // A token without characters is a part of a character.
-  const kind = text.includes("\n") ? "newline" : text === "" ? "empty" : "";
+  const kind = text.includes("\n") ? "newline" : text === "" ? "empty" : /^\s{2,}$/u.test(text) ? "blank" : "";
   return element("span", { class: `token ${sign} ${kind}`.trim(), tabindex: -1 }, text);
 }
 

@@ -32,7 +32,8 @@ function find(values) {
     const save = downloadButton("trace", () => ({ request: body, ...answer }));
     const searched = datastores.length > 1 ? [element("span", {}, searchedIn(datastores, answer.datastores))] : [];
     const line = strip("trace-strip", [element("b", { class: "verdict" }, sentence), about, ...searched], [legend(), element("p", {}, save)]);
-    return { nodes: [line, traced(answer, datastores.length > 1)], summary: `${sentence}.` };
+    const card = answer.runs.length ? traced(answer, datastores.length > 1) : untraced(answer.text, body.least);
+    return { nodes: [line, card], summary: `${sentence}.` };
   });
 }
 
@@ -56,17 +57,24 @@ function legend() {
   );
 }
 
+/** A text without runs, in one column. */
+function untraced(text, least) {
+  const shorter = least > 1 ? " Try a smaller number of tokens." : "";
+  const card = notice("No runs", `No run of ${counted(least, "token")} or more occurs in the documents.${shorter}`);
+  card.append(element("pre", { class: "text", ...language(text) }, text));
+  return card;
+}
+
 /** The text with its marks on the left and the runs on the right; on a phone, one above the other. */
 function traced({ text, runs }, named) {
   const marks = runs.map(({ text: [start, stop], tokens, occurrences }, rank) => ({ start, stop, key: `run.${rank}`, tokens, rank, about: `run ${rank + 1}: ${counted(tokens, "token")}, ${times(occurrences)}` }));
   const shown = element("pre", { class: "text", ...language(text) }, ...marked(cut(text, marks), true));
   const cards = runs.map((run, rank) => ({ run, card: runCard(run, rank, text, named) }));
-  const nothing = notice("No runs", "No run of this length occurs in the documents.");
   const card = element(
     "article",
     { class: "card chunk trace" },
     element("div", { class: "query", tabindex: 0, role: "group", "aria-label": "Your text" }, shown),
-    element("div", { class: "found" }, ...(cards.length ? folded(cards) : [nothing])),
+    element("div", { class: "found" }, ...folded(cards)),
   );
   reachable(shown);
   roving(shown, "mark");
