@@ -166,9 +166,10 @@ async def health() -> Mapping[str, str]:
 
 @router.get("/ready", response_model=schemas.Status, responses={503: error_responses()[503]})
 async def ready(service: ServiceDependency) -> Mapping[str, str]:
-    """Report whether the server accepts requests; 503 while it shuts down."""
+    """Report whether the server accepts requests; 503 while it shuts down, or if its datastore was built again."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
+    service.retriever.retrieval.require_unchanged()
     return {"status": "ready"}
 
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from indexing.store.errors import InputError, NotFound
+from indexing.store.errors import DatastoreChanged, InputError, NotFound
 from retro.server.schemas import ErrorResponse
 
 log = logging.getLogger("retro.server")
@@ -37,7 +37,7 @@ _STATUSES: dict[int, tuple[str | None, str]] = {  # code of all errors of a stat
     429: ("rate_limit_exceeded", "Too many requests are waiting; retry after the time in `Retry-After`."),
     431: ("request_too_large", "The request's URL and headers have more bytes than the server allows."),
     500: ("internal_error", "Internal error; the server's log has details under the id in the message."),
-    503: ("unavailable", "The server is starting or shutting down."),
+    503: ("unavailable", "The server is shutting down, or its datastore was built again."),
     504: ("timeout", "The request took longer than the server allows."),
 }
 _FIELD_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
@@ -116,6 +116,8 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
         return _as_invalid_request(error.errors()[0], scope)
     if isinstance(error, NotFound):
         return ApiError(404, str(error))
+    if isinstance(error, DatastoreChanged):
+        return ApiError(503, str(error))
     if isinstance(error, InputError):
         return InvalidRequest(str(error))
     if isinstance(error, HTTPException):
