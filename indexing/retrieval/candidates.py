@@ -14,7 +14,7 @@ import numpy as np
 
 from indexing.index.exact_search import exact_search, rerank
 from indexing.store.datastore import Split
-from indexing.store.deletions import deleted_ranges, inside
+from indexing.store.deletions import inside
 
 _FEW_CHUNKS = 16_384  # searched exhaustively: as fast as a deep search of the index
 _DEEPEST = 16_384  # maximum of candidates per query that a filter requests from an index
@@ -87,7 +87,7 @@ def find_candidates(
     deepest = index.num_vectors if among is None else min(_DEEPEST, index.num_vectors)
     if among is not None:  # ask for more, in proportion to the share that the filter removes
         depth = min(deepest, wanted * index.num_vectors // allowed)
-    restricted = among is not None or len(deleted_ranges(split.folder)) > 0
+    restricted = among is not None or len(split.deleted) > 0
     while True:
         hits, names = search_available(index, vectors, depth)
         missing |= dict.fromkeys(names)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store.datastore import Split
-from indexing.store.deletions import deleted_ranges, inside
+from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 
 Filters = Mapping[str, Any]
@@ -56,7 +56,7 @@ def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.nd
         assert isinstance(matches, pa.ChunkedArray)
         matching.append(np.flatnonzero(matches.to_numpy()) + first)
     ranges = split.chunk_ranges(np.concatenate(matching) if matching else np.empty(0, dtype=np.int64))
-    ranges = ranges[~inside(ranges[:, 0], deleted_ranges(split.folder))]
+    ranges = ranges[~inside(ranges[:, 0], split.deleted)]
     if not len(ranges):
         return ranges
     breaks = np.flatnonzero(ranges[1:, 0] != ranges[:-1, 1])

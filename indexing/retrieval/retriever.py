@@ -45,7 +45,6 @@ from indexing.sparse.candidates import Retrieval
 from indexing.sparse.ngram_search import NgramIndex
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore, Split
-from indexing.store.deletions import deleted_ranges
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, check_searchable, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -195,6 +194,7 @@ class Retriever:
         """
         import torch
 
+        self.retrieval.require_unchanged()
         settings = self._neighbor_settings
         settings = replace(settings, stored=max(k, settings.stored), candidates=max(k, settings.candidates))
         lengths = np.full(len(chunks), chunks.shape[1], dtype=np.int64)
@@ -284,6 +284,7 @@ class Retriever:
 
         Raises:
             InputError: a query is empty or invalid, k is below 1, a filter names an unknown column, or the sparse index is missing.
+            DatastoreChanged: a datastore was built again since it was opened.
         """
         ranked = self.rank(queries, k, filters=filters, retrieval=retrieval)
         hits = iter(self._hits(*(each[ranked.ids >= 0] for each in (ranked.ids, ranked.distances, ranked.scores))))
@@ -298,6 +299,7 @@ class Retriever:
             raise InputError(f"k = {k}: must be at least 1.")
         if retrieval not in get_args(Retrieval):
             raise InputError(f"retrieval = {retrieval!r}: accepted are {', '.join(get_args(Retrieval))}.")
+        self.retrieval.require_unchanged()  # before anything else of it is opened
         vectors = self.vectors_of(queries)
         among = self._among(filters) if filters else None
         if retrieval == "dense":
@@ -352,7 +354,7 @@ class Retriever:
         checked = check_filters(filters, self.filter_columns)
         key = json.dumps(checked, sort_keys=True)
         splits = self.retrieval.splits
-        return [self._matching(number, key, len(deleted_ranges(split.folder))) for number, split in enumerate(splits)]
+        return [self._matching(number, key, len(split.deleted)) for number, split in enumerate(splits)]
 
     @cached_property
     def _matching(self) -> Callable[[int, str, int], np.ndarray]:
@@ -452,6 +454,7 @@ class Retriever:
         """
         if first < 0 or count < 0:
             raise InputError(f"first = {first}, count = {count}: must be 0 or more.")
+        self.retrieval.require_unchanged()
         for number, split in enumerate(self.retrieval.splits):
             for document in split.documents.find(document_id):
                 start, stop = split.chunk_range(document)

@@ -165,8 +165,13 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
 
 def _leftovers(folder: Path) -> Iterator[Path]:
     """The temporary folders of an artifact."""
-    for path in folder.parent.iterdir() if folder.parent.exists() else ():
-        if re.fullmatch(rf"\.{re.escape(folder.name)}(\.[0-9a-f]{{8}})?\.tmp", path.name):
+    return leftovers(folder.parent, re.escape(folder.name))
+
+
+def leftovers(parent: Path, name: str = ".+") -> Iterator[Path]:
+    """The temporary folders in a folder of artifacts, which `create` fills, or which killed processes have left."""
+    for path in parent.iterdir() if parent.exists() else ():
+        if re.fullmatch(rf"\.{name}(\.[0-9a-f]{{8}})?\.tmp", path.name) and path.is_dir():
             yield path
 
 

@@ -23,7 +23,7 @@ of the `train` split, the only one in the index, or of other datastores (`retrie
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from indexing.store import remote
 from indexing.store.artifact import fingerprint, parse_manifest, reading, require_finished
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
-from indexing.store.errors import InputError
+from indexing.store.errors import DatastoreChanged, InputError
 from indexing.store.files import read_checked, write_checked
 from indexing.store.ranged_reads import Reading
 from indexing.store.sharded_array import ShardedArray
@@ -44,6 +44,8 @@ FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
 _MOST_ROWS = 1 << 40  # of a split; a chunk id has 40 bits (retrieval_set.py)
 _LONGEST_CHUNK = 65_535  # tokens; lengths are uint16
+_READ = {"chunk": "chunks", "embed": "embeddings"}
+"""Stages whose arrays are opened when they are first read, shard by shard, and their folders."""
 
 
 def shard_name(shard: int) -> str:
@@ -63,6 +65,7 @@ class Split:
         chunk_length: m, tokens in a chunk.
         pad_id: the token that fills the last chunk of a document.
         reading: how its arrays are read; see `indexing/store/ranged_reads.py`.
+        made: stage and fingerprint of chunks and embeddings when the datastore was opened.
     """
 
     folder: Path
@@ -72,6 +75,7 @@ class Split:
     chunk_length: int
     pad_id: int
     reading: Reading = "mmap"
+    made: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -224,12 +228,30 @@ class Split:
 
     @property
     def deleted(self) -> np.ndarray:
-        """The chunk ranges [n, 2] int64 of deleted documents; see `deletions.py`.
+        """The chunk ranges [n, 2] int64 of deleted documents now; see `deletions.py`.
 
         `deleted.json` is written before the manifest that lists appended shards, so it can name chunks that this split lacks.
+
+        Raises:
+            DatastoreChanged: see `require_unchanged`.
         """
         ranges = deleted_ranges(self.folder, self.name)
+        self.require_unchanged()  # afterwards: a rebuild takes the chunks out of the manifest before it changes the ranges
         return ranges[: np.searchsorted(ranges[:, 1], self.num_chunks, side="right")]
+
+    def require_unchanged(self) -> None:
+        """Raise DatastoreChanged if the datastore is not the opened one any more: chunk ids would name other text.
+
+        Further stages and appended shards change nothing.
+        """
+        path = self.folder / "manifest.json"
+        stat = path.stat() if path.exists() else None
+        stamp = () if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if not _has_made(self.folder, stamp, self.made, len(self.chunk_rows)):
+            raise DatastoreChanged(
+                f"{remote.url_of(self.folder) or self.folder} was built again, or is being built again, since this process "
+                "opened it. Restart the process when the build is finished."
+            )
 
     def without_deleted(self, ids: np.ndarray) -> np.ndarray:
         """Replace chunk ids [...] int64 of deleted documents by -1."""
@@ -325,6 +347,7 @@ class Datastore:
             chunk_length=self.chunk_length,
             pad_id=int(self.manifest["pad_id"]),
             reading=self.reading,
+            made=tuple((stage, self.manifest["fingerprints"][stage]) for stage in _READ if self.has(stage)),
         )
 
     @cached_property
@@ -385,6 +408,30 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
     numbers = [manifest.get("pad_id"), *(number for column in columns for number in column)]
     is_length = type(length) is int and 0 < length <= _LONGEST_CHUNK
     return is_length and all(type(number) is int and 0 <= number < _MOST_ROWS for number in numbers)
+
+
+@lru_cache(maxsize=64)
+def _has_made(folder: Path, stamp: tuple[int, ...], made: tuple[tuple[str, str], ...], shards: int) -> bool:
+    """Whether a datastore, whose manifest has this stamp, has these stages with these fingerprints, at least in its first shards."""
+    if not made:
+        return True
+    try:
+        manifest = read_datastore_manifest(folder)
+        if "chunk" not in manifest["fingerprints"]:
+            return False
+        grown = len(manifest["splits"]["train"]["chunks"]) > shards
+        for stage, opened in made:
+            now = manifest["fingerprints"].get(stage, opened)  # without embeddings it is being appended to
+            if now != opened and not (grown and opened == _joint(folder / _READ[stage], shards)):
+                return False
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def _joint(folder: Path, shards: int) -> str:
+    """The fingerprint of the first shards of a stage."""
+    return fingerprint([parse_manifest(folder / shard_name(shard))["fingerprint"] for shard in range(shards)])
 
 
 def delete_documents(folder: Path, ids: Collection[str]) -> tuple[int, int]:

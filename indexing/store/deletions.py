@@ -5,8 +5,9 @@
     documents   id → number of shards when it was deleted; shards made later leave the document out, 0 = all shards
     chunks      split → first and stop of the chunk ids of each deleted document that is in the shards, in order
 
-No rebuild removes it. It is read again whenever it changes, so a process that has the datastore open notices. From a URL it is
-fetched whenever the datastore is opened.
+No rebuild removes it. It is read again whenever it changes, so a process that has the datastore open notices: every reader takes
+`Split.deleted` for each read and keeps no copy. A rebuild gives the ids to other chunks, so from its beginning on `Split.deleted`
+raises DatastoreChanged in processes that had the datastore open. From a URL both files are fetched whenever the datastore is opened.
 """
 
 import contextlib

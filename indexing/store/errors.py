@@ -42,6 +42,10 @@ class DamagedFile(InputError):
         self.file, self.problem, self.shown = file, problem, shown
 
 
+class DatastoreChanged(InputError):
+    """An open datastore was built again; over HTTP this is status 503."""
+
+
 def in_words(error: OSError) -> str:
     """An error of the operating system as a sentence: the path that is in the way, the reason, and what to do."""
     reason = str(error.strerror or error)

@@ -73,6 +73,11 @@ class RetrievalSet:
         """Chunks of all datastores."""
         return sum(split.num_chunks for split in self.splits)
 
+    def require_unchanged(self) -> None:
+        """Raise DatastoreChanged if one of the datastores was built again, see `Split.require_unchanged`."""
+        for split in self.splits:
+            split.require_unchanged()
+
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """The ids [...] int64 of the chunks at these positions in the concatenation of all datastores."""
         starts = np.cumsum([0, *(split.num_chunks for split in self.splits)], dtype=np.int64)

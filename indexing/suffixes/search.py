@@ -19,11 +19,9 @@ from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, first
 from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
 
 _SCANNED = 4096
-"""What follows a match is counted at no more than this many of its occurrences, spread evenly."""
+"""What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
 SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
-_LONGEST = 4096
-"""Tokens of the longest run."""
 _BLOCK = 1 << 20
 
 
@@ -41,7 +39,7 @@ class Match:
 
     @property
     def count(self) -> int:
-        """How often it occurs, deleted documents included."""
+        """How often it occurs, some deleted documents included."""
         return sum(stop - first for first, stop in self.ranges)
 
 
@@ -97,14 +95,45 @@ class _Group:
         heads = [head(part.backwards(row, [0] * width), width) for row in range(0, len(part.positions), ROWS_OF_HEAD)]
         return replace(part, heads=_view(np.array(heads, np.uint64)))
 
-    def longest(self, text: list[int]) -> tuple[int, int]:
-        """Length of the longest match of a text, and a row at whose side the matches are."""
+    def living(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
+        """Which of the rows [first, stop) are outside of deleted ranges of chunks [n, 2]: [stop - first] bool."""
+        chunks = np.asarray(self.positions[first:stop]).astype(np.int64) // self.chunk_length + self.first_chunk
+        return ~inside(chunks, deleted)
+
+    def living_positions(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
+        """The positions [n] uint32 of the rows [first, stop) outside of deleted ranges of chunks [n, 2]."""
+        positions = np.asarray(self.positions[first:stop])
+        if not len(deleted):
+            return positions
+        starts = range(first, stop, _BLOCK)
+        alive = [self.living(start, min(start + _BLOCK, stop), deleted) for start in starts]
+        return positions[np.concatenate([*alive, np.empty(0, bool)])]
+
+    def neighbors_of(self, row: int, deleted: np.ndarray) -> Iterator[int]:
+        """The last row before a place in the order, and the first one from it on, that are outside of deleted ranges of chunks [n, 2]."""
+        rows, stop, size = len(self.positions), row, 1
+        while stop > 0:  # most neighbors are alive, so the steps double
+            first = max(0, stop - size)
+            if len(alive := np.flatnonzero(self.living(first, stop, deleted))):
+                yield first + int(alive[-1])
+                break
+            stop, size = first, min(2 * size, _BLOCK)
+        first, size = row, 1
+        while first < rows:
+            stop = min(rows, first + size)
+            if len(alive := np.flatnonzero(self.living(first, stop, deleted))):
+                yield first + int(alive[0])
+                break
+            first, size = stop, min(2 * size, _BLOCK)
+
+    def longest(self, text: list[int], deleted: np.ndarray) -> tuple[int, int]:
+        """Length of the longest match of a text outside of deleted ranges of chunks [n, 2], and a row at whose side the matches are."""
         rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens[0].itemsize)
         first = max(0, bisect.bisect_left(self.heads, wanted) - 1) * ROWS_OF_HEAD
         stop = min(len(rows), bisect.bisect_right(self.heads, wanted) * ROWS_OF_HEAD)
         row = bisect.bisect_left(rows, text, first, stop, key=lambda at: self.backwards(at, text))
-        sides = [self.backwards(at, text) for at in (row - 1, row) if 0 <= at < len(rows)]
-        return max((_common(side, text) for side in sides), default=0), row
+        near = self.neighbors_of(row, deleted) if len(deleted) else (at for at in (row - 1, row) if 0 <= at < len(rows))
+        return max((_common(self.backwards(at, text), text) for at in near), default=0), row
 
     def range_of(self, ending: list[int], row: int) -> tuple[int, int]:
         """Rows [first, stop) of the prefixes that end in `ending`, if it occurs: around or next to `row`. Most ranges are small, so the
@@ -145,11 +174,14 @@ def _common(one: list[int], other: list[int]) -> int:
 class SuffixIndex:
     """The sorted prefixes of all training documents of a datastore, memory-mapped.
 
-    A match costs two or three binary searches in each group of shards. Deleted documents do not occur.
+    A match costs two or three binary searches in each group of shards. Documents that are deleted do not occur, also if they were
+    deleted after the index was opened.
+
+    Every search raises DatastoreChanged if the datastore was built again.
     """
 
     def __init__(self, split: Split) -> None:
-        self.split, self.deleted = split, split.deleted
+        self.split = split
         self._groups = [self._open(shards) for shards in stored_groups(split)]
 
     @classmethod
@@ -191,17 +223,16 @@ class SuffixIndex:
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
-        backwards = np.asarray(text).tolist()[::-1]
-        longest = [group.longest(backwards) for group in self._groups] if backwards else []
-        for length in range(max((length for length, _ in longest), default=0), 0, -1):
-            ranges = tuple(
-                group.range_of(backwards[:length], row) if reached >= length else (0, 0)
-                for group, (reached, row) in zip(self._groups, longest, strict=True)
-            )
-            match = Match(length, ranges)
-            if not len(self.deleted) or len(self.occurrences(match)):
-                return match
-        return Match(0, ())
+        backwards, deleted = np.asarray(text).tolist()[::-1], self.split.deleted
+        longest = [group.longest(backwards, deleted) for group in self._groups] if backwards else []
+        length = max((length for length, _ in longest), default=0)
+        if not length:
+            return Match(0, ())
+        ranges = (
+            group.range_of(backwards[:length], row) if reached >= length else (0, 0)
+            for group, (reached, row) in zip(self._groups, longest, strict=True)
+        )
+        return Match(length, tuple(ranges))
 
     def occurrences(self, match: Match, most: int = 2**62) -> np.ndarray:
         """Where a match ends, outside of deleted documents: chunk id and place in the chunk, [n, 2] int64.
@@ -210,17 +241,13 @@ class SuffixIndex:
             match: the match.
             most: if there are more occurrences, this many are returned, spread evenly.
         """
-        step = max(1, -(-match.count // most))
-        ends = [
-            np.asarray(group.positions[first:stop:step]).astype(np.int64) + group.first_chunk * self.split.chunk_length
-            for group, (first, stop) in zip(self._groups, match.ranges, strict=False)
-        ]
-        chunks, places = np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), self.split.chunk_length)
-        return np.stack([chunks, places], axis=1)[self.split.without_deleted(chunks) >= 0]
+        m = self.split.chunk_length
+        ends = [ends.astype(np.int64) + group.first_chunk * m for group, ends in self._ends(match, most)]
+        return np.stack(np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), m), axis=1)
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
-        return len(self.occurrences(match)) if len(self.deleted) else match.count
+        return sum(len(ends) for _, ends in self._ends(match))
 
     def places(self, match: Match, most: int) -> list[Place]:
         """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
@@ -243,7 +270,8 @@ class SuffixIndex:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the longest match of the text up to each token, from the token `first` on.
 
-        The same as the stored votes of a held-out document. Of more than 32 occurrences in several groups of shards, others may be counted.
+        The same as the stored votes of a held-out document. Of more than 32 occurrences others may be counted: the stage `votes` orders
+        prefixes with equal ends of 64 tokens by shard, this index by the tokens before, and one group of shards after the other.
 
         Args:
             text: [t] token ids of one document, from its beginning or later.
@@ -272,22 +300,29 @@ class SuffixIndex:
         if not (best := _most_frequent(self._following(match, SAMPLED))):
             return match.length, np.empty(0, np.int64)
         wanted = best[0][0]
-        group, end = next(pair for pair in self._ends(match, SAMPLED) if pair[0].next_token(pair[1]) == wanted)
+        ends = ((group, end) for group, own in self._ends(match, SAMPLED) for end in own.tolist())
+        group, end = next(pair for pair in ends if pair[0].next_token(pair[1]) == wanted)
         tokens = itertools.takewhile(lambda token: token >= 0, (group.next_token(end + n) for n in range(most)))
         return match.length, np.array(list(tokens), np.int64)
 
-    def _ends(self, match: Match, most: int) -> Iterator[tuple[_Group, int]]:
-        """Where a match ends, as `occurrences`: group and position."""
-        step, ranges = max(1, -(-match.count // most)), self.split.deleted
-        for group, (first, stop) in zip(self._groups, match.ranges, strict=False):
-            for position in group.positions[first:stop:step]:
-                chunk = group.first_chunk + position // self.split.chunk_length
-                if not len(ranges) or not inside(np.array(chunk), ranges):
-                    yield group, position
+    def _ends(self, match: Match, most: int = 2**62) -> list[tuple[_Group, np.ndarray]]:
+        """Where a match ends, as `occurrences`: each group with positions [n] uint32. The step is that of the occurrences that are left."""
+        deleted = self.split.deleted
+        ends = [
+            (group, group.living_positions(first, stop, deleted))
+            for group, (first, stop) in zip(self._groups, match.ranges, strict=False)
+        ]
+        step = max(1, -(-sum(len(own) for _, own in ends) // most))
+        return [(group, own[::step]) for group, own in ends]
 
     def _following(self, match: Match, most: int) -> list[int]:
         """The tokens that follow occurrences of a match."""
-        return [token for group, end in self._ends(match, most) if (token := group.next_token(end)) >= 0]
+        tokens = (group.next_token(end) for group, own in self._ends(match, most) for end in own.tolist())
+        return [token for token in tokens if token >= 0]
+
+    def ends(self, match: Match) -> list[tuple[_Group, int]]:
+        """Every place where a match ends outside of deleted documents: group and position."""
+        return [(group, end) for group, own in self._ends(match) for end in own.tolist()]
 
 
 def _most_frequent(tokens: list[int]) -> list[tuple[int, int]]:
@@ -308,27 +343,45 @@ class Tracer:
     """Finds the runs of a growing text: the longest ones that occur verbatim in the datastore and have at least `least` tokens.
 
     Runs may overlap; none contains another (OLMoTrace: Liu et al. 2025, arXiv 2504.07096). A match is at most one token longer than
-    that of the token before, so a token costs a search for its match and one token more.
+    that of the token before. So a token costs a search for its match and one token more, or, in a long run, a look at what follows the
+    places where the run occurs.
     """
 
     def __init__(self, index: SuffixIndex, least: int, text: Sequence[int] | np.ndarray = ()) -> None:
         """Begin after a text, of whose runs only the one at its end is returned."""
         self._index, self._least, self._length = index, least, len(text)
-        self._match = index.longest_match(text[-_LONGEST:])
-        self._end = [int(token) for token in text[len(text) - self._match.length :]]  # the tokens of the match
+        self._search(np.asarray(text).tolist())
+
+    def _search(self, text: list[int]) -> None:
+        """Find the match at the end of a text."""
+        self._match = self._index.longest_match(text)
+        self._end = text[len(text) - self._match.length :]  # the tokens of the run so far
+        self._places = self._index.ends(self._match) if self._match.length >= LONGEST else []
 
     def add(self, token: int) -> list[Run]:
         """Append a token; return the run that ends before it, or none."""
-        before, run = self._match, self.rest()
-        end = [*self._end, token][-_LONGEST:]
-        self._match, self._length = self._index.longest_match(end), self._length + 1
-        self._end = end[len(end) - self._match.length :]
-        return run if self._match.length <= before.length else []
+        if places := [(group, end + 1) for group, end in self._places if group.next_token(end) == token]:
+            self._places, self._length = places, self._length + 1
+            self._end.append(token)
+            return []
+        before, match = self._end, self._match
+        self._search([*before, token])
+        run = self._run(before, match) if self._match.length <= len(before) else []
+        self._length += 1
+        return run
 
     def rest(self) -> list[Run]:
         """Return the run at the end of the text, or none."""
-        run = Run(self._length - self._match.length, self._length, self._match)
-        return [run] if self._match.length >= self._least else []
+        return self._run(self._end, self._match)
+
+    def _run(self, end: list[int], match: Match) -> list[Run]:
+        """The run at the end of the text before the next token, whose last search found a match."""
+        if len(end) < self._least:
+            return []
+        if match.length < len(end) or len(self._index.split.deleted):  # its document may have been deleted since
+            match = self._index.longest_match(end)
+        run = Run(self._length - match.length, self._length, match)
+        return [run] if match.length >= self._least else []
 
 
 def trace(index: SuffixIndex, tokens: np.ndarray, least: int) -> list[Run]:

@@ -8,6 +8,7 @@ values in the files are not looked at: checksums find every change after a file 
 """
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.progress import Advance
-from indexing.store.artifact import MANIFEST, parse_manifest, remove, wrong_checksum, wrong_sizes
+from indexing.store.artifact import MANIFEST, leftovers, parse_manifest, remove, wrong_checksum, wrong_sizes
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
@@ -24,6 +25,7 @@ from indexing.store.remote import url_of
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.verification.recipes import (
     ARTIFACTS,
+    TEMPORARY,
     Manifests,
     foreign,
     missing,
@@ -45,17 +47,23 @@ class DatastoreProblem:
         message: the file, and the problem.
         file: the file with wrong bytes, if that is the problem.
         gone: True if there is nothing left to remove.
+        temporary: True for what a build that was killed has left.
     """
 
     artifact: str
     message: str
     file: Path | None = None
     gone: bool = False
+    temporary: bool = False
 
     def __str__(self) -> str:
         if self.artifact == MANIFEST:
             return f"{self.message}: `retro index CONFIG` writes it again."
         command = "retro index CONFIG" + (" --append" if self.artifact.startswith("appended/") else "")
+        if self.temporary:
+            return (
+                f"{self.message}: the next `retro index CONFIG` that runs this stage removes it (--repair does, too)."
+            )
         if self.gone:
             return f"{self.message}: `{command}` makes it again."
         if self.artifact:
@@ -82,12 +90,13 @@ class Verified:
     problems: tuple[DatastoreProblem, ...]
 
 
-def verify_datastore(folder: Path, progress: Progress) -> Verified:
+def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) -> Verified:
     """Check every byte of a datastore without changing it.
 
     Args:
         folder: the datastore's folder.
         progress: `progress(name, total=…, unit=…)`: a context manager that gives a function to call with progress.
+        locked: True if the caller keeps builds from running. Otherwise temporary folders of a running build are no problem.
 
     Raises:
         InputError: there is no datastore, its format has another version, or it is at a URL.
@@ -109,6 +118,8 @@ def verify_datastore(folder: Path, progress: Progress) -> Verified:
     problems += _check_top(folder, top, known)
     problems += _check_others(folder, top)
     problems += _made_from_broken(folder, manifests, problems)
+    if locked or not _is_building(folder):
+        problems += _left_by_killed_builds(folder)
     return Verified(
         artifacts=len(manifests),
         files=sum(len(manifest["files"]) for manifest in manifests.values()),
@@ -197,6 +208,31 @@ def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterat
             if problem:
                 yield problem
             advance(manifests[name]["files"][file]["bytes"])
+
+
+def _is_building(folder: Path) -> bool:
+    """Whether a process holds the lock of builds."""
+    if not (folder / ".lock").exists():
+        return False
+    with open(folder / ".lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _left_by_killed_builds(folder: Path) -> Iterator[DatastoreProblem]:
+    """Find temporary folders."""
+    parents = [folder, *(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))]
+    for path in [*(folder / name for name in TEMPORARY), *(left for parent in parents for left in leftovers(parent))]:
+        if path.exists():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            yield DatastoreProblem(
+                path.relative_to(folder).as_posix(),
+                f"{path} was left by a build that was killed ({size:,} bytes)",
+                temporary=True,
+            )
 
 
 def _made_from_broken(

@@ -31,6 +31,10 @@ ARTIFACTS = {
 """The artifacts of each finished stage; `*` is every shard, or the first one of every group (`suffixes`)."""
 
 
+TEMPORARY = ("ngrams/runs", "votes/ranges")
+"""Folders that exist while a stage runs."""
+
+
 def rank(name: str) -> int:
     """The position of an artifact in the order of making; names that are not artifacts come last."""
     kind = name if name in _ORDER else name.rpartition("/")[0]

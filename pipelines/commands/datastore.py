@@ -312,7 +312,7 @@ def verify(datastore: str, options: VerifyOptions) -> int:
 
     folder = Path(datastore)
     with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
-        result = verify_datastore(folder, progress)
+        result = verify_datastore(folder, progress, locked=options.repair)
         removed = repair(folder, result) if options.repair else []
     for problem in result.problems:
         echo(problem)

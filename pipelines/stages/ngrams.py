@@ -15,7 +15,7 @@ from pipelines.stages.shards import fingerprint_of, joint_fingerprint, run_tasks
 def run_ngrams(config: Config, executor: Executor) -> str:
     """Chunks → the n-grams of all chunks of a generation, each shard a range of their hashes."""
     folder = config.datastore
-    train = Datastore.open(folder).train
+    train, runs = Datastore.open(folder).train, folder / FOLDER / RUNS
     for numbers in generations(folder):
         generation = Generation(train, numbers)
         inputs = {"chunks": joint_fingerprint(folder, "chunks", numbers)}
@@ -25,6 +25,8 @@ def run_ngrams(config: Config, executor: Executor) -> str:
             wanted = [shard for shard in group if folder / FOLDER / shard_name(shard) in missing]
             if wanted:
                 _make(folder, generation, group, wanted, missing, inputs, executor)
+    if runs.exists():  # of a build that was killed after its last shard
+        remove(runs)
     return fingerprint([fingerprint_of(path) for path in shards(folder, FOLDER)])
 
 

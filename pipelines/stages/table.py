@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store import remote
-from indexing.store.artifact import remove
+from indexing.store.artifact import leftovers, remove
 from indexing.store.datastore import (
     SPLITS,
     Datastore,
@@ -147,6 +147,9 @@ def _run(config: Config, executor: Executor, name: str) -> None:
     if needed := _needs(name):
         Datastore.open(config.datastore).require(needed)
     result = STAGES[name].run(config, executor)
+    for parent in {(config.datastore / output).parent for output in STAGES[name].outputs}:
+        for left in leftovers(parent):  # by killed builds, next to artifacts that others have finished
+            shutil.rmtree(left, ignore_errors=True)
     _write_manifest(config, name, result)
 
 

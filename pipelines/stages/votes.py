@@ -36,12 +36,13 @@ def run_votes(config: Config, executor: Executor) -> str:
         recipe = Recipe("votes", 1, {"shard": shard, "deleted": deleted}, inputs)
         if not _is_finished(out, recipe):
             todo.append((out, recipe, shard))
+    work = folder / FOLDER / _RANGES
     if todo:
-        work = folder / FOLDER / _RANGES
         ranges = _ranges(datastore, work, Recipe("votes", 1, {"deleted": deleted}, inputs), executor)
         size = datastore.train.chunk_rows
         tasks = [shard_task(out, recipe, datastore, shard, ranges, size=size[shard]) for out, recipe, shard in todo]
         run_tasks("sparse", "chunks", shard_votes_task, tasks, executor, name="votes, collect")
+    if work.exists():  # also those of a build that was killed after its last shard
         remove(work)
     return fingerprint([fingerprint_of(path) for path in shards(folder, FOLDER)])
 

@@ -167,9 +167,10 @@ async def health() -> Mapping[str, str]:
 
 @router.get("/ready", response_model=schemas.Status, responses={503: error_responses()[503]})
 async def ready(service: ServiceDependency) -> Mapping[str, str]:
-    """Report whether the server accepts requests; 503 while it shuts down or a file of a datastore is damaged."""
+    """Report whether the server accepts requests; 503 while it shuts down, and if a datastore was built again or has a damaged file."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
+    service.retriever.retrieval.require_unchanged()
     await service.files.require_all()
     return {"status": "ready"}
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from indexing.store.errors import DamagedFile, InputError, NotFound
+from indexing.store.errors import DamagedFile, DatastoreChanged, InputError, NotFound
 from retro.server.schemas import ErrorResponse
 
 log = logging.getLogger("retro.server")
@@ -37,7 +37,7 @@ _STATUSES: dict[int, tuple[str | None, str]] = {  # code of all errors of a stat
     429: ("rate_limit_exceeded", "Too many requests are waiting; retry after the time in `Retry-After`."),
     431: ("request_too_large", "The request's URL and headers have more bytes than the server allows."),
     500: ("internal_error", "Internal error; the server's log has details under the id in the message."),
-    503: ("unavailable", "The server is starting or shutting down, or a file of a datastore is damaged."),
+    503: ("unavailable", "The server is starting or shutting down, a file of a datastore is damaged, or it was built again."),
     504: ("timeout", "The request took longer than the server allows."),
 }
 _FIELD_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
@@ -124,6 +124,8 @@ def as_api_error(error: Exception, scope: Scope | None = None) -> ApiError:
     if isinstance(error, DamagedFile):
         log.error("%s", error)
         return ApiError(503, f"a file of the datastore is damaged: {error.shown}.", code="damaged_file")
+    if isinstance(error, DatastoreChanged):
+        return ApiError(503, str(error))
     if isinstance(error, InputError):
         return InvalidRequest(str(error))
     if isinstance(error, HTTPException):

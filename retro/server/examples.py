@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from indexing.retrieval.passage_choice import Candidate, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
-from indexing.store.deletions import inside
+from indexing.store.deletions import inside, read_deletions
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.language_model import Scores
 from retro.server import schemas
@@ -48,7 +48,9 @@ async def best_examples(service: Service, count: int, chunks: int) -> schemas.Ex
     if task.done() and (error := task.exception()):
         service.examples.pop(chunks, None)
         raise error
-    ranked = sorted(passages.examples, key=lambda example: math.inf if example.gain is None else -example.gain)
+    deleted = read_deletions(service.retriever.datastore.folder).documents  # also those deleted after the first call
+    kept = [example for example in passages.examples if example.document_id not in deleted]
+    ranked = sorted(kept, key=lambda example: math.inf if example.gain is None else -example.gain)
     return passages.model_copy(update={"examples": ranked[:count]})
 
 

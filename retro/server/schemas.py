@@ -162,7 +162,10 @@ class TracedRun(BaseModel):
     tokens: int
     occurrences: int
     datastore: str = Field(description="Name of the datastore, see `GET /datastore`.")
-    places: list[Place] = Field(description="One occurrence in each of the first documents that it occurs in.")
+    places: list[Place] = Field(
+        description="One occurrence in each of the first documents that it occurs in. Only the longest 1,024 different runs of a text "
+        "have places."
+    )
 
 
 class TraceResponse(BaseModel):

@@ -280,6 +280,7 @@ def datastore(service: ServiceDependency) -> Mapping[str, Any]:
 def datastore_info(service: Service) -> dict[str, Any]:
     """Return the fields of `schemas.DatastoreResponse`."""
     retriever = service.retriever
+    retriever.retrieval.require_unchanged()
     embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
     return {
         "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],

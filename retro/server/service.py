@@ -104,6 +104,7 @@ class Service:
         name: name of the model, or of the datastore without a model.
         search: (`SearchKey`, queries) → a result for each query.
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
+        trace: (None, functions without arguments) → their results. Requests take turns function by function.
         score: (`ScoreKey`, windows of sequences) → their sequences have the scores; None without a model.
         generations: None without a model.
         chat_template: None without a model, or if it has no template.
@@ -127,7 +128,11 @@ class Service:
             "search", _watched(self.files.watch, _search_with(retriever)), size, count("search"), _cost_of_search
         )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
+        self.trace: Batcher[None, Callable[[], Any], Any] = Batcher(
+            "trace", lambda _, parts: [part() for part in parts], 1
+        )
         waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
+        waiting["trace"] = self.trace.__len__
         self._traced: list[TracedDatastore] | None = None
         if language_model is not None:
             self.score = Batcher(
@@ -188,7 +193,12 @@ class Service:
         return any(map(is_traced, self.retriever.retrieval.splits))
 
     def traced(self) -> list[TracedDatastore]:
-        """Return the datastores in which verbatim runs are found; raise ApiError if there is none."""
+        """Return the datastores in which verbatim runs are found; raise ApiError if there is none.
+
+        Raises:
+            DatastoreChanged: a datastore was built again.
+        """
+        self.retriever.retrieval.require_unchanged()
         if self._traced is None:
             opened = None if self.language_model is None else self.language_model.suffixes
             try:

@@ -17,7 +17,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.build import FOLDER
-from indexing.suffixes.search import SHORTEST_RUN, Place, Run, SuffixIndex, Tracer
+from indexing.suffixes.search import SHORTEST_RUN, Match, Place, Run, SuffixIndex, Tracer
 from retro.server import schemas
 from retro.server.spans import characters
 
@@ -79,7 +79,11 @@ def in_order(datastores: Sequence[TracedDatastore], runs: Sequence[Sequence[Run]
 
 def tokens_in(runs: Iterable[Run]) -> int:
     """How many tokens of a text are in one of its runs."""
-    return len({token for run in runs for token in range(run.first, run.stop)})
+    number, reached = 0, 0
+    for first, stop in sorted((run.first, run.stop) for run in runs):
+        number += max(0, stop - max(first, reached))
+        reached = max(reached, stop)
+    return number
 
 
 class PlaceFinder:
@@ -88,9 +92,9 @@ class PlaceFinder:
     def __init__(self, datastore: TracedDatastore, texts: "ChunkTexts") -> None:
         self.datastore, self._texts = datastore, texts
 
-    def of(self, run: Run, most: int) -> list[schemas.Place]:
-        """Return one place of a run in each of up to `most` documents."""
-        return [self._of_document(place) for place in self.datastore.index.places(run.match, most)]
+    def of(self, match: Match, most: int) -> list[schemas.Place]:
+        """Return one place of a match in each of up to `most` documents."""
+        return [self._of_document(place) for place in self.datastore.index.places(match, most)]
 
     def _of_document(self, place: Place) -> schemas.Place:
         (first, start), (last, end) = place.first, place.last
@@ -144,7 +148,7 @@ class GeneratedRuns:
         if token.finish_reason is not None:
             ended += [(places, run) for places, tracer in self._tracers for run in tracer.rest()]
         found = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
-        return [run for run in found if run.text[0] < run.text[1]]
+        return [run for run in found if run.text[0] < run.text[1] and run.occurrences]
 
     def _generated(self, places: PlaceFinder, run: Run) -> schemas.GeneratedRun:
         first = max(0, run.first - self._prompt)
@@ -154,5 +158,5 @@ class GeneratedRuns:
             prompt_tokens=max(0, self._prompt - run.first),
             occurrences=places.datastore.index.count(run.match),
             datastore=places.datastore.name,
-            places=places.of(run, _PLACES),
+            places=places.of(run.match, _PLACES),
         )

@@ -1,5 +1,6 @@
 """Sorted prefixes find what a search through the whole text finds: matches, their places, what follows, and runs of a text."""
 
+import json
 import shutil
 from collections import Counter
 from contextlib import nullcontext
@@ -64,8 +65,8 @@ def texts(split: Split, documents: list[list[int]]) -> list[list[int]]:
     return [*pieces, *changed, *across, documents[4], [399], [399, 399, documents[0][0]], []]
 
 
-def assert_equal_to_a_search_through_the_text(split: Split) -> None:
-    index, documents = SuffixIndex(split), documents_of(split)
+def assert_equal_to_a_search_through_the_text(split: Split, index: SuffixIndex | None = None) -> None:
+    index, documents = index or SuffixIndex(split), documents_of(split)
     for text in texts(split, documents):
         length, count, following = expected(documents, text)
         match = index.longest_match(text)
@@ -131,9 +132,48 @@ def test_an_index_of_an_older_version_names_the_stage_to_run(datastore: Datastor
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
-    names = [str(row["id"]) for row in datastore.train.metadata(range(0, datastore.train.num_documents, 3))]
-    delete_documents(folder, names)
-    assert_equal_to_a_search_through_the_text(Datastore.open(folder).train)
+    names = [str(row["id"]) for row in datastore.train.metadata(range(datastore.train.num_documents))]
+    opened_before = SuffixIndex.open(folder)
+    for deleted in (names[::3], [name for name in names if name not in names[1::9]]):
+        delete_documents(folder, deleted)
+        split = Datastore.open(folder).train
+        assert 0 < split.num_documents - len(split.deleted) <= len(names) - len(deleted)
+        assert_equal_to_a_search_through_the_text(split)
+        assert_equal_to_a_search_through_the_text(split, opened_before)
+
+
+def test_no_run_is_of_text_that_was_deleted_after_a_trace_began(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    split = Datastore.open(folder).train
+    index, number, text = SuffixIndex(split), 3, documents_of(split)[3]
+    tracer = Tracer(index, 8, text)
+    delete_documents(folder, [str(split.metadata([number])[0]["id"])])
+    length = expected(documents_of(split), text)[0]
+    assert [run.stop - run.first for run in tracer.rest()] == [length] * (length >= 8)
+    assert [run.stop - run.first for run in tracer.add(399)] == [length] * (length >= 8)
+    assert all(index.count(run.match) for run in trace(index, np.array(text), 1))
+
+
+def test_only_occurrences_that_are_left_vote_and_are_drafted(datastore: Datastore, tmp_path: Path) -> None:
+    """Also if they are few among many deleted ones, which would be most of 32 that are spread evenly."""
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    index = SuffixIndex.open(folder)
+    rows = datastore.train.metadata(range(datastore.train.num_documents))
+    before = {token: index.count(index.longest_match([token])) for token in range(400)}
+    delete_documents(folder, [str(row["id"]) for number, row in enumerate(rows) if number % 20])
+    documents, compared = documents_of(index.split), 0
+    for token, count in before.items():
+        _, left, following = expected(documents, [token])
+        if count > 4 * SAMPLED and 0 < left <= SAMPLED and following:
+            best = sorted(following.items(), key=lambda item: (-item[1], item[0]))
+            (vote,) = index.votes(np.array([token]))
+            assert vote[0] == 1
+            assert list(zip(vote[1:4].tolist(), vote[4:].tolist(), strict=True))[: len(best)] == best[:3]
+            assert index.continuation(np.array([token]), 1)[1].tolist() == [best[0][0]]
+            compared += 1
+    assert compared >= 5
 
 
 def test_a_continuation_follows_the_longest_match_with_its_most_frequent_token(datastore: Datastore) -> None:
@@ -219,6 +259,25 @@ def test_a_trace_finds_the_runs_that_were_put_into_a_text(datastore: Datastore) 
     assert trace(index, np.array([], np.int64), 1) == []
 
 
+def test_a_run_of_any_length_stays_one(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).integers(0, 10**6, 2000)
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [
+        {"id": name, "text": " ".join(map(str, words[part]))} for name, part in (("a", slice(None)), ("b", slice(9)))
+    ]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(tmp_path, corpus)
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    for stage in ("chunk", "suffixes"):
+        split = build_local(config, only=stage).train
+    index, document = SuffixIndex(split), max(documents_of(split), key=len)
+    assert len(document) > 4300
+    (run,) = trace(index, np.array([document[7], *document[5:]]), 30)
+    assert (run.first, run.stop, index.count(run.match)) == (1, len(document) - 4, 1)
+    (place,) = index.places(run.match, 5)
+    assert divmod(5, split.chunk_length) == (place.first[0] - split.chunk_range(0)[0], place.first[1])
+
+
 def test_a_trace_of_a_document_is_one_run(datastore: Datastore) -> None:
     document = np.array(documents_of(datastore.train)[2])
     (run,) = trace(SuffixIndex(datastore.train), document, 8)
@@ -241,14 +300,19 @@ def test_the_suffix_array_is_in_the_order_of_the_suffixes(largest: int) -> None:
     assert _suffix_array(text).tolist() == sorted(range(len(text)), key=lambda start: text[start:].tolist())
 
 
-def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(datastore: Datastore) -> None:
+def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(
+    datastore: Datastore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if runs are followed to their ends without a search, from any length on."""
     index, documents = SuffixIndex(datastore.train), documents_of(datastore.train)
     text = [399, *documents[0][5:25], *documents[1][3:18], *documents[0][25:31], 399, *documents[4][:9]]
-    ends = [(expected(documents, text[:end])[0], end) for end in range(1, len(text) + 1)]
+    ends = [(expected(documents, text[:end][-30:])[0], end) for end in range(1, len(text) + 1)]
     starts = [end - length for length, end in ends] + [len(text)]
     longest = [(start, end) for start, (_, end) in zip(starts, ends, strict=False) if starts[end] > start]
-    found = trace(index, np.array(text), 4)
-    assert [(run.first, run.stop) for run in found] == [run for run in longest if run[1] - run[0] >= 4]
+    for length in (1, 5, LONGEST):
+        monkeypatch.setattr(search, "LONGEST", length)
+        found = trace(index, np.array(text), 4)
+        assert [(run.first, run.stop) for run in found] == [run for run in longest if run[1] - run[0] >= 4]
     assert len(found) >= 3
 
 

@@ -9,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import SPLITS, Datastore, delete_documents
 from indexing.store.deletions import Deletions, deleted_ranges, read_deletions, write_deletions
-from indexing.store.errors import InputError
+from indexing.store.errors import DatastoreChanged, InputError
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.stages import corpus as corpus_stage
+from pipelines.stages.table import _remove_from
 from retro.data.batches import TrainingData, read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
@@ -28,8 +31,10 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.windows import document_windows
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
+from retro.server.app import make_app
 from retro.server.examples import held_out_passages
 from retro.server.page_api import column_values
+from retro.server.settings import ServeSettings
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
 from tests.conftest import build_local, contents, tiny_config, write_corpus
@@ -345,3 +350,48 @@ def test_wrong_chunks_of_deleted_documents_are_found_again_by_a_build(tmp_path) 
     write_deletions(datastore.folder, replace(before, chunks={"train": np.array([[0, 1]])}))
     build_local(config)
     np.testing.assert_array_equal(datastore.train.deleted, before.chunks["train"])
+
+
+def test_a_rebuild_is_refused_by_everything_that_has_the_datastore_open_and_an_append_is_not(tmp_path) -> None:
+    config = config_of(tmp_path)
+    datastore = build_local(config)
+    build_local(config, only="suffixes")
+    victim = ids_of(datastore)[0]
+    retriever, index = Retriever.open(datastore.folder), SuffixIndex.open(datastore.folder)
+    text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([0]))[0])
+    more = write_corpus(tmp_path / "b.jsonl", 10, seed=1)
+    build_local(replace(config, corpus=replace(config.corpus, paths=(str(more),))), append=True)
+    build_local(config, only="suffixes")
+    with TestClient(make_app(retriever, None, ServeSettings(allowed_hosts=("testserver",)))) as client:
+        hits = {"json": {"texts": [text], "k": 3}}
+        assert victim in [hit["document_id"] for hit in client.post("/search", **hits).json()["results"][0]]
+        assert client.post("/trace", json={"text": text}).json()["runs"]
+        delete_documents(datastore.folder, [victim])
+        assert client.get("/ready").status_code == 200
+        assert victim not in [hit["document_id"] for hit in client.post("/search", **hits).json()["results"][0]]
+        for manifest in ("being built", "built"):
+            if manifest == "built":
+                build_local(config, rebuild=True)
+            else:
+                _remove_from(datastore.folder, "chunk")
+            answers = [
+                *(
+                    client.get(path)
+                    for path in ("/ready", "/chunks/0", f"/documents/{victim}", "/datastore", "/examples")
+                ),
+                client.post("/search", **hits),
+                client.post("/search", json=hits["json"] | {"filters": {"title": "Title 1"}}),
+                client.post("/neighbors", json={"text": text, "k": 2}),
+                client.post("/trace", json={"text": text}),
+            ]
+            assert {answer.status_code for answer in answers} == {503}
+            assert all(str(datastore.folder) in answer.json()["error"]["message"] for answer in answers)
+            for search in (
+                lambda: index.longest_match([5, 6]),
+                lambda: index.votes(np.array([5, 6])),
+                lambda: retriever.rank_neighbors(np.full((1, 16), 5), 2),
+                lambda: datastore.train.deleted,
+            ):
+                with pytest.raises(DatastoreChanged, match="was built again"):
+                    search()
+    assert Retriever.open(datastore.folder).search([text], 1).hits[0]

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.ngram_search import NgramIndex
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import read_manifest, remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
@@ -24,7 +25,9 @@ from pipelines.cli import main
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.ngrams import run_ngrams
+from pipelines.stages.table import lock
 from tests.conftest import build_local, contents, tiny_config, write_corpus
+from tests.indexing.suffixes.test_suffixes import problems_of
 
 SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
 
@@ -121,6 +124,49 @@ def test_a_lost_shard_and_a_killed_stage_are_made_again_with_the_same_bytes(tmp_
     assert any("runs" in name for name in contents(config.datastore))
     build_local(config)
     assert contents(config.datastore) == before
+
+
+@pytest.mark.parametrize("stage", ["ngrams", "votes"])
+def test_what_a_build_leaves_that_is_killed_after_its_last_shard_is_reported_and_removed_by_the_next(
+    tmp_path: Path, built: Config, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    shutil.copytree(built.datastore, tmp_path / "datastore")
+    config, module, folder = (
+        replace(built, datastore=tmp_path / "datastore"),
+        import_module(f"pipelines.stages.{stage}"),
+        tmp_path / "datastore" / stage,
+    )
+    if stage == "votes":
+        build_local(config, only="suffixes")
+    before = contents(build_local(config, only=stage).folder)
+
+    def die(path: Path) -> None:
+        if path.name in ("runs", "ranges"):
+            raise RuntimeError("killed")
+        remove(path)
+
+    shutil.rmtree(folder / "00000")
+    monkeypatch.setattr(module, "remove", die)
+    with pytest.raises(RuntimeError, match="killed"):
+        build_local(config, only=stage)
+    monkeypatch.setattr(module, "remove", remove)
+    (folder / ".00000.0123abcd.tmp").mkdir()  # of a second process, which died when this one had finished the shard
+    (folder / ".00000.0123abcd.tmp" / "x.npy").write_bytes(b"x")
+    (temporary,) = {"runs", "ranges"} & {path.name for path in folder.iterdir()}
+    reported = [str(problem) for problem in problems_of(config.datastore)]
+    assert len(reported) == 2
+    assert all("was left by a build that was killed" in line for line in reported)
+    assert {f"{stage}/{temporary}", f"{stage}/.00000.0123abcd.tmp"} == {
+        problem.artifact for problem in problems_of(config.datastore)
+    }
+    with lock(config.datastore):
+        assert not problems_of(config.datastore)
+    shutil.copytree(config.datastore, tmp_path / "repaired")
+    assert main(["verify", str(tmp_path / "repaired"), "--repair"]) == 1
+    build_local(config, only=stage)
+    for made in (config.datastore, tmp_path / "repaired"):
+        assert contents(made) == before
+        assert not problems_of(made)
 
 
 @pytest.mark.parametrize("where", ["own", "other"])

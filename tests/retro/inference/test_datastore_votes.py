@@ -31,7 +31,7 @@ def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: 
         real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
         text, stored = split.tokens.read(first, stop)[real], as_columns(split.votes.read(first, stop)[real])
         live = index.votes(text)
-        # Of more occurrences in several shards, others may be counted.
+        # Of more occurrences others may be counted.
         counts = [index.longest_match(text[max(0, end - LONGEST) : end]).count for end in range(1, len(text) + 1)]
         rare = np.array(counts) <= SAMPLED
         assert np.array_equal(live[:, 0], stored[:, 0])

@@ -1,6 +1,8 @@
 """Verbatim runs over HTTP: of a given text, and of a planted passage that a model with the whole datastore continues."""
 
+import asyncio
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +14,20 @@ import torch
 from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.files import read_json, write_checked
-from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
+from indexing.suffixes.search import SHORTEST_RUN, Match, Place, Run, SuffixIndex, trace
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.model.copy_datastore import DatastoreSource
-from retro.server import schemas
+from retro.server import schemas, trace_api
 from retro.server.app import make_app
 from retro.server.chunk_texts import ChunkTexts
+from retro.server.service import Service
 from retro.server.settings import ServeSettings
 from retro.server.sources import joined
 from retro.server.verbatim_runs import GeneratedRuns, TracedDatastore, traced_datastores
+from tests.conftest import PATIENCE
 from tests.retro.server.conftest import CHAT_TEMPLATE, events_of
 from tests.retro.server.generation_requests import (
     CHAT,
@@ -119,6 +123,115 @@ def test_runs_come_from_all_datastores_and_name_theirs(two: Retriever) -> None:
     assert {name for name, _, _ in found} == set(names)
     starts = [run["text"][0] for run in answer["runs"]]
     assert starts == sorted(starts)
+
+
+def test_a_document_that_is_deleted_while_the_server_runs_is_in_no_answer(two: Retriever, tmp_path: Path) -> None:
+    folder, text = tmp_path / "ships", "the ship number 7 of the ships leaves"
+    shutil.copytree(two.datastore.folder, folder)
+    retriever = Retriever.open(folder)
+
+    def traced(client: TestClient) -> tuple[set[str], int]:
+        """The documents of all places, and the tokens of the longest run."""
+        runs = client.post("/trace", json={"text": text, "documents": 100, "least": 2}).json()["runs"]
+        assert all(run["occurrences"] >= len(run["places"]) > 0 for run in runs)
+        documents = {place["document_id"] for run in runs for place in run["places"]}
+        return documents, max((run["tokens"] for run in runs), default=0)
+
+    def shown(client: TestClient) -> set[str]:
+        return {example["document_id"] for example in client.get("/examples?count=16").json()["examples"]}
+
+    with serving(retriever) as client:
+        before, passages, (documents, longest) = tokens_of(retriever, text), shown(client), traced(client)
+        assert "ship/7" in documents
+        assert longest == len(before)
+        delete_documents(folder, ["ship/7", min(passages - {"ship/7"})])
+        documents, longest = traced(client)
+        assert documents
+        assert "ship/7" not in documents
+        assert 0 < longest < len(before)
+        assert shown(client) == passages - {"ship/7", min(passages - {"ship/7"})}
+        delete_documents(folder, [f"ship/{number}" for number in range(30)])
+        assert (traced(client), shown(client)) == ((set(), 0), set())
+
+
+def test_only_the_longest_runs_have_places_and_equal_runs_are_looked_up_once(
+    two: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Match] = []
+
+    def places(index: SuffixIndex, match: Match, most: int) -> list[Place]:
+        searched.append(match)
+        return find(index, match, most)
+
+    find = SuffixIndex.places
+    monkeypatch.setattr(SuffixIndex, "places", places)
+    monkeypatch.setattr(trace_api, "_PLACED", 2)
+    with serving(two) as client:
+        text = "of the ships leaves zzz ship number zzz the train zzz " * 3
+        answer = client.post("/trace", json={"text": text, "least": 2}).json()
+    runs = answer["runs"]
+    assert len(searched) == len(set(searched)) == 2
+    assert len(runs) > 6
+    placed = [run["tokens"] for run in runs if run["places"]]
+    assert len(placed) >= 4
+    assert min(placed) >= max(run["tokens"] for run in runs if not run["places"])
+    assert all(run["occurrences"] for run in runs)
+    covered = {token for _, run in all_runs(two, text, 2) for token in range(run.first, run.stop)}
+    assert answer["tokens_in_runs"] == len(covered)
+
+
+def all_runs(retriever: Retriever, text: str, least: int) -> list[tuple[TracedDatastore, Run]]:
+    tokens = tokens_of(retriever, text)
+    traced = traced_datastores(retriever.retrieval)
+    return [(each, run) for each in traced for run in trace(each.index, tokens, least)]
+
+
+@pytest.mark.parametrize("first", ["longest_match", "places"])
+def test_a_trace_whose_client_has_left_searches_nothing_more(
+    two: Retriever, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A request is cancelled when its client leaves, when its time is over and when the server stops."""
+    service, calls, is_over, begun = (
+        Service(two, None, ServeSettings()),
+        list[str](),
+        threading.Event(),
+        asyncio.Event(),
+    )
+    loop = asyncio.new_event_loop()
+
+    def noted(name: str) -> Any:
+        search = getattr(SuffixIndex, name)
+
+        def then(*arguments: Any) -> Any:
+            calls.append(name)
+            if name == first and calls.count(name) == 2:
+                loop.call_soon_threadsafe(begun.set)
+                assert is_over.wait(PATIENCE)
+            return search(*arguments)
+
+        return then
+
+    for name in ("longest_match", "places"):
+        monkeypatch.setattr(SuffixIndex, name, noted(name))
+    monkeypatch.setattr(trace_api, "_TOKENS", 1)
+    monkeypatch.setattr(trace_api, "_PLACES", 1)
+
+    async def leave() -> int:
+        request = schemas.TraceRequest(text="the ship number 7 of the trains leaves zzz ship number 8", least=1)
+        answering = asyncio.ensure_future(trace_api.trace_text(request, service))
+        await begun.wait()
+        answering.cancel()
+        await asyncio.wait([answering])
+        before = len(calls)
+        is_over.set()
+        await service.trace(None, [lambda: None])  # on the same thread, after the part that was under way
+        return before
+
+    try:
+        before = loop.run_until_complete(leave())
+        assert len(calls) == before
+    finally:
+        loop.close()
 
 
 def tokens_of(retriever: Retriever, text: str) -> np.ndarray:
