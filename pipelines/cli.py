@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -266,6 +267,12 @@ def run_verb(arguments: Sequence[str]) -> int:
         loaded = load(settings, Path(given[0]) if given else None, options, verb=usage)
         with _named_while_running(name):
             return run(loaded)
+    words = list(takewhile(lambda word: not word.startswith("--"), options))
+    if words and verb.positional[-1:] == ("TEXT",):
+        text = " ".join([given[-1], *words])
+        raise InputError(
+            f"the text has several words: put it in quotes, `retro {name} {given[0]} {shlex.quote(text)}`."
+        )
     loaded = load(settings, None, options, verb=usage)
     require_paths(verb, given)
     values: list[Any] = [given] if _takes_several(verb) else given

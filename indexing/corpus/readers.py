@@ -7,6 +7,7 @@ U+FFFD. Such a replacement, and every document that is left out, is reported as 
 time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
 """
 
+import codecs
 import contextlib
 import errno
 import hashlib
@@ -15,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -63,6 +64,7 @@ _LARGE_BYTES = 1 << 24  # text of a larger file is read block by block, again fo
 _BLOCK_BYTES = 1 << 20  # at least, of a text file
 TEXT_BLOCK = 1 << 20
 """Characters in a block of a `LargeText`."""
+_NAMED_KEYS = 20  # in a message about a missing one
 _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
 
 ProblemKind = Literal[
@@ -269,6 +271,9 @@ class ReadRequest:
 
 
 _UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
+_GUESS_BYTES = 1 << 16
+_FREQUENT_CHINESE = "的一是不了人在有我他这之"
+_FREQUENT_SHARE = 0.05  # in Chinese text about 0.15
 _BOM = b"\xef\xbb\xbf"
 _PARQUET_MAGIC = b"PAR1"
 
@@ -309,11 +314,9 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
     except DAMAGED as error:
         request.report(damage_of(error), seen.lines + 1, str(error))
     if seen.is_binary:
-        share = 100 * seen.other_bytes / seen.stored
-        detail = (
-            f"{share:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%: it is binary or has another encoding"
-        )
-        request.report("not UTF-8", 1, f"{detail}, and is left out")
+        share = f"{100 * seen.other_bytes / seen.stored:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%"
+        guess = _encoding_of(seen.head, request.file.name) or "it is binary or has another encoding"
+        request.report("not UTF-8", 1, f"{share}: {guess}, and is left out")
         return
     if seen.undecodable:
         first = f"the first is 0x{seen.first_undecodable:02x}"
@@ -334,13 +337,14 @@ class _TextSeen:
         undecodable, first_line, first_undecodable: number of replacements; line and byte of the first.
         other_bytes: bytes that text in UTF-8 does not have: undecodable ones, and NUL.
         lines: line ends.
+        head: the first block.
         is_blank: whether all of it is white space.
     """
 
     def __init__(self) -> None:
         self.stored = self.size = self.undecodable = self.first_line = self.first_undecodable = 0
         self.other_bytes = self.lines = 0
-        self.is_blank, self.digest = True, text_digest()
+        self.is_blank, self.digest, self.head = True, text_digest(), b""
 
     @property
     def is_binary(self) -> bool:
@@ -359,6 +363,7 @@ class _TextSeen:
             count = _undecodable(data, text)
             self.undecodable += count
             self.other_bytes += count
+        self.head = self.head or data
         self.other_bytes += data.count(0)
         self.lines += data.count(b"\n")
         self.stored += len(data)
@@ -496,7 +501,7 @@ def _parquet_rows(stored: Any, request: ReadRequest) -> Iterator[Document]:
                     return
                 if record >= request.start:
                     fields = {key: column[row] for key, column in values.items() if column is not None}
-                    yield from _document(fields, request, record, 0)
+                    yield from _document(fields, request, record, 0, names)
                 record += 1
     except pa.ArrowNotImplementedError as error:
         request.report("unreadable file", record + 1, str(error))
@@ -599,8 +604,10 @@ def _without_boundaries(tokens: np.ndarray, boundary_ids: tuple[int, ...]) -> np
     return tokens[:-1] if len(tokens) and tokens[-1] in boundary_ids else tokens
 
 
-def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset: int) -> Iterator[Document]:
-    """Yield the document of a line or row, or report why there is none."""
+def _document(
+    fields: dict[str, Any], request: ReadRequest, record: int, offset: int, names: Sequence[str] = ()
+) -> Iterator[Document]:
+    """Yield the document of a line or row, or report why there is none. `names`: columns of the file, if not all were read."""
     settings, line = request.settings, record + 1
 
     def find(key: str) -> Any:
@@ -629,7 +636,7 @@ def _document(fields: dict[str, Any], request: ReadRequest, record: int, offset:
 
     text = find(settings.text_key)
     if not isinstance(text, str):
-        keys = ", ".join(list(fields)[:10])
+        keys = ", ".join(list(names or fields)[:_NAMED_KEYS])
         if isinstance(text, _Binary):
             description = f"{len(text)} bytes that are not text"
         else:
@@ -653,10 +660,29 @@ def _decode(data: bytes, first_line: int, request: ReadRequest) -> str:
         text = data.decode(errors="replace")
         count = _undecodable(data, text)
         line = first_line + data.count(b"\n", 0, error.start)
-        request.report("undecodable bytes", line, f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}")
+        detail = f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}"
+        reason = _encoding_of(data, request.file.name)
+        request.report("undecodable bytes", line, f"{detail}: {reason}" if reason else detail)
         return text
 
 
 def _undecodable(data: bytes, text: str) -> int:
     """Number of replacements in `data` decoded as `text`. A U+FFFD that the file itself contains is ordinary text."""
     return text.count("\ufffd") - data.count("\ufffd".encode())
+
+
+def _encoding_of(data: bytes, name: str) -> str:
+    """Which encoding other than UTF-8 bytes seem to have, and how to convert the file; empty if unknown.
+
+    UTF-16 begins with a mark. Chinese text in GBK is recognized by its most frequent characters: in text of another encoding that
+    is read as GBK they are rare.
+    """
+    encoding = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
+    if not encoding:
+        try:
+            text = codecs.getincrementaldecoder("gb18030")().decode(data[:_GUESS_BYTES])
+        except UnicodeDecodeError:
+            return ""
+        frequent, chinese = sum(map(text.count, _FREQUENT_CHINESE)), len(re.findall("[\u4e00-\u9fff]", text))
+        encoding = "GBK" if frequent > _FREQUENT_SHARE * chinese else ""
+    return f"it looks like {encoding}; convert it with `iconv -f {encoding} -t UTF-8 {name} > NEW`" if encoding else ""

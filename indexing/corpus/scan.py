@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,10 @@ def _listed(filesystem: Any, root: str, given: str, key: str, is_local: bool) ->
         base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
     elif glob.has_magic(root):
         base = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
+        if is_local and base and not os.path.isdir(base):
+            above = [folder for folder in (base, *map(str, Path(base).parents)) if not os.path.exists(folder)]
+            problem = f"{above[-1]} does not exist" if above else f"{base} is not a folder"
+            raise InputError(f"{key}: {given!r}: {problem}. Name a folder that exists before the `*`.")
         infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
     else:
         problem = "is a pipe or a device" if filesystem.exists(root) else "does not exist"

@@ -105,8 +105,9 @@ class PlanOptions(Config, ResultOptions):
     """Tokens of the datastore (2e12); 0 = all tokens of `corpus.paths`."""
     machines: PositiveInt = 1
     """Machines like this one that work in parallel."""
-    sample_bytes: Annotated[int, Field(ge=10**6)] = 8 * 2**20
-    """Bytes of text in the sample. More bytes take longer and give a better estimate."""
+    sample_bytes: Annotated[int, Field(ge=10**6)] | None = None
+    """Bytes of text in the sample. More bytes take longer and give a better estimate. None = 8 MiB, or an eighth of a smaller
+    corpus: the sample is built several times, and a plan takes less time than the build."""
 
 
 def plan(options: PlanOptions) -> int:

@@ -94,6 +94,8 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     summary = f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
     if len(tokens) < options.least:
         summary += f"\nThe text is shorter than that: --least {len(tokens)} looks for all of it."
+    elif not runs and options.least > 1:
+        summary += f"\nNothing was found. Try a smaller --least, for example --least {max(1, options.least // 2)}."
     lines = [run.line(named=len(retrieval.splits) > 1) for run in runs]
     print_result(share | {"runs": [asdict(run) for run in runs]}, "\n".join([summary, *lines]), options.format)
     return 0

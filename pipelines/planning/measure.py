@@ -38,17 +38,19 @@ from pipelines.stages.table import build
 from pipelines.terminal.progress import progress
 from pipelines.terminal.stages import StagesView, Step
 
+SAMPLE_BYTES = 8 * 2**20
+_LEAST_BYTES = 250_000
 _TRANSFORMER_BYTES = (62_500, 250_000)  # of text; the stages of a sample take the lexical embedder instead
 
 
-def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**20) -> Measured:
+def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = None) -> Measured:
     """Build samples of the corpus in a temporary folder, with the settings of the planned datastore.
 
     Args:
         config: its settings. Without `corpus.paths`, or if these contain tokens, the text is Python's documentation and
             sources.
         tokens: of the datastore, which determine index and search; 0 = all of the corpus.
-        sample_bytes: of text in the larger sample.
+        sample_bytes: of text in the larger sample; None = `SAMPLE_BYTES`, or an eighth of a smaller corpus.
 
     Raises:
         InputError: a path does not exist, the corpus has no text, or its size is unknown and `tokens` is 0.
@@ -56,7 +58,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**2
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as work:
         with during("drawing the sample"):
-            drawn, source = _drawn(config, sample_bytes, Path(work))
+            drawn, source = _drawn(config, sample_bytes or SAMPLE_BYTES, Path(work))
         if not tokens and not drawn.text_bytes:
             raise InputError(
                 "tokens = 0 means the whole corpus, and its size is unknown: corpus.paths is empty, contains tokens, or has "
@@ -65,6 +67,8 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int = 8 * 2**2
         builds = _Builds(config, Path(work), drawn)
         embedding = builds.transformer() if config.embedder.kind == "transformer" else {}
         whole = sum(document.size for document in drawn.documents)
+        if sample_bytes is None and not tokens:  # all builds together read three times `whole`
+            whole = min(whole, max(_LEAST_BYTES, int(drawn.text_bytes / 8)))
         with progress("plan datastore", total=whole // 4 * 3 + whole * 2, unit="bytes") as advance:
             first = builds.sample(whole // 4, "IVF65536,Flat", "index")
             advance(whole // 4)

@@ -52,6 +52,9 @@ class PlanTrainOptions(Config, ResultOptions):
     """Folder of a run on the same kind of devices. Its `tokens_per_second` replaces `peak_tflops` and `mfu`."""
     measured_devices: PositiveInt = 1
     """Number of devices of that run."""
+    all_modes: bool = False
+    """Print all combinations of ZeRO, checkpointing and offload. The default prints the cheapest, the cheapest that fits, and the
+    one with the least memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,7 +266,7 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
     ]
     head = ["ZeRO", "checkpointing", "offload", "parameters", "gradients", "optimizer", "gathered", "activations"]
     modes = [[*head, "working", "device", "host", "sent per step", "step", "all tokens", "fits"]]
-    for mode in plan.modes:
+    for mode in plan.modes if options.all_modes else _notable(plan):
         parallel, memory = mode.parallel, mode.memory
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.gathered, memory.activations)
         modes.append(
@@ -275,6 +278,12 @@ def tables(plan: TrainPlan, options: PlanTrainOptions) -> list[list[list[str]]]:
             ]
         )
     return [what, modes]
+
+
+def _notable(plan: TrainPlan) -> list[ParallelMode]:
+    """The cheapest mode, the cheapest that fits, and the one with the least memory, in order; each once."""
+    notable = (plan.modes[0], plan.cheapest, min(plan.modes, key=lambda mode: mode.memory.device))
+    return [mode for mode in plan.modes if mode in notable]
 
 
 def advice(plan: TrainPlan, options: PlanTrainOptions) -> str:

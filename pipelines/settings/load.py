@@ -25,6 +25,7 @@ from pipelines.terminal.output import exit_if_closed
 
 T = TypeVar("T")
 
+_TYPING_ERROR = 0.85  # similarity of two keys that differ in a letter
 _GIVEN = "_given"  # attribute of loaded settings, see `given_keys`
 
 
@@ -171,13 +172,14 @@ def _is_list(hint: Any) -> bool:
 
 def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
     """What became of a removed key; else keys that a user probably meant, or those of the section. Probable are the same key
-    elsewhere, else a similar one of this section."""
+    elsewhere, unless a letter of one of this section is wrong, else a similar one of this section."""
     if key in removed:
         return f" {removed[key]}"
     section, _, name = key.rpartition(".")
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
-    near = [leaf for leaf in names if names[leaf] == name]
+    near = [siblings[close] for close in difflib.get_close_matches(name, siblings, cutoff=_TYPING_ERROR)]
+    near = near or [leaf for leaf in names if names[leaf] == name]
     near = near or [siblings[close] for close in difflib.get_close_matches(name, siblings)]
     if not near and not (section and siblings):  # the section alone makes any two of its keys similar
         near = difflib.get_close_matches(key, names)

@@ -341,9 +341,11 @@ def _write_corpus(
     if not any(scan.documents for scan in scans):
         counts += Counter({"deleted document": left_out})
         problems = ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
+        firsts = {problem.kind: problem for scan in reversed(scans) for problem in reversed(scan.examples)}
+        listed = "".join(f"\n  {each.file}:{each.line}: {each.kind}: {each.detail}" for each in firsts.values())
         raise InputError(
             f"{key} = {', '.join(settings.paths)}: no document with text in {len(files):,} files. Problems: {problems}. The text is "
-            f"read from corpus.text_key = {settings.text_key!r}."
+            f"read from corpus.text_key = {settings.text_key!r}.{listed}"
         )
     duplicates = find_duplicates(files, scans)
     if settings.strict and duplicates:

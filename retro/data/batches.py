@@ -275,7 +275,8 @@ def _check_datastore(datastore: Datastore, first: Datastore, use: NeighborUse) -
         raise InputError(f"{datastore.folder} has no training chunks that are not deleted.")
     if stored and (count := datastore.train.neighbor_ids.row_shape[0]) < use.k:
         raise InputError(
-            f"data.k = {use.k}: {datastore.folder} stores {count} neighbors of each chunk (neighbors.stored)."
+            f"data.k = {use.k}: {datastore.folder} stores {count} neighbors of each chunk (neighbors.stored). "
+            f"Use data.k = {count} or less, or store more: `retro index CONFIG --neighbors.stored {use.k} --stage neighbors --rebuild`."
         )
     for key in ("vocab_size", "chunk_length", "pad_id"):
         if datastore.manifest[key] != first.manifest[key]:

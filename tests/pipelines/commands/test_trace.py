@@ -46,6 +46,7 @@ def test_text_lists_no_run_of_a_text_that_occurs_nowhere(folder: Path, capsys: p
     printed = capsys.readouterr().out
     assert printed.startswith("0 of ")
     assert "shorter" not in printed
+    assert "smaller --least, for example --least 3." in printed
     assert main(["trace", str(folder), "zq", "--least", "60"]) == 0
     assert "The text is shorter than that" in capsys.readouterr().out
     assert main(["trace", str(folder), "e", "--least", "1"]) == 0

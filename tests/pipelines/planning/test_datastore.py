@@ -14,6 +14,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli import main
 from pipelines.config import Config
+from pipelines.planning import measure as measure_module
 from pipelines.planning import sample
 from pipelines.planning.bytes import key_for
 from pipelines.planning.datastore import (
@@ -189,6 +190,16 @@ def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, mo
     assert draw_sample(settings, 10_000).text_bytes == pytest.approx(whole)
     monkeypatch.setattr(sample, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
     assert draw_sample(settings, 10_000).text_bytes == 0
+
+
+@pytest.mark.slow
+def test_planning_a_small_corpus_reads_less_text_than_building_it(tmp_path, tiny_corpus, monkeypatch) -> None:
+    monkeypatch.setattr(measure_module, "_LEAST_BYTES", 10_000)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 400))
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    measured = measure(config)
+    parts = 2 * (measured.small.size.text_bytes + measured.large.size.text_bytes) + measured.small.size.text_bytes
+    assert 0 < parts < measured.corpus_bytes / 2
 
 
 @pytest.mark.slow

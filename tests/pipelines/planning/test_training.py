@@ -1,14 +1,16 @@
 """`retro plan train`: figures follow from the settings, and impossible settings are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines.cli import main
-from pipelines.planning.training import PlanTrainOptions, advice, flops_per_token, measured_flops, plan_training
+from pipelines.planning.training import PlanTrainOptions, advice, flops_per_token, measured_flops, plan_training, tables
 from pipelines.settings.load import load
 from pipelines.settings.toml_file import to_toml
+from pipelines.terminal.units import human_bytes
 from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
 from retro.model.settings import ModelSettings, RetrievalSettings, updated
@@ -43,6 +45,18 @@ def test_verb_writes_every_mode_and_prints_the_cheapest(tmp_path: Path, capsys) 
     assert 'zero = 0, activation_checkpointing = "none"' in printed
     assert {(mode["step_seconds"], mode["days"]) for mode in plan["modes"]} == {(None, None)}  # nothing was measured
     assert "--measured RUN" in printed
+
+
+def test_three_modes_are_printed_and_all_on_request() -> None:
+    options, made = planned("--device-memory", "30MB")
+    _, modes = tables(made["plan"], options)
+    assert 2 <= len(modes) <= 4  # with the head
+    least = min(made["plan"].modes, key=lambda mode: mode.memory.device)
+    assert modes[-1][9] == human_bytes(least.memory.device)
+    _, every = tables(made["plan"], replace(options, all_modes=True))
+    assert every[0] == modes[0]
+    assert len(every) == 1 + len(made["plan"].modes)
+    assert all(row in every for row in modes)
 
 
 def test_verb_accepts_a_settings_file_and_plan_datastore_checks_its_own_options(
