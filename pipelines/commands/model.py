@@ -41,7 +41,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     from pipelines.stages.agreement import check_agreement
     from retro.checkpoints.checkpoint import latest
     from retro.parallel.coordination import joined
-    from retro.training.loggers import as_line
+    from retro.training.loggers import as_line, readable
     from retro.training.run_folder import read_metrics
 
     check_agreement(config, given_keys(config))
@@ -59,7 +59,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
             run_training(config, name, learning) if rank == 0 else learning(config)
         if rank:
             return 0
-    echo(as_line(read_metrics(config.run)[-1]))
+    echo(as_line(next(filter(None, map(readable, reversed(read_metrics(config.run)))))))
     echo(f"checkpoint: {latest(config.run)}")
     plot_runs([config.run], config.run / "curves.svg")
     echo(f"curves: {config.run / 'curves.svg'}")

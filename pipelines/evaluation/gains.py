@@ -14,16 +14,29 @@ _MANY_DOCUMENTS = 50
 
 
 def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
-    """Tables of `evaluate_checkpoints` by their headings, without empty ones."""
+    """Tables of `evaluate_checkpoints` by their headings, without empty ones.
+
+    Those by longest match and by leakage have OFF and the best ON of each model; the JSON file has all.
+    """
+    shown = _off_and_best(results["results"])
     tables = {
         "Held-out documents": _results_table(results["results"]),
         "Changes": _changes_table(results["changes"]),
-        "By longest match of the document": _match_table(results["matches"], "document"),
-        "By longest match before the token": _match_table(results["matches"], "token"),
-        "By leakage": _leakage_table(results["leakage"]),
+        "By longest match of the document": _match_table(results["matches"], "document", shown),
+        "By longest match before the token": _match_table(results["matches"], "token", shown),
+        "By leakage": _leakage_table(results["leakage"], shown),
         "By size of the datastore": _fractions_table(results["datastore_fractions"]),
     }
     return {title: table for title, table in tables.items() if table.rows}
+
+
+def _off_and_best(rows: Sequence[Row]) -> set[tuple[str, str]]:
+    """Set and label of OFF, and of the ON with the fewest bits, of each model."""
+    best: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = row["set"], row["model"], row["retrieval"]
+        best[key] = min(best.get(key, row), row, key=lambda each: each["bits_per_byte"])
+    return {(row["set"], _label(row)) for row in best.values()}
 
 
 def _label(row: Row) -> str:
@@ -51,8 +64,8 @@ def _changes_table(rows: Sequence[Row]) -> Table:
     return Table(["set", "measured", "against", "bits/byte", "95% of bootstraps over documents"], cells)
 
 
-def _match_table(levels: Sequence[Row], unit: str) -> Table:
-    """A row for each set and band of lengths that some text has."""
+def _match_table(levels: Sequence[Row], unit: str, shown: set[tuple[str, str]]) -> Table:
+    """Rows for each set and band of lengths that some text has."""
     levels = [level for level in levels if level["of"] == unit and level["tokens"]]
 
     def length(level: Row) -> str:
@@ -60,11 +73,11 @@ def _match_table(levels: Sequence[Row], unit: str) -> Table:
         return f"{first} and more" if last is None else f"{first} to {last}" if first < last else f"{first}"
 
     cells = [[level["set"], length(level), f"{level['documents']:,}", f"{level['tokens']:,}"] for level in levels]
-    return _levels_table(["set", "longest match", "documents", "tokens"], cells, levels)
+    return _levels_table(["set", "longest match", "documents", "tokens"], cells, levels, shown)
 
 
-def _leakage_table(levels: Sequence[Row]) -> Table:
-    """A row for each set and number of shared tokens."""
+def _leakage_table(levels: Sequence[Row], shown: set[tuple[str, str]]) -> Table:
+    """Rows for each set and number of shared tokens."""
     cells = [
         [
             level["set"],
@@ -74,20 +87,25 @@ def _leakage_table(levels: Sequence[Row]) -> Table:
         ]
         for level in levels
     ]
-    return _levels_table(["set", "shared tokens at most", "α", "chunks"], cells, levels)
+    return _levels_table(["set", "shared tokens at most", "α", "chunks"], cells, levels, shown)
 
 
-def _levels_table(header: list[str], cells: Sequence[list[str]], levels: Sequence[Row]) -> Table:
-    """Rows with these first cells, and the results and changes of a level. A level without text has none."""
-    pair = "{measured} against {reference}".format_map
-    columns = [_label(row) for level in levels for row in level["results"]]
-    columns = list(dict.fromkeys(columns + [pair(change) for level in levels for change in level["changes"]]))
+def _levels_table(
+    header: list[str], cells: Sequence[list[str]], levels: Sequence[Row], shown: set[tuple[str, str]]
+) -> Table:
+    """A row for each result of a level, and for each further change of it; these cells are in the first one. A level without text has none."""
     rows = []
-    for first, level in zip(cells, levels, strict=True):
-        figures = {_label(row): f"{row['bits_per_byte']:.4f}" for row in level["results"]}
-        figures |= {pair(change): f"{change['percent']:+.2f}% ({_interval(change)})" for change in level["changes"]}
-        rows.append([*first, *(figures.get(column, "–") for column in columns)])
-    return Table([*header, *columns], rows)
+    for cells_of_level, level in zip(cells, levels, strict=True):
+        lines = [] if level["results"] else [["–"] * 4]
+        for row in level["results"]:
+            figures = [_label(row), f"{row['bits_per_byte']:.4f}"]
+            if (level["set"], figures[0]) in shown:
+                changes = [change for change in level["changes"] if change["measured"] == figures[0]]
+                compared = [[each["reference"], f"{each['percent']:+.2f}% ({_interval(each)})"] for each in changes]
+                first, *others = compared or [["", ""]]
+                lines += [figures + first, *(["", "", *other] for other in others)]
+        rows += [(cells_of_level if line is lines[0] else [""] * len(cells_of_level)) + line for line in lines]
+    return Table([*header, "retrieval", "bits/byte", "against", "change"], rows)
 
 
 def _fractions_table(levels: Sequence[Row]) -> Table:

@@ -55,14 +55,20 @@ class Console:
 
     def write(self, values: dict[str, Any]) -> None:
         """Log `step 200 of 1,000, loss 5.123`, or all values but the metrics of layer groups."""
-        values = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        values = readable(values)
         if "loss" in values and values["step"] < self._steps:
             status("step %s of %s, loss %.4g", f"{values['step']:,}", f"{self._steps:,}", values["loss"])
-        elif values.keys() > {"step", "tokens"}:
+        elif values:
             log.info(as_line(values))
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def readable(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics without those of layer groups, which are hundreds; empty if there are no others."""
+    kept = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+    return kept if kept.keys() > {"step", "tokens"} else {}
 
 
 def as_line(values: dict[str, Any]) -> str:

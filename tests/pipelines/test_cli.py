@@ -22,7 +22,7 @@ from pipelines.settings.load import leaf_types
 from pipelines.settings.toml_file import to_toml
 from pipelines.terminal.silence import silence
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.model.settings import CopyHeadSettings
+from retro.model.settings import CopyHeadSettings, RetrievalSettings
 from tests.conftest import tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +90,23 @@ def test_a_model_with_the_default_copy_head_names_the_stage_that_its_datastore_l
         words in refused for words in (str(config.datastore), "--stage votes", "model.copy_head.datastore = false")
     )
     assert not config.run.exists()
+
+
+def test_a_run_without_an_evaluation_ends_with_its_loss_on_a_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 20))
+    model = replace(config.model, retrieval=RetrievalSettings(cca_layers=()))
+    config = replace(config, model=model, train=replace(config.train, steps=2))
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert main(["index", str(tmp_path / "config.toml"), "--stage", "chunk"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(tmp_path / "config.toml")]) == 0  # the monitor looks at step 2
+    printed = capsys.readouterr()
+    assert re.match(r"step 2  tokens 256  loss \d", printed.out)
+    assert "monitor/" not in printed.out + printed.err
+    assert max(map(len, printed.out.splitlines())) < 200
 
 
 @pytest.mark.parametrize(

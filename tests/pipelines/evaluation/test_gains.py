@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.evaluation.bits_per_byte import Measured, Row, _rows_and_changes
 from pipelines.evaluation.gains import gain_in_words, tables_of
-from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.bits_per_byte import SetResult, mode_of
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
 
 COPYING = ModelSettings(copy_head=CopyHeadSettings(context=True, neighbors=True))
@@ -75,6 +75,33 @@ def test_an_interval_with_zero_is_no_measurable_gain_and_names_what_to_try(
 def test_without_retrieval_there_is_no_sentence() -> None:
     assert gain_in_words(*level({}, 20), PLAIN) == ""
     assert gain_in_words(*level({}, 20, other="baseline"), PLAIN) == ""
+
+
+def test_tables_of_many_measurements_have_lines_that_fit_on_a_screen() -> None:
+    modes = [(k, votes) for votes in (False, True) for k in (0, 1, 2, 4)]
+    figures = {"perplexity": 214.0, "tokens": 1_234_567, "bytes": 7_654_321, "tokens_per_second": 4321.0}
+    rows = [
+        {"set": "valid", "model": model, "k": k, "votes": votes, "retrieval": "ON" if k or votes else "OFF"}
+        | {"bits_per_byte": 3.3 - number / 10}
+        | figures
+        for model in ("retro", "baseline")
+        for number, (k, votes) in enumerate(modes)
+    ]
+    best, interval = "retro ON k=4 + datastore", {"percent": -95.94, "low": -96.21, "high": -95.58}
+    changes = [
+        {"set": "valid", "measured": f"{row['model']} {mode_of(row['k'], row['votes'])}", "reference": reference}
+        | interval
+        for row in rows
+        for reference in ("retro OFF", "baseline ON k=4 + datastore")
+    ]
+    band = {"set": "valid", "of": "token", "match_at_least": 64, "match_at_most": None, "documents": 17}
+    level = band | {"tokens": 1_234_567, "results": rows, "changes": changes}
+    tables = tables_of(
+        {"results": rows, "changes": changes, "matches": [level], "leakage": [], "datastore_fractions": []}
+    )
+    assert max(len(line) for table in tables.values() for line in table.text.splitlines()) <= 145  # with two models
+    of_band = [row[4] for row in tables["By longest match before the token"].rows]
+    assert of_band == ["retro OFF", "", best, "", "baseline OFF", "", "baseline ON k=4 + datastore", ""]
 
 
 def test_a_change_of_a_single_document_has_no_interval() -> None:

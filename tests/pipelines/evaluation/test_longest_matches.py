@@ -45,7 +45,7 @@ def changes_of(written: dict[str, Any], unit: str) -> dict[int, float]:
 def test_planted_copies_are_shown_by_document_and_by_token(trained: Path, tmp_path: Path, capsys) -> None:
     written = measured(trained, tmp_path)
     printed = capsys.readouterr().out
-    assert re.search(r"valid +64 and more +6 +[\d,]+ +\d\.\d{4} ", printed)
+    assert re.search(r"valid +64 and more +6 +[\d,]+ +OFF +\d\.\d{4}", printed)
     assert "By longest match before the token" in printed
     assert "By leakage" not in printed
     assert written["leakage"] == []
