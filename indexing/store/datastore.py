@@ -21,6 +21,7 @@ of the `train` split, the only one in the index, or of other datastores (`retrie
 """
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -244,12 +245,14 @@ class Split:
 
         Further stages and appended shards change nothing.
         """
-        path = self.folder / "manifest.json"
-        stat = path.stat() if path.exists() else None
-        stamp = () if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        try:
+            stat = os.stat(f"{self.folder}/manifest.json")
+            stamp: tuple[int, ...] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except FileNotFoundError:
+            stamp = ()
         if not _has_made(self.folder, stamp, self.made, len(self.chunk_rows)):
             raise DatastoreChanged(
-                f"{remote.url_of(self.folder) or self.folder} was built again, or is being built again, since this process "
+                f"{remote.datastore_name(self.folder)} was built again, or is being built again, since this process "
                 "opened it. Restart the process when the build is finished."
             )
 

@@ -12,6 +12,7 @@ raises DatastoreChanged in processes that had the datastore open. From a URL bot
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,9 +47,9 @@ def read_deletions(folder: Path) -> Deletions:
         InputError: the file is damaged, or the deletions were recorded by a version that did not record ids.
     """
     try:
-        stat = (folder / FILE).stat()
+        stat = os.stat(f"{folder}/{FILE}")  # quicker than a Path: searches ask for every token
     except FileNotFoundError:
-        if (folder / "deleted.npy").exists():
+        if os.path.exists(f"{folder}/deleted.npy"):
             raise InputError(
                 f"{folder / 'deleted.npy'} was written by an earlier version and names no ids. Remove it and run `retro delete` "
                 "again with the ids of all deleted documents."

@@ -385,13 +385,12 @@ def test_a_rebuild_is_refused_by_everything_that_has_the_datastore_open_and_an_a
                 client.post("/trace", json={"text": text}),
             ]
             assert {answer.status_code for answer in answers} == {503}
-            assert all(str(datastore.folder) in answer.json()["error"]["message"] for answer in answers)
             for search in (
                 lambda: index.longest_match([5, 6]),
                 lambda: index.votes(np.array([5, 6])),
                 lambda: retriever.rank_neighbors(np.full((1, 16), 5), 2),
                 lambda: datastore.train.deleted,
             ):
-                with pytest.raises(DatastoreChanged, match="was built again"):
+                with pytest.raises(DatastoreChanged, match="/datastore was built again"):
                     search()
     assert Retriever.open(datastore.folder).search([text], 1).hits[0]
