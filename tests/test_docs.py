@@ -181,8 +181,8 @@ def test_every_command_of_a_benchmark_has_options_that_exist(path: Path) -> None
             assert known is None or set(options(found[3].split())) <= known | {"help"}, line
 
 
-NO_KEYS = {"tokenizer.model", "index.search", "model.retrieve_from"}
-"""Names in the text that look like configuration keys: a file and functions."""
+NO_KEYS = {"tokenizer.ggml.pre", "tokenizer.model", "index.search", "model.retrieve_from"}
+"""Names in the text that look like configuration keys: a key of GGUF files, a file and functions."""
 FILES = (".py", ".json", ".safetensors")
 
 
