@@ -1,5 +1,6 @@
 """Join a Ray cluster, after a check that it answers: Ray itself tries for minutes and logs nothing at first."""
 
+import contextlib
 import os
 import re
 import socket
@@ -16,12 +17,13 @@ def connect(address: str) -> None:
         address: `auto`, `ray://…`; empty: the cluster that runs this job, or a new one.
 
     Raises:
-        InputError: no cluster answers, it refuses this process, or Ray does not start.
+        InputError: no cluster answers, it refuses this process, Ray does not start, or its workers could not.
     """
     import ray
 
     if ray.is_initialized():
         return
+    _check_uv()
     try:
         require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
@@ -33,6 +35,30 @@ def connect(address: str) -> None:
             f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
             "authentication needs RAY_AUTH_MODE=token and the token in this environment too (docs/how-to/run-on-a-cluster.md)."
         ) from error
+
+
+def _check_uv() -> None:
+    """Refuse a relative path of `uv`, with whose command Ray starts its workers: they wait in silence until Ray's time limit.
+
+    Raises:
+        InputError: this process was started by `PATH/uv run`, and workers are in other folders.
+    """
+    import psutil  # Ray brings it
+    import ray
+
+    if not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV:
+        return
+    for parent in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):
+            command = parent.cmdline()
+            if command[1:2] == ["run"] and os.path.basename(command[0]) == "uv":
+                if os.path.dirname(command[0]) and not os.path.isabs(command[0]):
+                    raise InputError(
+                        f"Ray starts its workers with the command of this process, `{command[0]} run`, in other folders, where this "
+                        f"path leads nowhere. Run `uv` by its name or as {os.path.abspath(command[0])}, or set "
+                        "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0, with the packages installed on every machine."
+                    )
+                return
 
 
 def require_answer(address: str) -> None:

@@ -1,6 +1,10 @@
 """Error messages when no Ray cluster answers. No test here starts a cluster."""
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from indexing.store.errors import InputError
 from pipelines.executors import ray_cluster
 from pipelines.executors.ray_cluster import connect
 
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own
 
 
@@ -23,6 +28,20 @@ def ray_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize(("command", "refused"), [("./uv", True), ("bin/uv", True), ("uv", False), ("/bin/uv", False)])
+def test_a_relative_path_of_uv_is_refused_instead_of_workers_that_never_start(
+    tmp_path: Path, command: str, refused: bool
+) -> None:
+    program = "from pipelines.executors.ray_cluster import connect; connect('127.0.0.1:1')"
+    (tmp_path / "run").write_text(f'"{sys.executable}" -c "{program}"\nexit $?\n')
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    streams: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run([command, "run"], executable="/bin/sh", cwd=tmp_path, env=environment, **streams)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1 if refused else -2]
+    assert (f"`{command} run`" in said, "no Ray cluster at 127.0.0.1:1" in said) == (refused, not refused)
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
