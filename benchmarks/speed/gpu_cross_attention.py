@@ -40,8 +40,9 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.windows import ScoringWindow, window_batches
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
+from retro.model.presets import resolve
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings
+from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
 from retro.training.fitted_copy_head import fit_copy_head
 from retro.training.fitted_retrieval import read_batches
 from retro.training.settings import TrainSettings
@@ -58,7 +59,7 @@ def base_of(gguf: Path | None, config: Config, base: Path) -> Iterator[Figures]:
     """Import the model; without a file, train a small one for two steps."""
     setup_logging()
     if gguf is None:
-        plain = ModelSettings(preset="tiny", retrieval=RetrievalSettings(cca_layers=()), copy_head=NO_COPY_HEAD)
+        plain = updated(resolve(ModelSettings(preset="tiny", copy_head=NO_COPY_HEAD)), {"retrieval.cca_layers": ()})
         run = replace(config, run=base.with_suffix(""), model=plain, train=replace(config.train, steps=2))
         yield {"base": str(train(run.run, run.run_settings).checkpoint)}
         return
@@ -123,7 +124,8 @@ def scored(
         TrainingData(data.datastores, replace(data, neighbor_source=one), retrieval=True, votes=True)
         for one in ("nearest", source)
     ]
-    fitting = list(zip(*(read_batches(one, -(-fitted_tokens // data.sequence_length), place) for one in training)))
+    count = -(-fitted_tokens // data.sequence_length)
+    fitting = list(zip(*(read_batches(one, count, place) for one in training), strict=True))
 
     def hidden(batches: list[Any]) -> list[torch.Tensor]:
         with torch.no_grad(), place.autocast():

@@ -132,6 +132,8 @@ def install(kit: Path) -> Path:
     for name, missing in join(kit):
         print(f"{name}: " + (f"waits for {', '.join(missing)}" if missing else "complete"), flush=True)
     wheels = sorted({*kit.glob("load-*/*.whl"), *(kit / FILES).glob("*.whl")})
+    if not wheels:
+        sys.exit(f"{kit}: no load with wheels has arrived. Carry {kit / 'load-0'}, which `make` fills.")
     site = kit / SITE
     arrived = "\n".join(wheel.name for wheel in wheels)
     stamp = kit / "installed.txt"
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("command", choices=["make", "install"])
     parser.add_argument("files", nargs="*", type=Path, help="of `make`")
     parser.add_argument("--kit", type=Path, default=KIT)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.command == "install":
         print(f"export PYTHONPATH={install(options.kit).resolve()}:{Path.cwd()}")
         return

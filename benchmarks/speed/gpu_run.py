@@ -10,6 +10,7 @@ that zstandard need not be installed. `--tiny` runs everything with little text 
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -40,6 +41,7 @@ from retro.data.settings import DataSettings
 from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.presets import resolve
 from retro.model.settings import CopyHeadSettings, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.training.trainer import train
@@ -55,6 +57,7 @@ MODES = {
     "all": NeighborUse(2, votes=True),
 }
 _PROBE_STEPS = 12
+_TINY_BYTES = 200_000
 _FILLED = 0.85
 """Part of the time left that steps take; the rest is for compilation of the second model, evaluation and the checkpoint."""
 
@@ -63,7 +66,7 @@ _FILLED = 0.85
 
 
 def plain_text(paths: Sequence[Path], folder: Path, tiny: bool) -> tuple[str, ...]:
-    """The corpora without compression, in a folder; the first 150 documents of each if it is for tests."""
+    """The corpora without compression, in a folder; documents with 200 kB of each if it is for tests."""
     import pyarrow
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +77,11 @@ def plain_text(paths: Sequence[Path], folder: Path, tiny: bool) -> tuple[str, ..
         compression = "zstd" if path.suffix == ".zst" else None
         with pyarrow.input_stream(str(path), compression=compression) as stream:
             lines = stream.read().splitlines(keepends=True)
+        if tiny:
+            ends = itertools.accumulate(map(len, lines))
+            lines = [line for line, end in zip(lines, ends, strict=True) if end <= _TINY_BYTES]
         target = folder / path.name.removesuffix(".zst")
-        target.write_bytes(b"".join(lines[:150] if tiny else lines))
+        target.write_bytes(b"".join(lines))
         files.append(str(target))
     return tuple(files)
 
@@ -216,12 +222,7 @@ def config_of(work: Path, tiny: bool) -> Config:
 def decoder_of(config: Config) -> Config:
     """The same decoder, which copies from its own context only."""
     own = {"retrieval.cca_layers": (), "copy_head.neighbors": False, "copy_head.datastore": False}
-    sizes = config.model
-    if sizes.preset:
-        from retro.model.presets import resolve
-
-        sizes = resolve(sizes)
-    return replace(config, run=config.run.with_name("decoder"), model=updated(sizes, own))
+    return replace(config, run=config.run.with_name("decoder"), model=updated(resolve(config.model), own))
 
 
 def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dict[str, Case]:
