@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from indexing.retrieval.passage_choice import mostly_letters, words_of
 from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import Scores
 from retro.server import examples
@@ -142,7 +143,12 @@ def test_without_held_out_documents_examples_are_from_the_datastore(two: Retriev
     assert len(answer.examples) == 2
 
 
-def test_candidates_begin_with_the_nearest_neighbors(retriever: Retriever) -> None:
-    texts = [each.text for each in held_out_passages(retriever, 4, 2).examples]
-    distances = [retriever.search([text], 1).hits[0][0].distance for text in texts]
-    assert distances[0] == min(distances)
+def test_examples_are_mostly_letters_of_different_documents_and_share_words_with_their_neighbors(
+    retriever: Retriever,
+) -> None:
+    found = held_out_passages(retriever, 4, 2).examples
+    assert len({example.document_id for example in found}) == len(found) > 1
+    for example in found:
+        assert mostly_letters(example.text)
+        hits = retriever.search([example.text], 2).hits[0]
+        assert words_of(example.text) & words_of(" ".join(hit.text + hit.continuation for hit in hits))

@@ -2,6 +2,10 @@
 
 import pytest
 
+from indexing.retrieval.retriever import Retriever
+from indexing.store.datastore import Datastore
+from retro.server.app import make_app
+from retro.server.settings import ServeSettings
 from tests.retro.server.browser import LAPTOP, MARKS, PHONE, Page, expect, form_of, submit
 from tests.retro.server.conftest import TEXT, Make, listening
 from tests.retro.server.test_page_explains import answer_with
@@ -188,3 +192,45 @@ def test_words_of_a_question_are_marked_in_its_hits(open_page, url: str) -> None
     submit(page, "neighbors", TEXT * 4)  # not a question
     expect(page.locator("#neighbors article.chunk").nth(1)).to_be_visible()
     expect(page.locator("#neighbors mark.word")).to_have_count(0)
+
+
+# --- what it finds, trace --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", ["neighbors", "trace"])
+def test_search_and_trace_begin_with_an_example_that_was_run_and_an_empty_form(
+    open_page, voting_datastore: Datastore, view: str
+) -> None:
+    with listening(make_app(Retriever.open(voting_datastore.folder), None, ServeSettings())) as url:
+        page = open_page(f"{url}/#/{view}")
+        expect(page.locator(f"#{view}-strip")).to_be_visible()
+        expect(page.locator(f"#{view} textarea")).to_be_visible()
+        expect(page.locator(f"#{view} textarea")).to_have_value("")
+        expect(page.locator(f"#{view} .examples [aria-pressed=true]")).to_have_count(1)
+
+
+def test_a_text_without_runs_is_in_one_column_and_suggests_shorter_runs(open_page, voting_datastore: Datastore) -> None:
+    with listening(make_app(Retriever.open(voting_datastore.folder), None, ServeSettings())) as url:
+        page = open_page(url + form_of("trace"))
+        submit(page, "trace", "z1 q2 z3 q4 " * 5)
+        card = page.locator("#trace .results .notice")
+        expect(card).to_contain_text("Try a smaller number of tokens")
+        expect(card.locator("pre")).to_contain_text("z1 q2")
+        expect(page.locator("#trace .found")).to_have_count(0)
+
+
+def test_the_header_and_the_names_of_examples_are_whole_on_a_phone(open_page, url: str) -> None:
+    name = {"document_id": "lib/email/header/of/a/long/path/header.py", "title": "header"}
+    page = open_page("about:blank", **PHONE)
+    answer_with(page, "**/examples?*", lambda body: body["examples"][0].update(name))
+    page.goto(url)
+    expect(page.locator(COLORED).first).to_be_attached()
+    for selector in (".served", "[role=tab]", ".answered .examples button"):
+        for node in page.locator(selector).all():
+            if node.is_visible():
+                assert node.evaluate("node => node.scrollWidth <= node.clientWidth + 1"), selector
+                box = node.bounding_box()
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= 390
+    expect(page.locator("#passage .examples button").first).to_contain_text("header.py")
+    expect(page.locator("#passage .examples .folder").first).to_be_hidden()

@@ -45,7 +45,19 @@ export function cut(text, marks, border = 0) {
  * @returns {Node[]}
  */
 export function marked(pieces, numbered = false) {
-  return pieces.map((piece) => (piece.marks.length ? run(piece, numbered) : document.createTextNode(piece.text)));
+  return pieces.flatMap((piece) => (piece.marks.length ? runs(piece, numbered) : [document.createTextNode(piece.text)]));
+}
+
+/** Line breaks and indentation of a run are marks without color, which would be a large block. */
+function runs(piece, numbered) {
+  const parts = piece.text.split(/(\s*\n\s*|\s{2,})/u).filter(Boolean);
+  const last = parts.findLastIndex((part) => part.trim());
+  return parts.map((text, number) => {
+    const ends = number === Math.max(0, last);
+    const node = run({ ...piece, text, stop: ends ? piece.stop : null }, numbered);
+    node.classList.toggle("gap", !text.trim());
+    return node;
+  });
 }
 
 function run({ text, stop, marks }, numbered) {
@@ -73,7 +85,7 @@ const describe = ({ tokens, rank, copied, word, about }, numbered) =>
 
 /** Make the first run of a text reachable with Tab; arrow keys move on from there. @param {HTMLElement} text */
 export function reachable(text) {
-  text.querySelector("mark")?.setAttribute("tabindex", "0");
+  text.querySelector("mark:not(.gap)")?.setAttribute("tabindex", "0");
 }
 
 /** Highlight all runs of the same pair when the user points at a run or token in `card`; a click unfolds them. @param {HTMLElement} card */

@@ -84,6 +84,6 @@ const moreLikeThis = ({ text }) => element("a", { href: addressOf("neighbors", {
 
 function withKeys(card) {
   reachable(card);
-  roving(card, "mark");
+  roving(card, "mark:not(.gap)");
   return card;
 }

@@ -1,6 +1,5 @@
 // "Write": two continuations of one prompt side by side, with and without neighbors, token by token, and what was read.
 
-import { addressOf } from "../lib/address.js";
 import { served, whenServed } from "../lib/api.js";
 import { element } from "../lib/elements.js";
 import { downloadButton } from "../parts/download.js";
@@ -9,6 +8,7 @@ import { queryForm } from "../parts/query_form.js";
 import { readChunks } from "../parts/read_chunks.js";
 import { announce, noModel } from "../parts/region.js";
 import { strip } from "../parts/strip.js";
+import { traceLink } from "../parts/trace_link.js";
 
 const FIELDS = ["k", "max_tokens", "temperature", "top_k", "top_p", "seed"];
 
@@ -49,11 +49,6 @@ async function generate(values) {
   if ((await served()).trace) for (const { card, answer } of panes) card.append(traceLink(answer().text));
   if (modes[0]) about.replaceChildren(...difference(markDifference(cards)));
   announce(own.signal.aborted ? "Stopped." : "Both texts are complete.");
-}
-
-function traceLink(text) {
-  if (!text.trim()) return "";
-  return element("p", { class: "after-text" }, element("a", { href: addressOf("trace", { parameters: { text } }) }, "Find where this text occurs"));
 }
 
 /** The first words that differ, in a sentence. */

@@ -88,7 +88,7 @@ function chunkCard(chunk, number, total, scoreName, isQuestion) {
     element("div", { class: "found" }, ...(cards.length ? folded(cards) : [nothing])),
   );
   reachable(text);
-  roving(text, "mark");
+  roving(text, "mark:not(.gap)");
   linkRuns(card);
   return card;
 }

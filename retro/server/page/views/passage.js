@@ -1,6 +1,6 @@
 // "Where it helps": the tokens of a text, colored by how much the neighbors help (blue) or hurt (orange), next to the neighbors.
 
-import { post, whenServed } from "../lib/api.js";
+import { post, served, whenServed } from "../lib/api.js";
 import { element, figures } from "../lib/elements.js";
 import { roving } from "../lib/keyboard.js";
 import { counted, fixed, percent, verdict } from "../lib/numbers.js";
@@ -12,6 +12,7 @@ import { queryForm } from "../parts/query_form.js";
 import { fill, noModel, notice } from "../parts/region.js";
 import { LEAST_RUN } from "../parts/shared_runs.js";
 import { strip } from "../parts/strip.js";
+import { traceLink } from "../parts/trace_link.js";
 import { colorScale, numbersOf, tokenNode } from "../parts/tokens.js";
 
 const FIRST = "no neighbors yet";
@@ -30,7 +31,9 @@ function score(values) {
     const body = { text: values.get("text"), k: Number(values.get("k") ?? form.elements.k.value), return_sources: true };
     const answer = await post("score", body, signal);
     const save = downloadButton("scores", () => ({ request: body, ...answer }));
-    return { nodes: details(answer, save), summary: sentence(answer) };
+    // Words that are copied from the whole datastore have no neighbor; the trace finds their documents.
+    const link = (await served()).trace ? traceLink(body.text) : "";
+    return { nodes: [...details(answer, save), link].filter(Boolean), summary: sentence(answer) };
   });
 }
 

@@ -77,7 +77,7 @@ function traced({ text, runs }, named) {
     element("div", { class: "found" }, ...folded(cards)),
   );
   reachable(shown);
-  roving(shown, "mark");
+  roving(shown, "mark:not(.gap)");
   linkRuns(card);
   const open = (event) => {
     const mark = event.target.closest("mark");
