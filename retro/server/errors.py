@@ -37,7 +37,10 @@ _STATUSES: dict[int, tuple[str | None, str]] = {  # code of all errors of a stat
     429: ("rate_limit_exceeded", "Too many requests are waiting; retry after the time in `Retry-After`."),
     431: ("request_too_large", "The request's URL and headers have more bytes than the server allows."),
     500: ("internal_error", "Internal error; the server's log has details under the id in the message."),
-    503: ("unavailable", "The server is starting or shutting down, a file of a datastore is damaged, or it was built again."),
+    503: (
+        "unavailable",
+        "The server is starting or shutting down, a file of a datastore is damaged, or it was built again.",
+    ),
     504: ("timeout", "The request took longer than the server allows."),
 }
 _FIELD_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}

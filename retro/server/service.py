@@ -129,7 +129,7 @@ class Service:
         )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
         self.trace: Batcher[None, Callable[[], Any], Any] = Batcher(
-            "trace", lambda _, parts: [part() for part in parts], 1
+            "trace", _watched(self.files.watch, lambda _, parts: [part() for part in parts]), 1
         )
         waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
         waiting["trace"] = self.trace.__len__
