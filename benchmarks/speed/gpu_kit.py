@@ -190,7 +190,7 @@ def main() -> None:
     print("\nOn the other machine, in the root of the repository, for each load:")
     for load in loads:
         print(f"  carry {options.kit / load}   then   python3 {script} install --kit {options.kit}")
-    print(f"and then   export PYTHONPATH=$PWD/{options.kit / SITE}:$PWD   and the parts of benchmarks/speed/gpu*.py")
+    print("The last one prints the PYTHONPATH to export before the parts of benchmarks/speed/gpu*.py.")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ without training.
 """
 
 import argparse
+import importlib.util
 import multiprocessing
 import resource
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,8 +120,17 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
     return lambda: step(settings.warmup_steps, [data]), count_parameters(model, embeddings=True)
 
 
+def _without_its_index() -> None:
+    """Let retro-pytorch be imported without autofaiss, which only its search for neighbors calls."""
+    if importlib.util.find_spec("autofaiss") is None:
+        absent = types.ModuleType("autofaiss")
+        absent.build_index = None  # type: ignore[attr-defined]
+        sys.modules.setdefault("autofaiss", absent)
+
+
 def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
     """Return retro-pytorch's RETRO with these sizes, for sequences of `num_tokens` tokens."""
+    _without_its_index()
     from retro_pytorch import RETRO
 
     model: torch.nn.Module = RETRO(
@@ -138,6 +149,7 @@ def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
 
 def their_step(case: Case, placement: Placement) -> tuple[Callable[[], object], int]:
     """Return a training step of retro-pytorch as in its README and its TrainingWrapper, under autocast."""
+    _without_its_index()
     from retro_pytorch.optimizer import get_optimizer
 
     model = their_model(case.settings, case.num_tokens).to(placement.device)
