@@ -64,3 +64,37 @@ def test_without_a_load_the_command_says_what_to_carry(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 1
     assert "Carry" in ran.stderr
+
+
+LACKING = (
+    "ray",
+    "autofaiss",
+    "fastapi",
+    "uvicorn",
+    "zstandard",
+    "tantivy",
+    "datasketch",
+    "s3fs",
+    "prometheus_client",
+    "mcp",
+)
+IMPORTS = f"""
+import sys
+
+class Lacking:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {LACKING}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Lacking())
+import benchmarks.speed.gpu, benchmarks.speed.gpu_run, benchmarks.speed.gpu_cross_attention
+import pipelines.commands.datastore, pipelines.commands.model, pipelines.commands.huggingface, pipelines.evaluation.verbs
+import retro.inference.language_model
+"""
+
+
+def test_training_search_and_decoding_import_no_package_that_a_gpu_machine_lacks() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=Path(gpu_kit.__file__).parents[2], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr

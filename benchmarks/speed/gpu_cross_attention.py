@@ -196,13 +196,13 @@ def cases_of(paths: Sequence[Path], gguf: Path | None, work: Path, tiny: bool) -
         kind: run_of(kind, replace(config, train=trained, data=data), base, (1, 2) if small else LAYERS)
         for kind in KINDS
     }
-    train_one = partial(train_within, steps_file=work / "steps.txt", seconds=165.0, most_steps=920, tiny=tiny)
-    of_base = Case(partial(base_of, gguf, replace(config, data=data), base), 60)
+    train_one = partial(train_within, steps_file=work / "steps.txt", seconds=205.0, most_steps=920, tiny=tiny)
+    of_base = Case(partial(base_of, gguf, replace(config, data=data), base), 90)
     build = Case(partial(build_stages, config, paths, tiny), 150)
     # A small base needs the tokenizer of the datastore, and the datastore of a model its tokenizer.
     cases = {"datastore": build, "base": of_base} if small else {"base": of_base, "datastore": build}
     for kind, run in runs.items():
-        cases[f"train, {kind}"] = Case(partial(train_one, run), 200)
+        cases[f"train, {kind}"] = Case(partial(train_one, run), 230)
     sizes = (2_000, 640) if tiny else (40_000, 20_480)
     folders = {
         kind: runs[kind].run for kind in reversed(KINDS)

@@ -31,6 +31,8 @@ PACKAGES = (
     "retro-pytorch==0.3.9",
 )
 """Without their dependencies, which the machine has; `pydantic-core` is added in the version that pydantic names."""
+FOR_TESTS = ("tantivy>=0.27,<0.28",)
+"""Packages that only `pytest -m gpu` needs, whose datastore has a sparse index: they travel as files."""
 PYTHON = "3.12"
 GLIBC = (5, 12, 17, 24, 27, 28, 31, 34)
 """Versions 2.x of glibc in the names of wheels that run there."""
@@ -62,7 +64,10 @@ def make(kit: Path, files: Sequence[Path], limit: int = LIMIT) -> list[str]:
     if core:
         download(first, [requirement_of(core, "pydantic-core")])
     size = check_size(first, limit)
-    return cut(kit, files, limit, used=size)
+    tests = kit / "tests"
+    tests.mkdir(exist_ok=True)
+    download(tests, FOR_TESTS)
+    return cut(kit, [*sorted(tests.glob("*.whl")), *files], limit, used=size)
 
 
 def download(folder: Path, packages: Sequence[str]) -> None:

@@ -230,12 +230,12 @@ def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dic
     config = config_of(work, tiny)
     decoder = decoder_of(config)
     steps = work / "steps.txt"
-    training = partial(train_within, steps_file=steps, seconds=205.0, most_steps=1_600, tiny=tiny)
+    training = partial(train_within, steps_file=steps, seconds=260.0, most_steps=1_600, tiny=tiny)
     tokens = 2_000 if tiny else 200_000
     runs = {"RETRO": config.run, "decoder, own context": decoder.run}
     work_of: dict[str, tuple[Any, float]] = {
         "datastore": (partial(build_stages, config, paths, tiny), 150),
-        "train the RETRO": (partial(training, config), 240),
+        "train the RETRO": (partial(training, config), 290),
         "train the decoder": (partial(training, decoder), 220),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
         "loss curves": (partial(draw_losses, runs, output / "loss.png"), 20),

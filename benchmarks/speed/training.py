@@ -122,10 +122,10 @@ def our_step(case: Case, placement: Placement) -> tuple[Callable[[], object], in
 
 def _without_its_index() -> None:
     """Let retro-pytorch be imported without autofaiss, which only its search for neighbors calls."""
-    if importlib.util.find_spec("autofaiss") is None:
+    if "autofaiss" not in sys.modules and importlib.util.find_spec("autofaiss") is None:
         absent = types.ModuleType("autofaiss")
         absent.build_index = None  # type: ignore[attr-defined]
-        sys.modules.setdefault("autofaiss", absent)
+        sys.modules["autofaiss"] = absent
 
 
 def their_model(settings: ModelSettings, num_tokens: int) -> torch.nn.Module:
