@@ -128,7 +128,8 @@ def _main(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         answer = json.dumps(_answer(**json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
 
 
 def _answer(source: str, variables: dict[str, Any]) -> dict[str, Any]:

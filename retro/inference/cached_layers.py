@@ -188,7 +188,7 @@ class CachedLayers:
             TokensOfLayer(self.cache, layer, span, settings.smeared_tokens == 1, distance_keys)
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
-        crosses = self._crosses and any(row.retrieve for row in span.rows)
+        crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)
         mask = visible(span.positions, self._keys_at(span.stop), settings.attention.sliding_window)
         reads = LayerPass(
             positions=self._self_positions(span),

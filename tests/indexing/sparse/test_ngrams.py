@@ -44,7 +44,9 @@ def write_all(split: Split, shards: range) -> None:
             recipe = Recipe("ngrams", 1, {"shard": shard, "shards": len(shards)})
             with create(folder / shard_name(shard), recipe) as (work, counts):
                 counts |= write_ngrams(work, generation, runs, made, shard)
-    write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, "splits": {}})
+    rows = {"chunks": list(split.chunk_rows), "documents": list(split.chunk_rows)}
+    facts = {"chunk_length": split.chunk_length, "pad_id": split.pad_id, "splits": {"train": rows}}
+    write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, **facts})
 
 
 def index_of(

@@ -156,7 +156,8 @@ def test_sliding_windows_of_all_layers_or_none_are_read() -> None:
 
 
 def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() -> None:
-    plain = {"retrieval.cca_layers": (), "copy_head.context": False, "copy_head.neighbors": False}
+    no_copies = {f"copy_head.{source}": False for source in ("context", "neighbors", "datastore")}
+    plain = {"retrieval.cca_layers": (), **no_copies}
     ours = updated(ModelSettings(vocab_size=V, activation="swiglu"), plain)
     family, config = config_of(ours, 512)
     assert family == "llama"

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from indexing.retrieval.retriever import Retriever
 from retro.inference import scoring
-from retro.inference.decoder import Decoder
+from retro.inference.cached_layers import CachedLayers
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
 from retro.server import schemas, search_api
@@ -418,7 +418,7 @@ def test_work_stops_after_a_timeout(
     app_with: Make, monkeypatch: pytest.MonkeyPatch, path: str, long: dict, short: dict, calls_of_the_next: int
 ) -> None:
     owner: Any
-    owner, name = {"/score": (scoring, "_batch"), "/neighbors": (search_api, "_chunk")}.get(path, (Decoder, "_run"))
+    owner, name = {"/score": (scoring, "_batch"), "/neighbors": (search_api, "_chunk")}.get(path, (CachedLayers, "run"))
     gate = Gate(getattr(owner, name))
     with TestClient(app_with(request_seconds=2, max_score_tokens=1)) as client:  # one window at a time
         monkeypatch.setattr(owner, name, lambda *args: gate(*args))
