@@ -32,6 +32,7 @@ class Work:
         first: time and number of the first units. Until then work can compile, start processes and fill caches, so a rate for
             the time left begins there; None = nothing is done yet.
         note: newest message of the level `STATUS`.
+        noted: seconds after `started` at which the note was set.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Work:
     before: int = 0
     first: tuple[float, int] | None = None
     note: str = ""
+    noted: float = 0.0
 
     def advance(self, units: int) -> None:
         """Count finished units."""
@@ -57,7 +59,7 @@ class Work:
 
     def set_note(self, note: str) -> None:
         """Show a message with the progress."""
-        self.note = note
+        self.note, self.noted = note, silence.clock() - self.started
         if self.row is not None:
             self.row(detail=note)
 
@@ -71,7 +73,7 @@ class Work:
     def _so_far(self, seconds: float) -> str:
         if not self.done:
             waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
-            return f"{waiting}running for {human_seconds(seconds)}"
+            return f"{waiting}running for {human_seconds(seconds - (self.noted if self.note else 0))}"
         finished, rate = self.before + self.done, self._rate(seconds)
         speed = f", {human_count(rate, self.unit)}/s" if rate else f", running for {human_seconds(seconds)}"
         if not self.total or finished > self.total:  # unknown, or an estimate

@@ -138,6 +138,8 @@ def test_what_was_done_before_is_not_shown_with_what_follows(clock: Clock, caplo
         with pytest.raises(ValueError, match="inside"), during("opening"):
             raise ValueError("inside")
         assert clock.lines_at(30) == ["demo: running for 30.0 s"]
+        with during("scoring"):
+            assert clock.lines_at(40) == ["demo: scoring; running for 10.0 s"]  # not for 40
 
 
 def test_any_line_of_the_log_starts_the_ten_seconds_again(clock: Clock, capsys) -> None:
