@@ -107,7 +107,7 @@ def check_size(folder: Path, limit: int) -> int:
 
 
 def cut(kit: Path, files: Sequence[Path], limit: int, used: int = 0) -> list[str]:
-    """Cut files into parts and put them into loads of at most `limit` bytes, of which the first has `used` already."""
+    """Cut files into parts and put them into loads of at most `limit` bytes. The first load already has `used` bytes."""
     for old in kit.glob("load-*/*.part-*"):
         old.unlink()
     number, table, loads = 0, dict[str, dict[str, object]](), ["load-0"]

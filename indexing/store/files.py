@@ -82,7 +82,7 @@ def member(folder: Path, name: Any) -> Path:
 
     Raises:
         InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a protocol. Or it
-            is no name of a file.
+            names no file.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(_FOREIGN_PART.search(part) or len(os.fsencode(part)) > _LONGEST_NAME for part in parts):

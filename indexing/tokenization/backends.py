@@ -121,7 +121,7 @@ class HuggingFace:
         return texts
 
     def _decode(self, ids: list[int]) -> str:
-        """Decode tokens of which some are bytes. Only invalid bytes become U+FFFD.
+        """Decode ids that include byte tokens. Only invalid bytes become U+FFFD.
 
         The decoder of `tokenizers` replaces all adjacent bytes if one of them is invalid or the last character is incomplete.
         """

@@ -2,7 +2,7 @@
 
     "GGUF", version, number of tensors, number of keys ─► keys ─► tensors ─► (aligned) data of the tensors
 
-No number of the file is believed: arrays are read only if the file is long enough for them, and the data of every tensor lies in it.
+Numbers in the header are checked: arrays are read only if the file is long enough for them, and the data of every tensor is inside of the file.
 """
 
 import struct
