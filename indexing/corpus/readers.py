@@ -7,10 +7,8 @@ U+FFFD. Such a replacement, and every document that is left out, is reported as 
 time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
 """
 
-import codecs
 import contextlib
 import errno
-import hashlib
 import io
 import itertools
 import json
@@ -36,6 +34,15 @@ from indexing.corpus.streams import (
     uncompressed,
     unpacked,
 )
+from indexing.corpus.text_bytes import (
+    BLOCK_BYTES,
+    BOM,
+    MOST_OTHER_BYTES,
+    TextSeen,
+    encoding_of,
+    num_undecodable,
+    text_blocks,
+)
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
 from indexing.store.remote import named_errors
@@ -58,10 +65,7 @@ ACCEPTED = (
 # Columns of every document in addition to metadata.
 TEXT_COLUMNS, NUMBER_COLUMNS = ("id", "file"), ("bytes", "tokens", "chunks")
 _TOKEN_TEXT_BYTES = 4  # estimated bytes of text per token, if only the tokens are known
-# Share of a text file; 0.12 to 0.14 in Latin-1 with many accents, 0.3 and more in programs and images.
-_MOST_OTHER_BYTES = 0.2
 _LARGE_BYTES = 1 << 24  # text of a larger file is read block by block, again for every use
-_BLOCK_BYTES = 1 << 20  # at least, of a text file
 TEXT_BLOCK = 1 << 20
 """Characters in a block of a `LargeText`."""
 _NAMED_KEYS = 20  # in a message about a missing one
@@ -271,10 +275,6 @@ class ReadRequest:
 
 
 _UNREADABLE = (FileNotFoundError, PermissionError, IsADirectoryError)
-_GUESS_BYTES = 1 << 16
-_FREQUENT_CHINESE = "的一是不了人在有我他这之"
-_FREQUENT_SHARE = 0.05  # in Chinese text about 0.15
-_BOM = b"\xef\xbb\xbf"
 _PARQUET_MAGIC = b"PAR1"
 
 
@@ -302,9 +302,9 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
 
 def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
     """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again."""
-    seen, texts, is_whole = _TextSeen(), list[str](), False
+    seen, texts, is_whole = TextSeen(), list[str](), False
     try:
-        for data in _text_blocks(stream):
+        for data in text_blocks(stream):
             text = seen.decoded(data)
             if seen.size <= _LARGE_BYTES:
                 texts.append(text)
@@ -314,8 +314,8 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
     except DAMAGED as error:
         request.report(damage_of(error), seen.lines + 1, str(error))
     if seen.is_binary:
-        share = f"{100 * seen.other_bytes / seen.stored:.0f}% of its bytes, more than {100 * _MOST_OTHER_BYTES:.0f}%"
-        guess = _encoding_of(seen.head, request.file.name) or "it is binary or has another encoding"
+        share = f"{100 * seen.other_bytes / seen.stored:.0f}% of its bytes, more than {100 * MOST_OTHER_BYTES:.0f}%"
+        guess = encoding_of(seen.head, request.file.name) or "it is binary or has another encoding"
         request.report("not UTF-8", 1, f"{share}: {guess}, and is left out")
         return
     if seen.undecodable:
@@ -328,102 +328,13 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
         request.report("empty document", 1, "no text in the file")
 
 
-class _TextSeen:
-    """What one pass over the blocks of a text file finds out.
-
-    Attributes:
-        stored, size: bytes in the file, and UTF-8 bytes of the text.
-        digest: hash of the text.
-        undecodable, first_line, first_undecodable: number of replacements; line and byte of the first.
-        other_bytes: bytes that text in UTF-8 does not have: undecodable ones, and NUL.
-        lines: line ends.
-        head: the first block.
-        is_blank: whether all of it is white space.
-    """
-
-    def __init__(self) -> None:
-        self.stored = self.size = self.undecodable = self.first_line = self.first_undecodable = 0
-        self.other_bytes = self.lines = 0
-        self.is_blank, self.digest, self.head = True, text_digest(), b""
-
-    @property
-    def is_binary(self) -> bool:
-        """Whether it has more other bytes than text has."""
-        return self.other_bytes > _MOST_OTHER_BYTES * max(1, self.stored)
-
-    def decoded(self, data: bytes) -> str:
-        """Decode the next block, which ends between two characters."""
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            text = data.decode(errors="replace")
-            if not self.undecodable:
-                self.first_line = 1 + self.lines + data.count(b"\n", 0, error.start)
-                self.first_undecodable = data[error.start]
-            count = _undecodable(data, text)
-            self.undecodable += count
-            self.other_bytes += count
-        self.head = self.head or data
-        self.other_bytes += data.count(0)
-        self.lines += data.count(b"\n")
-        self.stored += len(data)
-        self.is_blank = self.is_blank and (not text or text.isspace())
-        encoded = text.encode()
-        self.size += len(encoded)
-        self.digest.update(encoded)
-        return text
-
-
-def text_digest() -> Any:
-    """The hash of a document's text, to be updated with its UTF-8 bytes; it decides the split."""
-    return hashlib.blake2b(digest_size=8)
-
-
-def _text_blocks(stream: Any) -> Iterator[bytes]:
-    """Read a text file in blocks of at least 1 MiB that end between two characters, without the byte order mark.
-
-    Raises:
-        the exceptions `DAMAGED`, after the contents before the damage.
-    """
-    waiting, is_first, damage = bytearray(), True, None
-    while True:
-        try:
-            block = stream.read1(_BLOCK_BYTES)
-        except DAMAGED as error:
-            block, damage = b"", error
-        waiting += block
-        if block and len(waiting) < _BLOCK_BYTES:
-            continue
-        end = _end_of_characters(waiting) if block else len(waiting)
-        if data := bytes(waiting[:end].removeprefix(_BOM) if is_first else waiting[:end]):
-            yield data
-        del waiting[:end]
-        is_first = False
-        if damage is not None:
-            raise damage
-        if not block:
-            return
-
-
-def _end_of_characters(data: bytearray) -> int:
-    """Where a block can end so that both sides are decoded as the whole is: before the last byte that begins a character.
-
-    That also holds for bytes that are not UTF-8, since an error ends before such a byte. After four bytes that continue a
-    character, no character continues.
-    """
-    for end in range(len(data) - 1, len(data) - 5, -1):
-        if not 0x80 <= data[end] < 0xC0:
-            return end
-    return len(data)
-
-
 def _decoded_file(file: CorpusFile) -> Iterator[str]:
     """The text of a text file as `_whole_file` reads it, without reporting problems again."""
     with opened(file, lambda problem: None) as stored:
         if stored is not None:
             stream = unpacked(StoredReader(stored), file.name.lower())[0]
             with contextlib.suppress(*DAMAGED):
-                for data in _text_blocks(stream):
+                for data in text_blocks(stream):
                     yield data.decode(errors="replace")
 
 
@@ -443,7 +354,7 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
         if is_long and record >= request.start:
             detail = f"{size:,} bytes, more than corpus.max_line_bytes = {limit:,}; it is left out"
             request.report("long line", record + 1, detail)
-        content = line.removeprefix(_BOM) if record == 0 else line
+        content = line.removeprefix(BOM) if record == 0 else line
         if record >= request.start and not is_long and content and not content.isspace():
             fields = _parse(content, record + 1, request)
             if fields is not None:
@@ -455,7 +366,7 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
 def _skip_line(stream: Any) -> int:
     """Skip the rest of a line; returns its bytes."""
     size = 0
-    while part := stream.readline(_BLOCK_BYTES):
+    while part := stream.readline(BLOCK_BYTES):
         size += len(part)
         if part.endswith(b"\n"):
             break
@@ -556,7 +467,7 @@ class _Binary(bytes):
 
 def _marked(value: bytes) -> bytes:
     """The same bytes, as `_Binary` if more of them than in a text file are not UTF-8 text."""
-    seen = _TextSeen()
+    seen = TextSeen()
     seen.decoded(value)
     return _Binary(value) if seen.is_binary else value
 
@@ -658,31 +569,9 @@ def _decode(data: bytes, first_line: int, request: ReadRequest) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         text = data.decode(errors="replace")
-        count = _undecodable(data, text)
+        count = num_undecodable(data, text)
         line = first_line + data.count(b"\n", 0, error.start)
         detail = f"{count} replaced by U+FFFD, the first is 0x{data[error.start]:02x}"
-        reason = _encoding_of(data, request.file.name)
+        reason = encoding_of(data, request.file.name)
         request.report("undecodable bytes", line, f"{detail}: {reason}" if reason else detail)
         return text
-
-
-def _undecodable(data: bytes, text: str) -> int:
-    """Number of replacements in `data` decoded as `text`. A U+FFFD that the file itself contains is ordinary text."""
-    return text.count("\ufffd") - data.count("\ufffd".encode())
-
-
-def _encoding_of(data: bytes, name: str) -> str:
-    """Which encoding other than UTF-8 bytes seem to have, and how to convert the file; empty if unknown.
-
-    UTF-16 begins with a mark. Chinese text in GBK is recognized by its most frequent characters: in text of another encoding that
-    is read as GBK they are rare.
-    """
-    encoding = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ""
-    if not encoding:
-        try:
-            text = codecs.getincrementaldecoder("gb18030")().decode(data[:_GUESS_BYTES])
-        except UnicodeDecodeError:
-            return ""
-        frequent, chinese = sum(map(text.count, _FREQUENT_CHINESE)), len(re.findall("[\u4e00-\u9fff]", text))
-        encoding = "GBK" if frequent > _FREQUENT_SHARE * chinese else ""
-    return f"it looks like {encoding}; convert it with `iconv -f {encoding} -t UTF-8 {name} > NEW`" if encoding else ""

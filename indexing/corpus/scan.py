@@ -29,9 +29,9 @@ from indexing.corpus.readers import (
     printable,
     read,
     read_documents,
-    text_digest,
 )
 from indexing.corpus.streams import HashingReader, filesystem_of
+from indexing.corpus.text_bytes import text_digest
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexing.corpus import readers
+from indexing.corpus import readers, text_bytes
 from indexing.corpus.chunks import ChunkSettings, chunk_shard
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import plan_shards, read_slice, scan_file, split_of, split_of_document
@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def shrink() -> None:
         monkeypatch.setattr(readers, "_LARGE_BYTES", 3000)
-        monkeypatch.setattr(readers, "_BLOCK_BYTES", 700)
+        monkeypatch.setattr(text_bytes, "BLOCK_BYTES", 700)
         monkeypatch.setattr(readers, "TEXT_BLOCK", 1024)
         monkeypatch.setattr(tokenizer_module, "PIECE", 500)
         monkeypatch.setattr(tokenizer_module, "_LONG", 1000)
@@ -86,8 +86,8 @@ def test_a_large_file_has_the_text_the_problems_and_the_split_of_one_read_whole(
 def test_blocks_of_any_bytes_are_decoded_as_the_whole(data: list[int]) -> None:
     content = bytes(data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "_BLOCK_BYTES", 5)
-        blocks = list(readers._text_blocks(io.BytesIO(content)))
+        patch.setattr(text_bytes, "BLOCK_BYTES", 5)
+        blocks = list(text_bytes.text_blocks(io.BytesIO(content)))
     assert "".join(block.decode(errors="replace") for block in blocks) == content.decode(errors="replace")
 
 
