@@ -189,8 +189,8 @@ class Retriever:
     def rank_neighbors(self, chunks: np.ndarray, k: int) -> Ranked:
         """The first k neighbors of full chunks [n, m] by the rules of the datastore's stored ones, without deleted chunks.
 
-        Without stored neighbors, the nearest. Scores are cosines. A chunk without a finite embedding has no neighbors. docs/explanation/neighbor-search.md says when the stored
-        neighbors of a chunk can differ.
+        Without stored neighbors, the nearest. Scores are cosines. A chunk without a finite embedding has no neighbors.
+        docs/explanation/neighbor-search.md says when the stored neighbors of a chunk can differ.
         """
         import torch
 

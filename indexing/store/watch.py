@@ -20,9 +20,8 @@ from indexing.store.files import MANIFEST
 _MAPPED = ("chunks", "embeddings", "index", "sparse", "suffixes", "neighbors")
 _IN_MEMORY = ("trained", "tuned")  # parts of an index that are read once
 _REPLACED = "neighbors"  # an append makes them again, and only examples read them
-_PAUSE = (
-    20  # the next check comes after this many times the duration of the last one: checks take 5% of the time at most
-)
+_PAUSE = 20
+"""The next check comes after this many times the duration of the last one: checks take 5% of the time at most."""
 _LONGEST_PAUSE = 1.0  # seconds
 _MOST_BYTES = 4 << 30  # read to explain an error
 

@@ -93,7 +93,10 @@ def _leakage_table(levels: Sequence[Row], shown: set[tuple[str, str]]) -> Table:
 def _levels_table(
     header: list[str], cells: Sequence[list[str]], levels: Sequence[Row], shown: set[tuple[str, str]]
 ) -> Table:
-    """A row for each result of a level, and for each further change of it; these cells are in the first one. A level without text has none."""
+    """A row for each result of a level, and for each further change of it. A level without text has none.
+
+    The cells of the level are in its first row.
+    """
     rows = []
     for cells_of_level, level in zip(cells, levels, strict=True):
         lines = [] if level["results"] else [["–"] * 4]

@@ -27,9 +27,8 @@ def connect(address: str) -> None:
     try:
         require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
-    except (
-        Exception
-    ) as error:  # Ray raises many types, and `Exception` itself if a process of its own does not start in time
+    # Ray raises many types, and `Exception` itself if a process of its own does not start in time.
+    except Exception as error:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "

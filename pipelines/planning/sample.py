@@ -53,7 +53,8 @@ class _Drawn:
 def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> CorpusSample:
     """Draw documents of about `sample_bytes` of text, and a tenth as much held-out text.
 
-    The blocks of a `LargeText` count as documents. Of a large corpus some files are read, in random order, until `_SCANNED_BYTES` of text have been seen.
+    The blocks of a `LargeText` count as documents. Of a large corpus some files are read, in random order, until
+    `_SCANNED_BYTES` of text have been seen.
 
     Raises:
         InputError: a path does not exist, or the corpus has no text.

@@ -4,8 +4,8 @@
         advance(512)
 
 On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave out the time
-before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind the bar, or in the next line. Inside a stage of a
-`stages.StagesView` it is a step of the stage.
+before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind the bar, or in the next
+line. Inside a stage of a `stages.StagesView` it is a step of the stage.
 """
 
 import contextlib

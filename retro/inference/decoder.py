@@ -1,6 +1,6 @@
 """Next-token logits of a batch of growing rows, with retrieval at chunk boundaries.
 
-    tokens of a row ─ (complete chunks → neighbors) ─ a pass through the layers, with a cache (`cached_layers.py`) ─ logits of the next token
+    tokens of a row ─ (complete chunks → neighbors) ─ the layers, with a cache (`cached_layers.py`) ─ logits of the next token
 
 Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one token
 of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads up to `WINDOW_TOKENS` tokens of
