@@ -1,7 +1,6 @@
 """Shared code of the benchmarks: time budget, timing, precision, and results with the machine and the commit."""
 
 import argparse
-import ctypes
 import json
 import math
 import platform
@@ -39,18 +38,6 @@ def memory_bytes(kind: str, process: str = "self") -> int:
     """Memory of a process on Linux: `VmRSS`, `VmHWM` (its peak), `RssAnon` (without mapped files); 0 for a process that has none."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
-
-
-def peak_growth(work: Callable[[], object]) -> float:
-    """Bytes by which the resident memory of this process grows at most while `work` runs; not a number except on Linux."""
-    if sys.platform != "linux":
-        return math.nan
-
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed before does not count
-    Path("/proc/self/clear_refs").write_text("5")  # nor does an earlier peak
-    before = memory_bytes("VmRSS")
-    work()
-    return memory_bytes("VmHWM") - before
 
 
 class Budget:
