@@ -34,10 +34,12 @@ REQUESTS: dict[str, dict] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are checked before every request, however long the last check took."""
-    monkeypatch.setattr(watch, "_PAUSE", 0)
+@pytest.fixture(scope="module", autouse=True)
+def no_pause() -> Iterator[None]:
+    """The files are checked before every request, however long the last check took, those that open `client` included."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(watch, "_PAUSE", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
