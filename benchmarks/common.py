@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from indexing.machine import has_bfloat16
-from pipelines.results import Table
+from pipelines.cli.results import Table
 from retro.device import Placement, choose_placement
 
 MINUTES = 6.0

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipelines.cli import VERBS, Verb
+from pipelines.cli.main import VERBS, Verb
 from pipelines.config import Config
 
 SETTINGS_PAGES = {

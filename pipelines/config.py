@@ -16,6 +16,7 @@ from indexing.store.remote import url_of
 from indexing.store.settings import Location, settings
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.executors.settings import ExecutorSettings
+from retro.adapters.settings import TuningSettings
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
@@ -23,7 +24,6 @@ from retro.model.settings import PAPER_PRESETS, ModelSettings
 from retro.parallel.settings import ParallelSettings
 from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
-from retro.tuning.settings import TuningSettings
 
 
 @settings

@@ -9,7 +9,7 @@ The `--` stops torchrun from reading options that begin like its own, for exampl
 
 import sys
 
-from pipelines.cli import main
+from pipelines.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from pipelines.commands.demo import DemoOptions
-from pipelines.commands.serve import ServeOptions
-from pipelines.settings.load import leaf_types
+from pipelines.cli.settings.load import leaf_types
+from pipelines.cli.verbs.demo import DemoOptions
+from pipelines.cli.verbs.serve import ServeOptions
 from retro.server.app import router
 
 ROOT = Path(__file__).resolve().parents[1]

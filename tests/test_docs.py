@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from docs.generate_reference import pages
-from pipelines.cli import VERBS
+from pipelines.cli.main import VERBS
+from pipelines.cli.settings.load import leaf_types
 from pipelines.config import Config
-from pipelines.settings.load import leaf_types
 from tests.test_layers import LEVEL
 
 ROOT = Path(__file__).resolve().parents[1]

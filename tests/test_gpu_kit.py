@@ -88,7 +88,7 @@ class Lacking:
 
 sys.meta_path.insert(0, Lacking())
 import benchmarks.speed.gpu, benchmarks.speed.gpu_run, benchmarks.speed.gpu_cross_attention
-import pipelines.commands.datastore, pipelines.commands.model, pipelines.commands.huggingface, pipelines.evaluation.verbs
+import pipelines.cli.verbs.datastore, pipelines.cli.verbs.model, pipelines.cli.verbs.huggingface, pipelines.cli.verbs.evaluation
 import retro.inference.language_model
 """
 

@@ -12,26 +12,27 @@ LEVELS = (
     ("indexing/embedding", "indexing/tokenization"),
     ("indexing/corpus", "indexing/index"),
     ("indexing/similarity", "indexing/sparse", "indexing/suffixes"),
+    ("indexing/ngrams",),
     ("indexing/dedup", "indexing/neighbors", "indexing/verification"),
     ("indexing/retrieval",),
     ("retro/model",),
     ("retro/device.py",),
     ("retro/data", "retro/parallel"),
-    ("retro/tuning",),
+    ("retro/adapters",),
     ("retro/checkpoints", "retro/estimates", "retro/evaluation"),
     ("retro/inference", "retro/training"),
     ("retro/huggingface",),
     ("retro/finetuning",),
     ("retro/server",),
     ("pipelines/terminal", "pipelines/executors"),
-    ("pipelines/settings", "pipelines/results.py"),
     ("pipelines/config.py",),
     ("pipelines/launch", "pipelines/stages"),
-    ("pipelines/planning", "pipelines/reports"),
-    ("pipelines/evaluation",),
-    ("pipelines/commands",),
-    ("pipelines/cli.py",),
-    ("pipelines/index.py", "pipelines/train.py"),
+    ("pipelines/cli/settings", "pipelines/cli/results.py"),
+    ("pipelines/cli/planning", "pipelines/cli/reports"),
+    ("pipelines/cli/evaluation",),
+    ("pipelines/cli/verbs",),
+    ("pipelines/cli/main.py",),
+    ("pipelines/cli/__main__.py", "pipelines/index.py", "pipelines/train.py"),
 )
 """Folders and single files, from the lowest level to the highest. Each imports only itself and lower levels."""
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
@@ -60,8 +61,10 @@ def imports_of(path: Path, *, everywhere: bool) -> set[str]:
 
 def level_of(path: Path) -> str | None:
     """The row of `LEVELS` that a file belongs to; None for the empty file that makes a top-level folder a package."""
-    parts = path.relative_to(ROOT).parts
-    return None if parts[1:] == ("__init__.py",) else "/".join(parts[:2])
+    folder, *rest = path.relative_to(ROOT).parts
+    if rest[0] == "cli":
+        folder, rest = f"{folder}/cli", rest[1:]
+    return None if rest == ["__init__.py"] else f"{folder}/{rest[0]}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -11,8 +11,8 @@ from benchmarks.common import Budget
 from benchmarks.quality import search_quality
 from benchmarks.quality.search_quality import RunResults, kept, measure_run, searches, table_of
 from indexing.store.errors import InputError
-from pipelines.cli import main
-from pipelines.settings.toml_file import to_toml
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.bits_per_byte import SetResult
 from tests.conftest import build_local, tiny_config

@@ -26,7 +26,7 @@ from benchmarks.common import Budget, budget, markdown, model_parser, percent, p
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import LONGEST
-from pipelines.results import Table
+from pipelines.cli.results import Table
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors

@@ -40,10 +40,10 @@ from indexing.neighbors.search import Index, NeighborSettings, neighbors_of
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from pipelines.evaluation.bits_per_byte import measure
-from pipelines.evaluation.settings import PerplexitySettings
-from pipelines.reports.html import PlotLine, Section, line_plot, write_report
-from pipelines.results import Table
+from pipelines.cli.evaluation.bits_per_byte import measure
+from pipelines.cli.evaluation.settings import PerplexitySettings
+from pipelines.cli.reports.html import PlotLine, Section, line_plot, write_report
+from pipelines.cli.results import Table
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_inference_placement

@@ -26,10 +26,10 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings
-from pipelines.cli import main as retro
+from pipelines.cli.main import main as retro
+from pipelines.cli.results import Table
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.results import Table
-from pipelines.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement

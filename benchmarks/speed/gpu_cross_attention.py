@@ -63,7 +63,7 @@ def base_of(gguf: Path | None, config: Config, base: Path) -> Iterator[Figures]:
         run = replace(config, run=base.with_suffix(""), model=plain, train=replace(config.train, steps=2))
         yield {"base": str(train(run.run, run.run_settings).checkpoint)}
         return
-    from pipelines.cli import main as retro
+    from pipelines.cli.main import main as retro
 
     if status := retro(["import", str(gguf), "--output", str(base), "--overwrite"]):
         raise InputError(f"retro import ended with status {status}.")

@@ -48,8 +48,8 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.cli.settings.load import load
 from pipelines.config import Config
-from pipelines.settings.load import load
 from pipelines.stages.corpus import read_plan
 
 _RECALL = 0.95

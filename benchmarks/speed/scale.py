@@ -44,9 +44,9 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
+from pipelines.cli.results import Table
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.results import Table
-from pipelines.settings.toml_file import to_toml
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
 from retro.model.settings import NO_COPY_HEAD

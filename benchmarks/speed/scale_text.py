@@ -24,7 +24,7 @@ import zstandard
 from benchmarks.common import add_minutes, budget, measured_on, say
 from indexing.corpus.readers import CorpusSettings
 from indexing.store.files import write_bytes
-from pipelines.planning.sample import draw_sample
+from pipelines.cli.planning.sample import draw_sample
 
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\s*[^\W\u3040-\u30ff\u3400-\u9fff]+|\s*[^\w\s]|\s+")
 _END = 0  # id of the end of a document

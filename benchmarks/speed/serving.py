@@ -42,9 +42,9 @@ import numpy as np
 from benchmarks.common import Budget, add_minutes, budget, say, seconds, write
 from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.retriever import Retriever
+from pipelines.cli.settings.load import load
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.settings.load import load
 from pipelines.stages.table import build
 
 _QUERIES = 4096

@@ -26,11 +26,11 @@ from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
+from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance, status
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Kept
-from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError

@@ -36,13 +36,13 @@ from indexing.neighbors.search import (
     open_index,
     stored_settings,
 )
+from indexing.ngrams.search import NgramIndex
 from indexing.progress import during
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates, search_available
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
 from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
-from indexing.sparse.ngram_search import NgramIndex
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError, NotFound

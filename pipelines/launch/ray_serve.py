@@ -40,7 +40,7 @@ APPLICATION = "retro"
 _BYTES_MARGIN = 1.2  # memory of an index over the size of its files: Faiss keeps more than the codes
 _SLEEPING = {
     "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
-}  # as `retro serve` on one machine (pipelines/cli.py)
+}  # as `retro serve` on one machine (pipelines/cli/main.py)
 
 
 @dataclass(frozen=True)

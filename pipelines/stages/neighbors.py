@@ -13,9 +13,9 @@ from indexing.index.sharded import MEMORY
 from indexing.machine import keep_freed_memory
 from indexing.neighbors import search as neighbors
 from indexing.neighbors.search import Method
+from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.ngram_search import NgramIndex
 from indexing.store import remote
 from indexing.store.artifact import (
     Recipe,

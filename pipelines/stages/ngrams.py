@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from indexing.ngrams.index import FOLDER, RUNS, Generation, write_ngrams, write_run
 from indexing.progress import Advance
-from indexing.sparse.ngram_index import FOLDER, RUNS, Generation, write_ngrams, write_run
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, remove
 from indexing.store.datastore import Datastore, shard_name
 from pipelines.config import Config

@@ -30,13 +30,13 @@ from indexing.store.errors import InputError
 from indexing.store.files import parse_json, read_json, write_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.adapters.adapters import add_adapter, merge, stored_name
+from retro.adapters.settings import TuningSettings, tuning_from_json
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
-from retro.tuning.adapters import add_adapter, merge, stored_name
-from retro.tuning.settings import TuningSettings, tuning_from_json
 
 FORMAT_VERSION = 2
 

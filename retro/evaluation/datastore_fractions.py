@@ -36,10 +36,10 @@ from indexing.neighbors.search import (
     open_index,
     stored_settings,
 )
+from indexing.ngrams.index import NgramLists
+from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.ngram_index import NgramLists
-from indexing.sparse.ngram_search import NgramIndex
 from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids

@@ -7,12 +7,12 @@ are left out), and each from its own kind, with other data or settings. An adapt
 import logging
 
 from indexing.store.errors import InputError
+from retro.adapters.adapters import add_adapter, is_adapter, stored_name
+from retro.adapters.settings import ALL, RETRIEVAL, TuningSettings
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
 from retro.model.retro import Retro
 from retro.model.settings import flatten, keys_with, keys_without_effect
-from retro.tuning.adapters import add_adapter, is_adapter, stored_name
-from retro.tuning.settings import ALL, RETRIEVAL, TuningSettings
 
 log = logging.getLogger("retro")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
+from retro.adapters.settings import ALL, TuningSettings
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import ModelSettings
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.training.settings import TrainSettings
-from retro.tuning.settings import ALL, TuningSettings
 
 
 @dataclass(frozen=True)

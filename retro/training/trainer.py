@@ -27,6 +27,8 @@ from torch import Tensor
 
 from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
+from retro.adapters.adapters import check_parallel, describe, train_only
+from retro.adapters.settings import ALL
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
@@ -50,8 +52,6 @@ from retro.training.settings import OnNan, TrainSettings
 from retro.training.signals import Stopped, signals_as_requests
 from retro.training.step import OptimizerStep, StepResult, distributed_model
 from retro.training.task import DocumentTask, Task
-from retro.tuning.adapters import check_parallel, describe, train_only
-from retro.tuning.settings import ALL
 
 log = logging.getLogger("retro")
 

@@ -8,8 +8,8 @@ import pytest
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.search import NeighborSettings
 from indexing.store.errors import InputError
+from pipelines.cli.settings.load import leaf_types, load
 from pipelines.config import Config
-from pipelines.settings.load import leaf_types, load
 from retro.model.presets import PRESETS
 from retro.model.settings import PAPER_PRESETS, ModelSettings
 

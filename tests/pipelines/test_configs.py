@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cli.settings.load import load
 from pipelines.config import Config
-from pipelines.settings.load import load
 from retro.model.presets import resolve
 from retro.model.settings import ModelSettings
 

@@ -14,9 +14,9 @@ import fsspec
 import pytest
 
 from indexing.store.datastore import Datastore
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings, Resources
-from pipelines.settings.toml_file import to_toml
 from retro.training.trainer import train
 from tests.conftest import PATIENCE, build_local, contents, new_bucket, tiny_config, wait_until, write_corpus
 from tests.machines import HERE, Machine, machines, terminate, why_not

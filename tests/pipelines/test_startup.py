@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 
-from pipelines.cli import VERBS
+from pipelines.cli.main import VERBS
 
 HEAVY = {"torch", "faiss", "ray", "transformers", "autofaiss", "matplotlib", "pyarrow", "sentencepiece", "fastapi"}
 
 PROGRAM = """
 import contextlib, io, json, sys
-from pipelines.cli import main
+from pipelines.cli.main import main
 
 heavy, *commands = json.loads(sys.argv[1])
 for arguments in commands:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.cli import main
-from pipelines.commands import model as model_verbs
+from pipelines.cli.main import main
+from pipelines.cli.verbs import model as model_verbs
 from pipelines.terminal.output import echo_shaded, one_line, print_rows, printable
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel

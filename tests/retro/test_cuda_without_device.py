@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from indexing.index.product_search import ProductIndex
+from retro.adapters.adapters import train_only
+from retro.adapters.settings import ALL, TuningSettings
 from retro.device import Placement, choose_placement
 from retro.model import kernels
 from retro.model.inputs import Inputs
@@ -20,8 +22,6 @@ from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
-from retro.tuning.adapters import train_only
-from retro.tuning.settings import ALL, TuningSettings
 from tests.indexing.index.vector_files import stored
 from tests.retro.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.retro.inference.test_decoder import retriever, rows

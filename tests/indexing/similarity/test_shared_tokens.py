@@ -17,8 +17,8 @@ from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config
-from pipelines.reports.datastore import measure
 from tests.conftest import build_local, tiny_config, write_corpus
 
 SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="exact")

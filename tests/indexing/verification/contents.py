@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from tantivy import Query
 
 from indexing.index.faiss_files import ivf_of, read_index
+from indexing.ngrams.index import MOST_CHUNKS
 from indexing.sparse.index import SparseIndex
-from indexing.sparse.ngram_index import MOST_CHUNKS
 from indexing.sparse.segments import PASSAGE
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import SPLITS, Datastore, deleted_chunks, shard_name

@@ -15,7 +15,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked, write_json
 from indexing.verification.datastore import Verified, repair, verify_datastore
-from pipelines.cli import main
+from pipelines.cli.main import main
 from pipelines.config import Config
 from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.verification.contents import check_contents

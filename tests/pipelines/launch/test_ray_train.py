@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from indexing.store.datastore import Datastore
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.launch.ray_train import resolve_workers
-from pipelines.settings.toml_file import to_toml
 from retro.training.run_folder import read_metrics
 from tests.conftest import PATIENCE, tiny_config, wait_until
 from tests.pipelines.launch.test_torchrun import Processes, last_checkpoint, losses, steps_done

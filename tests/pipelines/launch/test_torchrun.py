@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from indexing.store.datastore import Datastore
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.model.inputs import Inputs
 from retro.parallel.forward_backward import WholeModel

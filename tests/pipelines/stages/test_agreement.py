@@ -7,10 +7,10 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.settings.load import given_keys, load
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.settings.load import given_keys, load
-from pipelines.settings.toml_file import to_toml
 from pipelines.stages.agreement import check_agreement
 from tests.conftest import tiny_config
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from pipelines.cli import main, run_verb
+from pipelines.cli.main import main, run_verb
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.settings.toml_file import to_toml
 from tests.indexing.verification.datastores import build_complete, build_grown
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "file-formats.md"

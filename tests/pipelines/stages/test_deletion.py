@@ -19,7 +19,7 @@ from indexing.store.errors import DatastoreChanged, InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import TokenizerSettings
-from pipelines.cli import main
+from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages.table import _remove_from

@@ -15,11 +15,11 @@ from indexing.store.artifact import Recipe, create, reading
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
-from pipelines.settings.toml_file import to_toml
 from pipelines.stages.shards import run_tasks, shard_task
 from tests.conftest import ARTIFACTS, build_local, contents, tiny_config
 

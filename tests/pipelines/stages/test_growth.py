@@ -16,10 +16,10 @@ from indexing.store.artifact import Recipe, read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.reports.datastore import measure
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages import index as index_stage
 from tests.conftest import build_local, contents, tiny_config, write_corpus

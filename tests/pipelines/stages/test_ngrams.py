@@ -14,14 +14,14 @@ from indexing.embedding.lexical import token_weights
 from indexing.index import exact_search
 from indexing.neighbors import search
 from indexing.neighbors.search import NeighborSettings
+from indexing.ngrams.search import NgramIndex
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.ngram_search import NgramIndex
 from indexing.store.artifact import read_manifest, remove
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from pipelines.cli import main
+from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.ngrams import run_ngrams

@@ -13,8 +13,8 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
+from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config
-from pipelines.reports.datastore import measure
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.evaluation.datastore_fractions import search_fractions

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors import ray_pool
 from pipelines.executors.factory import make_executor
 from pipelines.executors.ray_pool import RayExecutor
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.executors.tasks import Task
-from pipelines.settings.toml_file import to_toml
 from pipelines.stages.table import build
 from tests.conftest import PATIENCE, build_local, contents, once_logged, tiny_config, wait_until, write_corpus
 

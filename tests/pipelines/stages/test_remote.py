@@ -18,12 +18,12 @@ from indexing.store import remote
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.settings.load import load
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings, Resources
 from pipelines.executors.tasks import Task
-from pipelines.settings.load import load
-from pipelines.settings.toml_file import to_toml
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings

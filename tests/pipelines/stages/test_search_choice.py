@@ -14,7 +14,7 @@ from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from pipelines.cli import main
+from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.stages.neighbors import by_embeddings
 from tests.conftest import build_local, contents, tiny_config, write_corpus

@@ -23,10 +23,10 @@ from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from indexing.suffixes.votes import has_votes
-from pipelines.cli import main
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
-from pipelines.settings.toml_file import to_toml
 from retro.model.settings import ModelSettings
 from tests.conftest import (
     ARTIFACTS,

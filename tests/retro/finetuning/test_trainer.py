@@ -12,6 +12,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
+from retro.adapters.settings import TuningSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
@@ -26,7 +27,6 @@ from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
-from retro.tuning.settings import TuningSettings
 from tests.conftest import tiny_config
 from tests.retro.finetuning.examples import INSTRUCTIONS, run, with_finetune, write_lines
 from tests.retro.training.runs import interrupt_after, losses, weights, with_train

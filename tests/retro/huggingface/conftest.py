@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.cli import main
+from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.checkpoints.tensor_files import index, read_tensors

@@ -9,7 +9,7 @@ import torch
 
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
-from pipelines.cli import main
+from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.model_card import model_card

@@ -16,7 +16,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.tokenizer import MODEL, Tokenizer
-from pipelines.cli import main
+from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.device import choose_placement

@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from pipelines.cli import main
+from pipelines.cli.main import main
 from retro.inference.language_model import LanguageModel
 from retro.inference.lm_eval_adapter import RetroLM
 from retro.training.trainer import train

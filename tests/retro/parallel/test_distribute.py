@@ -26,6 +26,7 @@ from benchmarks.speed.traffic import Communication
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
+from retro.adapters.settings import ALL, TuningSettings
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
 from retro.model.inputs import Inputs
@@ -42,7 +43,6 @@ from retro.parallel.settings import ALONE, ParallelSettings
 from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from retro.training.trainer import train
-from retro.tuning.settings import ALL, TuningSettings
 from tests.conftest import PATIENCE, forkserver, tiny_config
 from tests.retro.small_model import M, T, answers_only, batch, build, inputs, split_batch
 

@@ -14,6 +14,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.suffixes.votes import as_columns
 from pipelines.config import Config
+from retro.adapters.settings import TuningSettings
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
@@ -26,7 +27,6 @@ from retro.training.added_retrieval import add_retrieval
 from retro.training.fitted_copy_head import CopyFit
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
-from retro.tuning.settings import TuningSettings
 from tests.conftest import build_local, tiny_config
 
 HERE = choose_placement("cpu", "float32")

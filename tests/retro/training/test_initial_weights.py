@@ -10,6 +10,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.config import Config
+from retro.adapters.settings import TuningSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
@@ -18,7 +19,6 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from retro.training.initial_weights import load_initial_weights
 from retro.training.trainer import train
-from retro.tuning.settings import TuningSettings
 from tests.conftest import tiny_config
 
 

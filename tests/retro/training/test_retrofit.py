@@ -12,6 +12,8 @@ from torch import Tensor
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
+from retro.adapters.adapters import is_adapter
+from retro.adapters.settings import RETRIEVAL, TuningSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
@@ -21,8 +23,6 @@ from retro.huggingface.import_folder import import_base, read_base
 from retro.model.inputs import Inputs
 from retro.model.settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
-from retro.tuning.adapters import is_adapter
-from retro.tuning.settings import RETRIEVAL, TuningSettings
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together
 from tests.retro.training.runs import interrupt_after
@@ -93,7 +93,7 @@ def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Check
     assert torch.equal(logits_off(base), logits_off(retro))
     moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
     assert moments == set(after) - set(before)
-    assert retro.tuning == RETROFIT
+    assert retro.adapters == RETROFIT
     assert retro.started_from == base.fingerprint
 
 

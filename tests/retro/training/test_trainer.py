@@ -17,8 +17,8 @@ from indexing.progress import FinishedBefore
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
+from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from pipelines.settings.toml_file import to_toml
 from retro.checkpoints import checkpoint as checkpoints
 from retro.model.loss import _compiled_logit_gradients
 from retro.model.settings import updated
@@ -367,7 +367,7 @@ class Blocked:
         if name.split(".")[0] in {{"faiss", "autofaiss", "ray", "pyarrow", "sentencepiece", "fsspec", "zstandard", "pydivsufsort"}}:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from pipelines.cli import main
+from pipelines.cli.main import main
 sys.exit(main(["train", {str(file)!r}]))
 """
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

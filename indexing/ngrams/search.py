@@ -1,0 +1,268 @@
+"""Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
+
+    block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
+                     → the lists of these n-grams, sorted by chunk → sums of idf, sorted → chunks with the greatest sums
+
+An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
+entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
+similarity in large collections with MapReduce".
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from indexing.machine import for_each
+from indexing.ngrams.index import MOST_CHUNKS, NgramLists, changes, ngrams, within
+from indexing.sparse.candidates import Kept
+from indexing.store.retrieval_set import RetrievalSet
+
+_RAREST = 32  # n-grams of a query
+_MOST_ENTRIES = 512  # of the lists of a query before its last one
+_FULL_DEPTH = _MOST_ENTRIES + MOST_CHUNKS  # chunks that can share an n-gram with a query
+_ROW_BITS = 16
+_BLOCK_ROWS = 1 << _ROW_BITS  # queries at a time
+_WORKERS = 4  # threads, each with a part of these queries
+_ENTRIES = 2**25  # entries of lists read at a time
+_RESULTS = 2**23  # candidates at a time
+_FEW_ROWS = 1024  # queries at a time that request all chunks
+_UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
+_SORTED_ROWS = 256  # queries sorted at a time, so that their entries stay in the cache
+_IDF_BITS = 14  # of the idf of an n-gram, at most 64
+_RANK_BITS = 12  # of the number of a chunk among those of a query
+_HIGHEST = np.uint32((1 << (32 - _RANK_BITS)) - 1)  # no sum is larger
+
+
+@dataclass(frozen=True)
+class NgramIndex:
+    """The n-grams of all chunks of a retrieval set. Several threads can search at once.
+
+    Attributes:
+        retrieval: the chunks.
+        lists: of every generation of every datastore.
+        num_chunks: chunks in the lists; all, or a part.
+    """
+
+    retrieval: RetrievalSet
+    lists: tuple[NgramLists, ...]
+    num_chunks: int
+
+    @classmethod
+    def open(cls, retrieval: RetrievalSet) -> "NgramIndex":
+        """Open the n-grams of a retrieval set; see `NgramLists.of`."""
+        return cls(retrieval, NgramLists.of(retrieval), retrieval.num_chunks)
+
+    def search(
+        self, tokens: np.ndarray, lengths: np.ndarray, wanted: int, enough: int, kept: Kept, *, own: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the chunks with the greatest sum of idf over the rarest n-grams that they share with a query.
+
+        One and a half times the wanted chunks are requested, since `kept` may exclude some. If it leaves fewer than `enough`, all
+        chunks that share a rare n-gram are requested.
+
+        Memory: `search_bytes` of the queries, of 65,536 at most. Files are memory-mapped and read in the order of the hashes.
+
+        Args:
+            tokens: [n, m].
+            lengths: [n] real tokens in each.
+            wanted: candidates for each query.
+            enough: candidates with which a query is not searched again.
+            kept: a condition; see `Kept`.
+            own: whether the queries are chunks of the index, so that an n-gram of one chunk is only the query's own.
+
+        Returns:
+            ids [n, wanted] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
+            [n, wanted] float32 (0).
+        """
+        ids = np.full((len(tokens), wanted), -1, dtype=np.int64)
+        sums = np.zeros((len(tokens), wanted), dtype=np.float32)
+
+        def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
+            """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
+            hits, best = self._best(queries, depth)
+            is_full = hits[:, -1] >= 0
+            hits = kept(rows, hits)
+            order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+            ids[rows] = np.take_along_axis(hits, order, 1)
+            sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
+            return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
+
+        workers = _workers(len(tokens))
+        step = -(-min(len(tokens), _BLOCK_ROWS) // workers)
+
+        def search_block(start: int) -> None:
+            block = slice(start, start + step)
+            queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
+            for rows in queries.parts(max(1, _RESULTS // (2 * wanted * workers)), _ENTRIES // workers):
+                part = queries.take(rows)
+                starved = fill(start + rows, part, wanted + wanted // 2)
+                for first in range(0, len(starved), _FEW_ROWS):
+                    some = starved[first : first + _FEW_ROWS]
+                    fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
+
+        for_each(search_block, range(0, len(tokens), max(1, step)), workers)
+        return ids, sums
+
+    def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":
+        """The rarest n-grams of some chunks, each in at least `least` chunks of the index."""
+        rows, hashes = ngrams(tokens, lengths)
+        keys = (hashes << np.uint64(_ROW_BITS)) | rows
+        keys.sort()
+        keys = keys[changes(keys)]
+        hashes, rows = keys >> np.uint64(_ROW_BITS), keys & np.uint64(_BLOCK_ROWS - 1)
+        is_first = changes(hashes)
+        distinct, columns = hashes[is_first], np.cumsum(is_first) - 1
+        found = np.array([lists.find(distinct) for lists in self.lists])  # [lists, 2, n-grams]
+        frequencies = found[:, 1].sum(axis=0)
+        here = ((frequencies >= least) & (frequencies <= MOST_CHUNKS))[columns]
+        rows, columns = rows[here], columns[here]
+        # By query, then by frequency, then by hash.
+        keys = (rows << np.uint64(40)) | (frequencies[columns] << 31 | columns).astype(np.uint64)
+        keys.sort()
+        rows, columns = (keys >> np.uint64(40)).astype(np.int64), (keys & np.uint64(2**31 - 1)).astype(np.int64)
+        sizes = np.bincount(rows, minlength=len(tokens))
+        # Entries of the rarer n-grams of the same query.
+        entries = np.concatenate([[0], np.cumsum(frequencies[columns])])
+        before = entries[:-1] - np.repeat(entries[np.cumsum(sizes) - sizes], sizes)
+        rarest = (within(sizes) < _RAREST) & (before < _MOST_ENTRIES)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[rarest], minlength=len(tokens)))])
+        return _Queries(distinct, frequencies, found, offsets, columns[rarest])
+
+    def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""
+        hashes, found, columns = queries.used()
+        idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
+        rarity = np.rint(idf * _UNIT).astype(np.int64)
+        lists, chunks = self._read(hashes, found)
+        positions = np.full((len(queries), depth), -1, dtype=np.int64)
+        sums = np.zeros((len(queries), depth), dtype=np.float32)
+        for start in range(0, len(queries), _SORTED_ROWS):
+            block = slice(start, start + _SORTED_ROWS)
+            offsets = queries.offsets[start : start + _SORTED_ROWS + 1]
+            some = slice(offsets[0], offsets[-1])
+            positions[block], sums[block] = _largest(
+                offsets - offsets[0], columns[some], rarity[some], lists, chunks, depth
+            )
+        return np.where(positions < 0, -1, self.retrieval.ids_at(np.maximum(positions, 0))), sums / np.float32(_UNIT)
+
+    def _read(self, hashes: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read the lists of n-grams, hashes [n] uint64 in order, `found` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
+        the chunks of one n-gram after another [entries] int64, positions in the retrieval set."""
+        read = [lists.read(hashes, *each) for lists, each in zip(self.lists, found, strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(found[:, 1].sum(axis=0))])
+        if len(read) == 1:
+            return offsets, read[0]
+        chunks, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
+        for some, (_, sizes) in zip(read, found, strict=True):
+            chunks[np.repeat(filled, sizes) + within(sizes)] = some
+            filled += sizes
+        return offsets, chunks
+
+
+def search_bytes(queries: float, chunk_length: int) -> float:
+    """Memory of a search of the first 65,536 queries: their n-grams (at most 2m each, 76 bytes) and entries (about 512, 32 bytes)."""
+    return min(queries, _BLOCK_ROWS) * (152 * chunk_length + 32 * _MOST_ENTRIES)
+
+
+def _workers(queries: int) -> int:
+    """Threads that search together. Their blocks are as large as one, and take as much memory as one."""
+    import torch
+
+    return 1 if queries < _BLOCK_ROWS else min(_WORKERS, torch.get_num_threads())
+
+
+def _largest(
+    queries: np.ndarray, columns: np.ndarray, rarity: np.ndarray, lists: np.ndarray, chunks: np.ndarray, depth: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The chunks with the largest sums of idf for each query: two sorts of integers, of the entries of each query and of its sums.
+
+    A sparse product would have a sum for each chunk of the datastore. With 25 million chunks these do not fit into the cache, and it is
+    slower (docs/results/scale.md).
+
+    Args:
+        queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
+        columns: int64, the n-grams of one query after another.
+        rarity: int64, their idf.
+        lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
+        chunks: int64, the chunks of one n-gram after another.
+        depth: chunks for each query.
+
+    Returns:
+        chunks [n, depth] int64, the largest sum first, of equal sums the first chunk, -1 = none, and their sums [n, depth] int64, 0.
+    """
+    sizes = lists[columns + 1] - lists[columns]
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    borders = before[queries]  # of the entries of each query
+    entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
+    keys = entries.view(np.uint64) << np.uint64(_IDF_BITS)
+    keys |= np.repeat(rarity.astype(np.uint64), sizes)
+    keys = _sorted_rows(keys, np.diff(borders))
+    keys = keys[keys != np.iinfo(np.uint64).max]
+    entries, idf = keys >> np.uint64(_IDF_BITS), keys & np.uint64((1 << _IDF_BITS) - 1)
+    is_first = changes(entries)
+    is_first[borders[:-1][np.diff(borders) > 0]] = True
+    first = np.flatnonzero(is_first)
+    sums = np.add.reduceat(idf, first).astype(np.uint32)
+    starts = np.searchsorted(first, borders)
+    found = np.diff(starts)
+    ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32)
+    ranks = _sorted_rows(ranks, found, depth)[:, :depth]
+    there = ranks != np.iinfo(np.uint32).max
+    best = np.full(ranks.shape, -1, dtype=np.int64)
+    best[there] = entries[first][(starts[:-1, None] + (ranks & np.uint32((1 << _RANK_BITS) - 1)))[there]]
+    return best, np.where(there, _HIGHEST - (ranks >> np.uint32(_RANK_BITS)), 0)
+
+
+def _sorted_rows(values: np.ndarray, sizes: np.ndarray, width: int = 0) -> np.ndarray:
+    """Lists of unsigned integers one after another, lengths [n] int64, each sorted in a row: [n, at least `width`], filled with the
+    largest integer."""
+    rows = np.full((len(sizes), max(width, sizes.max(initial=0))), np.iinfo(values.dtype).max, dtype=values.dtype)
+    rows[np.arange(rows.shape[1]) < sizes[:, None]] = values
+    rows.sort(axis=1)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """The rarest n-grams of some queries.
+
+    Attributes:
+        hashes: [n-grams] uint64 in order, of these queries and maybe of others.
+        frequencies: [n-grams] int64, chunks of the index that hold them.
+        found: [lists, 2, n-grams] int64, places and frequencies in each list; see `NgramLists.find`.
+        offsets: [queries + 1] int64, the first of `columns` of each query.
+        columns: int64, n-grams of the queries one after another, those of a query by frequency and hash.
+    """
+
+    hashes: np.ndarray
+    frequencies: np.ndarray
+    found: np.ndarray
+    offsets: np.ndarray
+    columns: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def take(self, rows: np.ndarray) -> "_Queries":
+        if len(rows) == len(self):
+            return self
+        sizes = np.diff(self.offsets)[rows]
+        columns = self.columns[np.repeat(self.offsets[rows], sizes) + within(sizes)]
+        return _Queries(self.hashes, self.frequencies, self.found, np.concatenate([[0], np.cumsum(sizes)]), columns)
+
+    def used(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The n-grams of these queries, `found` of them, and `columns` as numbers of them."""
+        is_used = np.zeros(len(self.hashes), dtype=bool)
+        is_used[self.columns] = True
+        return self.hashes[is_used], self.found[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
+
+    def parts(self, most: int, most_entries: int) -> Iterator[np.ndarray]:
+        """Yield the rows of consecutive parts: at most `most` queries, whose lists have at most about `most_entries` entries."""
+        entries = np.concatenate([[0], np.cumsum(self.frequencies[self.columns])])[self.offsets]
+        start = 0
+        while start < len(self):
+            stop = int(np.searchsorted(entries, entries[start] + most_entries, side="right")) - 1
+            stop = max(start + 1, min(stop, start + most, len(self)))
+            yield np.arange(start, stop)
+            start = stop

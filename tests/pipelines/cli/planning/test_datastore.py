@@ -1,0 +1,257 @@
+"""`retro plan datastore`: the plan of a corpus, and the samples that it scales."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from indexing.corpus.chunks import ChunkSettings
+from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.scan import split_of
+from indexing.embedding.settings import EmbedderSettings
+from indexing.index.coarse_quantizer import comparisons
+from indexing.neighbors.search import NeighborSettings
+from indexing.store.errors import InputError
+from pipelines.cli.main import main
+from pipelines.cli.planning import measure as measure_module
+from pipelines.cli.planning import sample
+from pipelines.cli.planning.bytes import key_for
+from pipelines.cli.planning.datastore import (
+    ALONE,
+    Sample,
+    exponent_of,
+    per_byte,
+    plan_for,
+    search_of,
+    seconds_of,
+    size_of,
+)
+from pipelines.cli.planning.measure import measure
+from pipelines.cli.planning.sample import draw_sample
+from pipelines.config import Config
+from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
+from tests.pipelines.cli.planning import sizes
+from tests.pipelines.cli.planning.sizes import assert_bytes_close, larger, measured
+
+CONFIG = Config(
+    corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
+    chunks=ChunkSettings(chunk_length=64),
+    neighbors=NeighborSettings(search="index", rerank="embeddings"),
+)
+
+
+def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
+    plan = plan_for(CONFIG, measured(), tokens=2e8)
+    assert (plan.size.chunks, plan.size.train_chunks, plan.size.text_bytes) == (3.2e6, 2.4e6, 8e8)
+    assert (plan.size.documents, plan.size.shards, plan.size.tune_queries) == (20_000, 8, 1000)
+    assert plan.size.key == key_for(2.4e6, 32, CONFIG.index)[0]
+    assert plan.bytes["embeddings"] == pytest.approx(2 * 32 * 3.2e6, rel=1e-3)
+    assert plan_for(CONFIG, measured()) == plan  # all of the corpus
+
+
+def timed(sample: Sample, **seconds: float) -> Sample:
+    return replace(sample, seconds=seconds, cpu_seconds=seconds)
+
+
+def test_other_work_during_the_small_sample_does_not_scale_a_fixed_cost() -> None:
+    """Training an index: 7 s, and a little k-means. The small sample waited for other programs for 20 s."""
+    alone = measured()
+    busy = replace(alone.small, seconds={**alone.small.seconds, "train-index": 27.0})
+    size = larger(50, key="IVF2048,PQ16x4fs")
+    expected = seconds_of(size, alone, CONFIG)["train-index"]
+    assert expected == pytest.approx(sizes.seconds_of(size)["train-index"])
+    assert seconds_of(size, replace(alone, small=busy), CONFIG)["train-index"] == pytest.approx(expected)
+
+
+def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
+    config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12))
+    target = larger(50, key="IVF2048,PQ16x4fs", shards=3, tune_queries=1000)
+    assert seconds_of(target, measured(), config) == pytest.approx(sizes.seconds_of(target), rel=1e-6)
+
+
+def test_many_lists_are_trained_in_two_levels() -> None:
+    size = larger(1000, key="IVF65536,PQ16x4fs")
+    one_level, planned = sizes.seconds_of(size)["train-index"], seconds_of(size, measured(), Config())["train-index"]
+    assert planned == pytest.approx(7 + (one_level - 7) * comparisons(65_536) / 65_536)
+    assert comparisons(65_536) < 65_536 / 4
+
+
+def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
+    config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=16 * 10**6))
+    target = larger(1000)
+    seconds = seconds_of(target, measured(), config)
+    trained, read = 2 + 1e-7 * 16e6, 1e-8 * (target.text_bytes - 16e6)
+    assert seconds["tokenizer"] == pytest.approx(trained + read)
+
+
+def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
+    small, large = (timed(one, dedup=one.size.chunks / 1000) for one in (measured().small, measured().large))
+    assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
+
+
+def test_ngrams_are_written_in_at_most_four_passes_over_the_chunks() -> None:
+    small, large = (timed(one, ngrams=one.size.chunks / 1000) for one in (measured().small, measured().large))
+    config = Config(chunks=replace(Config().chunks, chunk_length=64))
+    for factor, passes in ((40, 1), (40_000, 4)):
+        seconds = seconds_of(larger(factor), measured(small=small, large=large), config)["ngrams"]
+        assert seconds == pytest.approx(passes * larger(factor).chunks / 1000)
+
+
+def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
+    """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
+    samples = [
+        replace(measured().small, size=replace(sizes.SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks))
+        for text, chunks in ((2.026e6, 8798), (8.003e6, 35_831))
+    ]
+    trained = Config().tokenizer
+    assert 23.959e6 * per_byte("chunks", 23.959e6, samples, trained) == pytest.approx(108_581, rel=0.003)
+    at_most = per_byte("chunks", 1e15, samples, trained)
+    assert at_most == per_byte("chunks", trained.sample_bytes, samples, trained)
+    given = replace(trained, kind="sentencepiece", path="x.model")
+    assert per_byte("chunks", 1e9, samples, given) == 35_831 / 8.003e6
+    assert size_of(CONFIG, samples, 32, tokens=1e7).tokens == pytest.approx(1e7)
+
+
+@pytest.mark.parametrize(("times", "exponent"), [(4.0, 1.0), (8.0, 1.5), (16.0, 2.0), (3.0, 1.0), (99.0, 2.0)])
+def test_neighbors_grow_with_a_power_of_the_chunks_between_one_and_two(times: float, exponent: float) -> None:
+    small, large = timed(measured().small, neighbors=2.0), timed(measured().large, neighbors=2.0 * times)
+    assert exponent_of(small, large) == pytest.approx(exponent)
+    assert seconds_of(larger(40), measured(small=small, large=large), Config())["neighbors"] == pytest.approx(
+        2 * times * 10**exponent
+    )
+
+
+def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
+    four, many = (plan_for(CONFIG, measured(), 2e8, machines) for machines in (4, 1000))
+    for step in four.steps:
+        assert step.wall_seconds == step.seconds / (1 if step.name in ALONE else 4)
+    assert {step.machines for step in many.steps} == {1, 8}
+
+
+def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:
+    auto = replace(CONFIG, neighbors=NeighborSettings())
+    dense = replace(auto, embedder=EmbedderSettings(kind="transformer", path="model"), neighbors=NeighborSettings())
+    all_lists, few_lists = (replace(measured().large, list_nprobe=n) for n in (512, 1))
+    few, many = (size_of(auto, [few_lists], 32, tokens=tokens) for tokens in (1e6, 1e11))
+    assert search_of(auto, few, all_lists, 32) == "ngrams"
+    assert search_of(dense, few, all_lists, 32) == "exact"
+    assert search_of(dense, few, few_lists, 32) == "lists"
+    assert search_of(dense, many, few_lists, 32) == "index"
+    assert search_of(CONFIG, few, all_lists, 32) == "index"
+
+
+def test_bytes_of_ngrams_follow_the_logarithm_of_the_chunks() -> None:
+    """C++ documentation in chunks of 32 tokens: bytes per chunk of random documents, and of all."""
+    counted = {20_300: 192.8, 85_451: 179.4, 339_575: 162.0}
+    small, large, whole = (
+        replace(
+            measured().large,
+            size=replace(sizes.SIZE, train_chunks=chunks, chunks=chunks),
+            measured_bytes={"ngrams": round(chunks * each)},
+        )
+        for chunks, each in counted.items()
+    )
+    samples = measured(small=small, large=large, search="ngrams")
+    tokens = samples.large.size.tokens * 339_575 / 85_451 * 4 / 3  # a quarter is held out
+    plan = plan_for(CONFIG, samples, tokens=tokens)
+    assert plan.size.train_chunks == pytest.approx(339_575, rel=0.01)
+    assert plan.bytes["ngrams"] == pytest.approx(whole.measured_bytes["ngrams"], rel=0.03)
+    assert plan_for(CONFIG, samples, tokens=1e16).bytes["ngrams"] > 0
+
+
+def test_an_index_that_fits_into_no_memory_names_the_setting() -> None:
+    plan = plan_for(CONFIG, measured(), 64 * 28e9)
+    assert set(plan.settings) == {"index.memory"}
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_sample_is_uniform_reproducible_and_of_the_requested_size(tmp_path) -> None:
+    settings = CorpusSettings(paths=(str(write_corpus(tmp_path / "c.jsonl", 300)),), split=(9, 1, 0))
+    every = draw_sample(settings, 10**9)
+    assert every.text_bytes == sum(document.size for document in every.documents + every.valid)
+    assert sorted(document.record for document in every.documents + every.valid) == list(range(300))
+    assert {split_of(document.text, settings.split) for document in every.valid} == {"valid"}
+    some = draw_sample(settings, 50_000)
+    assert 50_000 <= sum(document.size for document in some.documents) < 53_000
+    assert 5000 <= sum(document.size for document in some.valid) < 8000
+    assert some == draw_sample(settings, 50_000)
+    assert some.text_bytes == every.text_bytes
+    assert 90 < np.mean([document.record for document in some.documents]) < 210
+
+
+def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, monkeypatch) -> None:
+    for number in range(4):
+        write_corpus(tmp_path / f"{number}.jsonl", 50, seed=0)
+    settings = CorpusSettings(paths=(str(tmp_path),))
+    whole = draw_sample(settings, 10_000).text_bytes
+    monkeypatch.setattr(sample, "_SCANNED_BYTES", int(whole * 0.6))
+    assert draw_sample(settings, 10_000).text_bytes == pytest.approx(whole)
+    monkeypatch.setattr(sample, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
+    assert draw_sample(settings, 10_000).text_bytes == 0
+
+
+@pytest.mark.slow
+def test_planning_a_small_corpus_reads_less_text_than_building_it(tmp_path, tiny_corpus, monkeypatch) -> None:
+    monkeypatch.setattr(measure_module, "_LEAST_BYTES", 10_000)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 400))
+    config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
+    measured = measure(config)
+    parts = 2 * (measured.small.size.text_bytes + measured.large.size.text_bytes) + measured.small.size.text_bytes
+    assert 0 < parts < measured.corpus_bytes / 2
+
+
+@pytest.mark.slow
+def test_plan_has_the_bytes_and_the_steps_of_the_real_datastore(tmp_path, tiny_corpus, tiny_datastore) -> None:
+    config = tiny_config(tmp_path, tiny_corpus)
+    more = replace(config, neighbors=replace(config.neighbors, materialized=2))
+    seen = measure(more, sample_bytes=60_000)
+    assert not config.datastore.exists()
+    assert "materialize" in seen.large.seconds
+    plan = plan_for(config, seen)
+    assert plan.size.key == "Flat"
+    assert plan.size.shards == len(tiny_datastore.train.chunk_rows)
+    assert_bytes_close(tiny_datastore, plan.bytes)
+    names = [step.name for step in plan.steps]
+    assert names[0] == "scan"
+    assert {"tokenizer", "chunk", "embed", "train-index", "add", "tune nprobe", "sparse", "neighbors"} < set(names)
+    assert min(step.seconds for step in plan.steps) > 0
+
+
+@pytest.mark.slow
+def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path, tiny_corpus) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, skip_stages=())
+    plan = plan_for(config, measure(config, sample_bytes=60_000))
+    datastore = build_local(config)
+    for name in ("suffixes", "votes"):
+        assert plan.bytes[name] == pytest.approx(sizes.folder_bytes(datastore.folder / name), rel=0.05), name
+        assert any(step.name.startswith(name) for step in plan.steps)
+    (sorting,) = (step.memory_bytes for step in plan.steps if step.name == "suffixes")
+    (scanning,) = (step.memory_bytes for step in plan.steps if step.name == "sparse")
+    assert sorting - scanning == pytest.approx(20 * plan.size.train_chunks * config.chunks.chunk_length)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_DATA.exists(), reason="no corpora here")
+def test_plan_predicts_the_bytes_of_a_real_corpus(tmp_path) -> None:
+    corpus = CorpusSettings(paths=(str(SHARED_DATA / "ethereum_eips/eips.jsonl.zst"),))
+    config = Config(datastore=tmp_path / "datastore", corpus=corpus)
+    plan = plan_for(config, measure(config, sample_bytes=2 * 10**6))
+    assert {"ngrams", "ngrams, merge"} < {step.name for step in plan.steps}
+    assert plan.bytes["ngrams"] > 7e6
+    assert_bytes_close(build_local(config), plan.bytes)
+
+
+def test_plan_without_a_corpus_requires_the_number_of_tokens(tmp_path) -> None:
+    with pytest.raises(InputError, match="--tokens"):
+        measure(Config())
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [("--tokens=-1", "tokens = -1"), ("--machines=0", "machines = 0"), ("--sample-bytes=1", "sample-bytes = 1")],
+)
+def test_invalid_options_are_refused_by_name(option: str, named: str, capsys) -> None:
+    assert main(["plan", "datastore", option]) == 2
+    assert named in capsys.readouterr().err

