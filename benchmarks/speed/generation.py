@@ -92,7 +92,7 @@ def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
     settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return retriever.neighbors(chunks, K)
+        return retriever.neighbors.find(chunks, K)[:2]
 
     found: dict[str, Run] = {}
     try:

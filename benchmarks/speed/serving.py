@@ -71,13 +71,13 @@ def main() -> None:
         folder = config.datastore
     retriever = Retriever.open(folder)
     texts = query_texts(retriever)
-    vectors = retriever.embed(texts)
+    vectors = retriever.queries.vectors(texts)
     (searched,) = retriever.indexes
     assert isinstance(searched, ShardedIndex)
     index = next(searched.each())
     bare: dict[str, Callable[[slice], object]] = {
         "vectors": lambda rows: index.search(vectors[rows], options.k),
-        "texts": lambda rows: index.search(retriever.embed(texts[rows]), options.k),
+        "texts": lambda rows: index.search(retriever.queries.vectors(texts[rows]), options.k),
     }
     bare["texts, text"] = bare["texts"]
     with serving(folder) as server:
@@ -287,7 +287,7 @@ class Client:
 
 def check(url: str, requests: list[bytes], retriever: Retriever, vectors: np.ndarray, k: int) -> None:
     """Check that the server returns the same ids as the retriever."""
-    expected = retriever.rank(vectors, k).ids.tolist()
+    expected = retriever.chunks.rank(vectors, k).ids.tolist()
     with Client(url) as client:
         for request, ids in zip(requests, expected, strict=True):
             client.send(request)

@@ -6,7 +6,9 @@ A filter is a set of chunk id ranges, as deletions are. One pass over the filter
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,36 @@ from indexing.store.errors import InputError
 
 Filters = Mapping[str, Any]
 """Column of `documents.parquet` → the required value, or a list of accepted values."""
+
+_CACHED = 8  # filters whose chunks are cached
+
+
+@dataclass(frozen=True)
+class DocumentFilters:
+    """Filters for the documents of several datastores, given by their training splits."""
+
+    splits: tuple[Split, ...]
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Metadata columns that every datastore has, usable in filters."""
+        first, *others = (split.documents.columns for split in self.splits)
+        return [name for name in first if all(name in columns for columns in others)]
+
+    def chunks(self, filters: Filters) -> list[np.ndarray]:
+        """The matching chunks of each datastore, as by `matching_chunks`. Those of the last filters are cached until a deletion.
+
+        Raises:
+            InputError: see `check_filters` and `matching_chunks`.
+        """
+        key = json.dumps(check_filters(filters, self.columns), sort_keys=True)
+        return [self._matching(place, key, len(split.deleted)) for place, split in enumerate(self.splits)]
+
+    @cached_property
+    def _matching(self) -> Callable[[int, str, int], np.ndarray]:
+        return lru_cache(maxsize=_CACHED * len(self.splits))(
+            lambda place, key, _num_deleted: matching_chunks(self.splits[place], json.loads(key))
+        )
 
 
 def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[Any]]:

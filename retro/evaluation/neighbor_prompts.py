@@ -133,7 +133,7 @@ def find_passages(
     passages: list[list[Passage]] = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
-        ranked = retriever.rank([question.question for question in questions[block]], k, retrieval=retrieval).ids
+        ranked = retriever.chunks.rank([question.question for question in questions[block]], k, retrieval=retrieval).ids
         rows = [row[row >= 0] for row in ranked]
         if right is not None:
             rows = [_led_by(retriever.retrieval, *pair)[:k] for pair in zip(right[block], rows, strict=True)]
@@ -157,7 +157,7 @@ def _led_by(retrieval: RetrievalSet, documents: np.ndarray, ids: np.ndarray) -> 
 def _texts(retriever: Retriever, rows: Sequence[np.ndarray]) -> list[list[Passage]]:
     """Return the passages of each row of chunk ids [n]."""
     ids = np.concatenate(rows)
-    hits = retriever.hits(ids, np.zeros(len(ids), dtype=np.float32))
+    hits = retriever.lookup.hits(ids, np.zeros(len(ids), dtype=np.float32))
     # A chunk can begin or end inside a character.
     passages = (Passage(hit.title, (hit.text + hit.continuation).strip("\ufffd \n")) for hit in hits)
     return [[next(passages) for _ in row] for row in rows]

@@ -98,7 +98,9 @@ def measure(
     ranks = []
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
-        ranked = retriever.rank([each.question for each in questions[block]], settings.chunks, retrieval=retrieval)
+        ranked = retriever.chunks.rank(
+            [each.question for each in questions[block]], settings.chunks, retrieval=retrieval
+        )
         for ids, wanted in zip(ranked.ids, right[block], strict=True):
             ranks.append(ranks_of(retriever.retrieval.documents_of(ids[ids >= 0]), wanted))
         advance(len(ranked.ids))

@@ -243,7 +243,7 @@ def found_by_chunk(retriever: Retriever, tokens: np.ndarray, counts: np.ndarray,
     neighbor_ids = np.full((len(tokens), k), -1, dtype=np.int64)
     if len(chunks):
         vectors = retriever.embedder.embed(chunks, np.full(len(chunks), tokens.shape[1], dtype=np.int64))
-        neighbor_ids[searched] = retriever.nearest(vectors, k)[0]
+        neighbor_ids[searched] = retriever.chunks.nearest(vectors, k)[0]
     ids, rows = np.unique(neighbor_ids, return_inverse=True)
     rows = rows.reshape(neighbor_ids.shape)
     if len(ids) and ids[0] < 0:  # none

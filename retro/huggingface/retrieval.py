@@ -48,7 +48,7 @@ def open_retrieval(source: str, k: int, model: ModelSettings, num_ids: int, toke
     retriever = Retriever.open(source)
     actual = {**retriever.datastore.manifest, "tokenizer": tokenizer_fingerprint(retriever.datastore.folder)}
     check_fits(model, actual, source, num_ids=num_ids, tokenizer=tokenizer)
-    return lambda chunks: retriever.neighbors(chunks, k)
+    return lambda chunks: retriever.neighbors.find(chunks, k)[:2]
 
 
 class _Server:

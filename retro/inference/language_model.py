@@ -240,7 +240,7 @@ class LanguageModel:
             raise InputError(f"k = {k}: the model was opened without retrieval; use k = 0.")
         if not self.model.settings.retrieves:  # it copies from the whole datastore only
             return _always(np.zeros((0, 2 * self.model.settings.chunk_length), np.int64), np.zeros(0, np.int64))
-        return self._searches.setdefault(k, lambda chunks: retriever.neighbors_with_ids(chunks, k))
+        return self._searches.setdefault(k, lambda chunks: retriever.neighbors.find(chunks, k))
 
     @property
     def _num_ids(self) -> int:

@@ -40,7 +40,7 @@ async def filter_values(
     count: Annotated[int, Query(ge=1, le=1000, description="Largest number of values.")] = 50,
 ) -> schemas.FilterValuesResponse:
     """Return values of a column that `filters` accepts, the most frequent first."""
-    columns = service.retriever.filter_columns
+    columns = service.retriever.filters.columns
     if column not in columns:
         raise InvalidRequest(f"column = {column!r}: accepted are {', '.join(columns)}.", param="column")
     return await run_in_threadpool(column_values, service.retriever, column, contains, count)

@@ -223,7 +223,7 @@ def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: 
 @router.get("/chunks/{chunk_id}", responses=error_responses(404, 422), tags=["by id"])
 def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> schemas.StoredChunk:
     """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
-    return _stored_chunk(service.retriever.chunk(chunk_id))
+    return _stored_chunk(service.retriever.lookup.chunk(chunk_id))
 
 
 First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
@@ -248,7 +248,7 @@ def document(
     document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8
 ) -> schemas.StoredDocument:
     """Return a document by its id in the path, with a range of its chunks."""
-    stored = service.retriever.document(document_id, first, count)
+    stored = service.retriever.lookup.document(document_id, first, count)
     return schemas.StoredDocument(
         num_chunks=stored.num_chunks,
         first=stored.first,
@@ -289,8 +289,8 @@ def datastore_info(service: Service) -> dict[str, Any]:
         "tokenizer": tokenizer_fingerprint(retriever.datastore.folder),
         "embedder": embedder,
         "dimension": retriever.embedder.dimension,
-        "filters": retriever.filter_columns,
-        "retrieval": ["dense", "sparse", "hybrid"] if retriever.has_terms else ["dense"],
+        "filters": retriever.filters.columns,
+        "retrieval": ["dense", "sparse", "hybrid"] if retriever.chunks.has_terms else ["dense"],
         "trace": service.traces,
         "model": _model(service),
         "limits": service.settings.limits,

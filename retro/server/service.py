@@ -20,7 +20,8 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from indexing.retrieval.results import Hit
-from indexing.retrieval.retriever import CANDIDATES, Retriever
+from indexing.retrieval.retriever import Retriever
+from indexing.retrieval.search import CANDIDATES
 from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import DamagedFile, InputError
 from indexing.store.remote import datastore_name
@@ -157,7 +158,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Run one search and one scoring, so that the first request does not wait for initialization."""
-        retrieval: Retrieval = "hybrid" if self.retriever.has_terms else "dense"
+        retrieval: Retrieval = "hybrid" if self.retriever.chunks.has_terms else "dense"
         self.retriever.search(["warm up"], 1, retrieval=retrieval)
         if self.language_model is not None:
             self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
@@ -361,9 +362,9 @@ def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], lis
             results = searched.search(together, search.k, filters=filters, retrieval=search.retrieval)
             return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
         if search.neighbors:
-            ranked = searched.rank_neighbors(np.stack(together), search.k)
+            ranked = searched.neighbors.rank(np.stack(together), search.k)
         else:
-            ranked = searched.rank(together, search.k, filters=filters, retrieval=search.retrieval)
+            ranked = searched.chunks.rank(together, search.k, filters=filters, retrieval=search.retrieval)
         ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
         rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
         return [
@@ -387,7 +388,7 @@ def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retrieve
 
 
 def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:
-    return lambda _, queries: list(retriever.vectors_of(queries))  # type: ignore[arg-type]
+    return lambda _, queries: list(retriever.queries.vectors(queries))  # type: ignore[arg-type]
 
 
 def _score_with(language_model: LanguageModel) -> Callable[[ScoreKey, list[Window]], list[None]]:

@@ -66,7 +66,7 @@ class SourceFinder:
         neighbors = self._read[read.number] = read.neighbors
         assert neighbors.ids is not None
         assert neighbors.distances is not None
-        hits = self.retriever.hits(neighbors.ids, neighbors.distances)
+        hits = self.retriever.lookup.hits(neighbors.ids, neighbors.distances)
         return schemas.ReadChunk(
             chunk=read.number,
             text=self.retriever.tokenizer.decode(read.tokens),

@@ -155,10 +155,10 @@ def _latency(retriever: Retriever, queries: np.ndarray) -> dict[str, float]:
     single = []
     for row in range(min(50, len(queries))):
         started = time.perf_counter()
-        retriever.nearest(queries[row : row + 1], 10)
+        retriever.chunks.nearest(queries[row : row + 1], 10)
         single.append(1000 * (time.perf_counter() - started))
     started = time.perf_counter()
-    retriever.nearest(queries, 10)
+    retriever.chunks.nearest(queries, 10)
     batched = 1000 * (time.perf_counter() - started) / len(queries)
     return {"single_p50": float(np.median(single)), "single_p99": float(np.quantile(single, 0.99)), "batched": batched}
 
@@ -188,7 +188,7 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     documents = split.metadata(split.documents_of(drawn)[0].tolist())
     examples = []
     for row in range(len(drawn)):
-        hits = retriever.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
+        hits = retriever.lookup.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
         neighbors = [
             report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation) for hit in hits
         ]

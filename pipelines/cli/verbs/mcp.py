@@ -106,7 +106,7 @@ def make_server(retriever: "Retriever") -> "MCPServer":
     ) -> list[Passage]:
         """Find the passages of the documents that answer a question or resemble a text, best first."""
         with _mistakes():
-            hits = retriever.search([query], k, retrieval="hybrid" if retriever.has_terms else "dense").hits[0]
+            hits = retriever.search([query], k, retrieval="hybrid" if retriever.chunks.has_terms else "dense").hits[0]
         positions = sets.positions_in_documents(np.array([hit.chunk_id for hit in hits], dtype=np.int64)).tolist()
         return [
             Passage(hit.document_id, hit.title, hit.source, position, hit.score, hit.text + hit.continuation)
@@ -121,7 +121,7 @@ def make_server(retriever: "Retriever") -> "MCPServer":
     ) -> Pages:
         """Read a document, or the part around a passage: its `chunk` is a position in the document."""
         with _mistakes():
-            document = retriever.document(document_id, first_chunk, num_chunks)
+            document = retriever.lookup.document(document_id, first_chunk, num_chunks)
         stop = first_chunk + len(document.chunks)
         return Pages(
             document.document_id,

@@ -80,9 +80,9 @@ def assert_live_equals_stored(datastore: Datastore) -> None:
     assert (stored >= 0).mean() > 0.9
     retriever = Retriever.open(datastore.folder)
     with torch.inference_mode():  # as in generation
-        alone = np.concatenate([retriever.rank_neighbors(row[None], 2).ids for row in tokens[:20]])
+        alone = np.concatenate([retriever.neighbors.rank(row[None], 2).ids for row in tokens[:20]])
     assert_equal_neighbors(retriever.retrieval, alone, stored[:20, :2])
-    assert_equal_neighbors(retriever.retrieval, retriever.rank_neighbors(tokens, stored.shape[1]).ids, stored)
+    assert_equal_neighbors(retriever.retrieval, retriever.neighbors.rank(tokens, stored.shape[1]).ids, stored)
 
 
 def search_again(config: Config) -> Datastore:
@@ -115,7 +115,7 @@ def test_more_neighbors_than_stored_begin_with_the_stored_ones(listed: Config) -
     settings = replace(SETTINGS, rerank="tokens")
     datastore = build_local(replace(listed, neighbors=settings), only="neighbors", rebuild=True)
     tokens, stored = full_chunks(datastore)
-    found = Retriever.open(datastore.folder).rank_neighbors(tokens, 12).ids
+    found = Retriever.open(datastore.folder).neighbors.rank(tokens, 12).ids
     assert_equal_neighbors(RetrievalSet.of(datastore), found[:, :6], stored)
     assert (found >= 0).all()
 
@@ -131,7 +131,7 @@ def test_live_search_replaces_deleted_chunks_by_the_next_ones(tmp_path: Path, sm
     delete_documents(datastore.folder, {row["id"] for row in train.metadata(numbers.tolist())})
     left = train.without_deleted(stored)
     assert (left[:, 0] < 0).any()
-    ranked = Retriever.open(datastore.folder).rank_neighbors(tokens, 6)
+    ranked = Retriever.open(datastore.folder).neighbors.rank(tokens, 6)
     found = ranked.ids
     assert (found >= 0).all()
     assert (train.without_deleted(found) == found).all()

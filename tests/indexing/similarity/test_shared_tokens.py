@@ -119,7 +119,7 @@ def test_stored_neighbors_are_chosen_from_the_nearest_candidates(ordered: Datast
 def test_live_search_returns_the_stored_neighbors(ordered: Datastore) -> None:
     lengths = ordered.valid.lengths.read(0, ordered.valid.num_chunks)
     full = np.flatnonzero(lengths == ordered.chunk_length)[:20]
-    tokens, _ = Retriever.open(ordered.folder).neighbors(ordered.valid.tokens.gather(full).astype(np.int64), 3)
+    tokens, *_ = Retriever.open(ordered.folder).neighbors.find(ordered.valid.tokens.gather(full).astype(np.int64), 3)
     stored, _ = ordered.train.with_continuation(ordered.valid.neighbor_ids.gather(full)[:, :3].ravel())
     assert (tokens == stored.reshape(tokens.shape)).all(axis=2).mean() > 0.95  # equal scores, candidates in bfloat16
 

@@ -388,7 +388,7 @@ def test_a_rebuild_is_refused_by_everything_that_has_the_datastore_open_and_an_a
             for search in (
                 lambda: index.longest_match([5, 6]),
                 lambda: index.votes(np.array([5, 6])),
-                lambda: retriever.rank_neighbors(np.full((1, 16), 5), 2),
+                lambda: retriever.neighbors.rank(np.full((1, 16), 5), 2),
                 lambda: datastore.train.deleted,
             ):
                 with pytest.raises(DatastoreChanged, match="/datastore was built again"):

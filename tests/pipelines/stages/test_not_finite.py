@@ -102,13 +102,13 @@ def test_the_server_refuses_a_text_without_a_finite_embedding(
 
 def test_a_chunk_without_a_finite_embedding_gets_no_neighbors_and_others_keep_theirs(retriever: Retriever) -> None:
     own = retriever.retrieval.own.tokens.read(0, 4).astype(np.int64)
-    ids = retriever.neighbors_with_ids(own, 3)[2]
+    ids = retriever.neighbors.find(own, 3)[2]
     word = retriever.tokenizer.encode(f" {POISON} ")
     poisoned = np.insert(own, 2, np.resize(word, own.shape[1]), axis=0)
-    found = retriever.neighbors_with_ids(poisoned, 3)[2]
+    found = retriever.neighbors.find(poisoned, 3)[2]
     assert (found[2] == -1).all()
     assert np.array_equal(np.delete(found, 2, axis=0), ids)
-    assert (retriever.neighbors_with_ids(poisoned[2:3], 3)[2] == -1).all()
+    assert (retriever.neighbors.find(poisoned[2:3], 3)[2] == -1).all()
 
 
 def test_every_embedder_refuses_rows_that_have_no_finite_length() -> None:

@@ -134,7 +134,7 @@ def test_search_and_report_use_the_whole_retrieval_set(both: Config, other: Conf
     assert hit.document == wanted
     figures = measure(retriever)
     assert figures["recall"]["recall_at_6"] == 1
-    assert retriever.neighbors(tokens.astype(np.int64), 2)[0].shape == (1, 2, 32)
+    assert retriever.neighbors.find(tokens.astype(np.int64), 2)[0].shape == (1, 2, 32)
 
 
 def test_missing_or_changed_datastore_is_refused_and_moved_one_can_be_renamed(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexing.retrieval.retriever import Retriever
+from indexing.retrieval.search import ChunkSearch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def test_complete_chunks_read_their_neighbors_and_the_last_chunk_none(prepared: 
     batch = rows_of(prepared, 128, packed=False).batch(range(len(INSTRUCTIONS)), K)
     for row, length in enumerate(prepared.lengths.tolist()):
         complete = -(-length // M) - 1
-        tokens, lengths = retriever.neighbors(batch.tokens[row, : complete * M].reshape(-1, M), K)
+        tokens, lengths, *_ = retriever.neighbors.find(batch.tokens[row, : complete * M].reshape(-1, M), K)
         assert np.array_equal(batch.neighbor_lengths[row, :complete], lengths)
         assert (batch.neighbor_lengths[row, complete:] == 0).all()
         real = np.arange(2 * M) < lengths[..., None]
@@ -186,15 +187,15 @@ def test_preparation_resumes_after_a_kill_without_repeating_finished_shards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preparing, "_SHARD_EXAMPLES", 5)
-    searches, real = [0], Retriever.nearest
+    searches, real = [0], ChunkSearch.nearest
 
-    def nearest(self: Retriever, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def nearest(self: ChunkSearch, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         searches[0] += 1
         if searches[0] == 2:
             raise KeyboardInterrupt
         return real(self, vectors, k)
 
-    monkeypatch.setattr(Retriever, "nearest", nearest)
+    monkeypatch.setattr(ChunkSearch, "nearest", nearest)
     datastores = [retriever.datastore.folder]
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, datastores, settings, K)

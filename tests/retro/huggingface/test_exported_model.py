@@ -194,7 +194,9 @@ def test_logits_and_loss_equal_ours_with_given_and_retrieved_neighbors_and_witho
         parameter.data = parameter.data.clone()
     retriever = Retriever.open(tiny_datastore.folder)
     tokens = torch.from_numpy(tiny_datastore.valid.tokens.read(0, 4).astype(np.int64)).reshape(1, -1)[:, :50]
-    found = [torch.from_numpy(each)[None] for each in retriever.neighbors(tokens[0, :48].numpy().reshape(3, 16), 2)]
+    found = [
+        torch.from_numpy(each)[None] for each in retriever.neighbors.find(tokens[0, :48].numpy().reshape(3, 16), 2)[:2]
+    ]
     for given in ((), tuple(found)):
         neighbors = dict(zip(("neighbors", "neighbor_lengths"), given, strict=False))
         with torch.no_grad():

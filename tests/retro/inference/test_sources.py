@@ -47,7 +47,7 @@ def check_chunks(language_model: LanguageModel, tokens: list[int], read: list[Re
     assert [each.number for each in read] == list(range(len(chunks)))
     for chunk, each in zip(chunks, read, strict=True):
         assert each.tokens.tolist() == chunk.tolist()
-        expected = retriever.neighbors_with_ids(chunk[None], K)
+        expected = retriever.neighbors.find(chunk[None], K)
         for table, wanted in zip(each.neighbors, expected, strict=True):
             np.testing.assert_allclose(table, wanted[0], rtol=1e-4, atol=1e-5)
 

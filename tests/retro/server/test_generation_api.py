@@ -244,7 +244,7 @@ def test_sources_are_the_neighbors_that_were_read_and_the_runs_that_were_copied(
         assert len(distances) == 3
         assert distances == sorted(distances)
         for hit in chunk["neighbors"]:
-            stored = retriever.chunk(hit["chunk_id"])
+            stored = retriever.lookup.chunk(hit["chunk_id"])
             for field in ("text", "continuation", "document_id", "title"):
                 assert hit[field] == getattr(stored, field)
             assert hit["score"] == pytest.approx(1 - hit["distance"] / 2)

@@ -35,7 +35,7 @@ def test_the_api_key_is_the_token(app_with: Make) -> None:
 
 def test_embeddings_equal_the_datastores(api: openai.OpenAI, retriever: Retriever) -> None:
     texts = [TEXT, "检索模型"]
-    expected = retriever.embed(texts)
+    expected = retriever.queries.vectors(texts)
     ids = [row.tolist() for row in retriever.tokenizer.encode_batch(texts)]
     for given in (texts, ids):
         for kind in ({}, {"encoding_format": "float"}):  # without it, the client requests base64 and decodes it

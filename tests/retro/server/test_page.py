@@ -22,13 +22,13 @@ pytestmark = MARKS
 
 def test_a_neighbor_links_to_its_chunk_in_the_document(open_page, url: str, retriever: Retriever) -> None:
     page = open_page(url + form_of("neighbors"), viewport={"width": 900, "height": 300})
-    submit(page, "neighbors", retriever.chunk(90).text)
+    submit(page, "neighbors", retriever.lookup.chunk(90).text)
     link = page.locator(".neighbor h4 a").first
     number = int(re.search(r"chunk=(\d+)", link.get_attribute("href")).group(1))
     link.click()
     found = page.locator("#document [aria-current]")
     expect(found).to_have_count(1)
-    assert found.locator("pre").text_content() == retriever.chunk(number).text
+    assert found.locator("pre").text_content() == retriever.lookup.chunk(number).text
     expect(found).to_be_focused()
     expect(found).to_be_in_viewport()
     page.go_back()

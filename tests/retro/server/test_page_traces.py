@@ -19,7 +19,7 @@ pytestmark = MARKS
 
 def passage(retriever: Retriever) -> str:
     """The middle of a document, over three chunks."""
-    return "zq " + "".join(retriever.chunk(chunk).text for chunk in (41, 42, 43)) + "qz"
+    return "zq " + "".join(retriever.lookup.chunk(chunk).text for chunk in (41, 42, 43)) + "qz"
 
 
 def test_a_run_is_marked_and_leads_to_its_place_in_the_document(open_page, url: str, retriever: Retriever) -> None:

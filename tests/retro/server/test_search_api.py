@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from indexing.neighbors.search import NeighborSettings
+from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import NotFound
@@ -45,7 +46,7 @@ def test_texts_tokens_and_vectors_give_the_results_of_python(client: TestClient,
             assert hit["score"] == pytest.approx(other.score)
             assert (hit["document_id"], hit["title"]) == (other.document_id, other.title)
             assert hit["metadata"] == other.document
-    vectors = retriever.embed(TEXTS)
+    vectors = retriever.queries.vectors(TEXTS)
     coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
     tokens = [row.tolist() for row in retriever.tokenizer.encode_batch(TEXTS)]
     for queries in ({"tokens": tokens}, {"vectors": vectors.tolist()}, {"vectors": coded}):
@@ -106,7 +107,7 @@ def test_invalid_searches_are_rejected_with_their_field(client: TestClient, body
 
 def test_filters_select_documents_and_columns_are_listed(client: TestClient, retriever: Retriever) -> None:
     columns = client.get("/datastore").json()["filters"]
-    assert columns == retriever.filter_columns
+    assert columns == retriever.filters.columns
     hits = results(client, texts=[TEXT], k=4, filters={"id": ["doc-1", "doc-2"]})[0]
     assert hits
     assert {hit["document_id"] for hit in hits} <= {"doc-1", "doc-2"}
@@ -116,7 +117,7 @@ def test_filters_select_documents_and_columns_are_listed(client: TestClient, ret
 
 
 def test_embed_equals_the_retrievers_vectors(client: TestClient, retriever: Retriever) -> None:
-    expected = retriever.embed(TEXTS)
+    expected = retriever.queries.vectors(TEXTS)
     numbers = client.post("/embed", json={"texts": TEXTS}).json()["vectors"]
     np.testing.assert_allclose(numbers, expected, rtol=1e-6)
     coded = client.post("/embed", json={"texts": TEXTS, "encoding": "base64"}).json()["vectors"]
@@ -152,11 +153,11 @@ def test_any_string_can_be_a_document_id(client: TestClient, monkeypatch: pytest
     assert client.get("/documents").status_code == 422
     asked: list[str] = []
 
-    def document(self: Retriever, document_id: str, first: int, count: int) -> None:
+    def document(self: Lookup, document_id: str, first: int, count: int) -> None:
         asked.append(document_id)
         raise NotFound("none")
 
-    monkeypatch.setattr(Retriever, "document", document)
+    monkeypatch.setattr(Lookup, "document", document)
     odd = [".", "..", "a\nb", "\r\n", "../../etc/passwd", "a//b", "#?&=%00", "汉字"]
     assert [client.get("/documents", params={"id": each}).status_code for each in odd] == [404] * len(odd)
     assert asked == odd
@@ -180,7 +181,7 @@ def test_neighbors_equal_those_the_model_reads(client: TestClient, retriever: Re
     """The first chunk starts with BOS, as in training and scoring."""
     tokens = np.concatenate([[retriever.tokenizer.bos_id], retriever.tokenizer.encode(TEXT * 3)]).astype(np.int64)
     full = len(tokens) // 16
-    ids, _ = retriever.nearest(
+    ids, _ = retriever.chunks.nearest(
         retriever.embedder.embed(tokens[: full * 16].reshape(-1, 16), np.full(full, 16, dtype=np.int64)), 2
     )
     chunks = client.post("/neighbors", json={"text": TEXT * 3, "k": 2}).json()["chunks"]
@@ -192,17 +193,17 @@ def test_neighbor_tokens_are_the_retrievers_by_the_rules_of_the_stored_neighbors
     tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = tiny_datastore.train.tokens.read(40, 60).astype(np.int64)
-    dense = Retriever.open(tiny_datastore.folder).neighbors(chunks, 2)[0]
+    dense = Retriever.open(tiny_datastore.folder).neighbors.find(chunks, 2)[0]
     stored = NeighborSettings(stored=6, candidates=24, rerank="tokens")
-    monkeypatch.setattr(Retriever, "_stored", (stored, "exact"))
+    monkeypatch.setattr("indexing.retrieval.live_neighbors.stored_settings", lambda _: (stored, "exact"))
     retriever = Retriever.open(tiny_datastore.folder)
-    assert (retriever.neighbors(chunks, 2)[0] != dense).any()
+    assert (retriever.neighbors.find(chunks, 2)[0] != dense).any()
     app = make_app(retriever, None, ServeSettings(name="tiny", allowed_hosts=("testserver",)), token="")
     whole = chunks[0].tolist()
     with TestClient(app) as client:
         for k in (1, 2, 100):
             answer = client.post("/neighbors/tokens", json={"chunks": chunks[:3].tolist(), "k": k}).json()
-            tokens, lengths = retriever.neighbors(chunks[:3], k)
+            tokens, lengths, *_ = retriever.neighbors.find(chunks[:3], k)
             assert (answer["tokens"], answer["lengths"]) == (tokens.tolist(), lengths.tolist())
             assert not answer["partial"]
         assert client.post("/neighbors/tokens", json={"chunks": []}).json()["tokens"] == []

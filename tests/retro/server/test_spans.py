@@ -95,7 +95,7 @@ def test_shared_runs_are_equal_tokens_and_include_the_longest(first: list[int], 
 
 
 def test_spans_of_a_neighbor_are_the_same_text(retriever: Retriever, client) -> None:
-    text = retriever.chunk(3).text + retriever.chunk(3).continuation
+    text = retriever.lookup.chunk(3).text + retriever.lookup.chunk(3).continuation
     answer = client.post("/neighbors", json={"text": text * 2, "k": 3})
     chunks = answer.json()["chunks"]
     assert "".join(chunk["text"] for chunk in chunks) == text * 2

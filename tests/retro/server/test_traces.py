@@ -44,7 +44,7 @@ from tests.retro.server.generation_requests import (
 def text_between(retriever: Retriever, place: dict[str, Any]) -> str:
     """The text between the two ends of a place."""
     (first, start), (last, stop) = place["start"], place["stop"]
-    texts = [retriever.chunk(chunk).text for chunk in range(first, last + 1)]
+    texts = [retriever.lookup.chunk(chunk).text for chunk in range(first, last + 1)]
     return "".join(texts)[start : len("".join(texts[:-1])) + stop]
 
 
@@ -66,8 +66,8 @@ def test_a_trace_names_the_runs_of_a_text_and_their_places(client: TestClient, r
     for run in answer["runs"]:
         for place in run["places"]:
             assert text_between(retriever, place) == text[slice(*run["text"])]
-            assert place["document_id"] == retriever.chunk(place["start"][0]).document_id
-            assert place["title"] == retriever.chunk(place["stop"][0]).title
+            assert place["document_id"] == retriever.lookup.chunk(place["start"][0]).document_id
+            assert place["title"] == retriever.lookup.chunk(place["stop"][0]).title
     assert max(run["tokens"] for run in answer["runs"]) <= answer["tokens_in_runs"] <= answer["tokens"]
     assert client.post("/trace", json={"text": "qqq zzz", "least": 6}).json()["runs"] == []
 
@@ -271,7 +271,7 @@ def test_runs_of_a_generated_text_come_from_all_datastores(two: Retriever) -> No
     assert sorted(map(repr, both)) == sorted(map(repr, alone))
     assert [run.text[1] for run in both] == sorted(run.text[1] for run in both)
     last = max(both, key=lambda run: run.text[1])
-    assert two.chunk(last.places[0].start[0]).document_id == last.places[0].document_id
+    assert two.lookup.chunk(last.places[0].start[0]).document_id == last.places[0].document_id
 
 
 # --- a generated text ------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_a_planted_passage_that_is_continued_has_its_document(
         assert 1 <= len(run["places"]) <= min(3, run["occurrences"])
         for place in run["places"]:
             assert text_between(retriever, place).endswith(text[start:stop])
-            assert place["document_id"] == retriever.chunk(place["start"][0]).document_id
+            assert place["document_id"] == retriever.lookup.chunk(place["start"][0]).document_id
     ends = [run["text"][1] for run in sources["runs"]]
     assert ends == sorted(ends)
 

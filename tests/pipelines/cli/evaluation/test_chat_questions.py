@@ -72,7 +72,7 @@ def test_passages_are_in_the_users_message_and_solved_questions_begin_the_answer
     gold = modes["chat, passages in the prompt, gold first"].texts
     assert gold is not None
     for question, (first, _) in zip(questions, gold, strict=True):
-        document = retriever.document(question.id, 0, 2)
+        document = retriever.lookup.document(question.id, 0, 2)
         assert first.split() == "".join(chunk.text for chunk in document.chunks).split()
 
 

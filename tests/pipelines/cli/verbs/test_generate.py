@@ -60,7 +60,7 @@ def test_json_names_the_documents_that_runs_of_the_text_were_copied_from(model, 
     assert isinstance(retriever, Retriever)
     assert answers[0]["sources"]
     for source in answers[0]["sources"]:
-        document = retriever.document(source["document_id"], 0, 1024)
+        document = retriever.lookup.document(source["document_id"], 0, 1024)
         assert source["title"] == document.title
         text = "".join(chunk.text for chunk in document.chunks)
         assert all(run in answers[0]["text"] and run in text for run in source["runs"])

@@ -57,7 +57,7 @@ def test_reading_at_the_position_of_a_passage_returns_its_text(retriever: Retrie
 
 def test_reading_on_from_next_chunk_returns_the_whole_document(retriever: Retriever) -> None:
     server, parts, first = make_server(retriever), [], 0
-    document = retriever.document("doc-0", 0, 1024)
+    document = retriever.lookup.document("doc-0", 0, 1024)
     while first is not None:
         (part,) = answers(server, ("read", {"document_id": "doc-0", "first_chunk": first, "num_chunks": 3}))
         parts.append(part["text"])

@@ -1,0 +1,85 @@
+"""Queries of a search: checked, then embedded as unit vectors or decoded to texts for their terms."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from indexing.embedding.settings import Embedder
+from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import Tokenizer
+
+Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
+"""Texts, token ids [t] of each, or vectors [n, d] float."""
+
+_PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
+
+
+@dataclass(frozen=True)
+class QueryEmbedder:
+    """Embeds queries of any kind as the chunks of a datastore are embedded."""
+
+    tokenizer: Tokenizer
+    embedder: Embedder
+
+    def vectors(self, queries: Queries) -> np.ndarray:
+        """Queries → unit vectors [n, d] float32. Texts and token ids may have any length.
+
+        Raises:
+            InputError: a text is empty, a token id is not in the vocabulary, or vectors have another width, are zero or not finite.
+        """
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            return self._unit(queries)
+        if not len(queries):
+            return np.empty((0, self.embedder.dimension), dtype=np.float32)
+        texts = [query for query in queries if isinstance(query, str)]
+        if not texts:
+            return self._embed([self._checked(np.asarray(row, dtype=np.int64)) for row in queries])
+        if len(texts) < len(queries):
+            raise InputError("queries must be all texts, all token ids or all vectors.")
+        if not all(text.strip() for text in texts):
+            raise InputError("the text to search for is empty.")
+        return self._embed(self.tokenizer.encode_batch(texts))
+
+    def texts(self, queries: Queries) -> list[str]:
+        """Queries → texts, for a search by terms.
+
+        Raises:
+            InputError: queries are vectors.
+        """
+        if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
+            raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
+        return [query if isinstance(query, str) else self.tokenizer.decode(query) for query in queries]
+
+    def _embed(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Token ids [t] of each query → unit vectors [n, d] float32."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        if len(rows) > 1 and len(rows) * lengths.max() > _PADDED_TOKENS:
+            # Batches of similar length: one long text must not pad a thousand short ones to its length.
+            vectors = np.empty((len(rows), self.embedder.dimension), dtype=np.float32)
+            for half in np.array_split(np.argsort(lengths, kind="stable"), 2):
+                vectors[half] = self._embed([rows[row] for row in half])
+            return vectors
+        tokens = np.full((len(rows), max(1, *lengths)), self.tokenizer.pad_id, dtype=np.int64)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        return self.embedder.embed(tokens, lengths)
+
+    def _checked(self, row: np.ndarray) -> np.ndarray:
+        """The token ids [t] of a query, if all are in the vocabulary."""
+        if not len(row):
+            raise InputError("a list of token ids to search for is empty.")
+        outside = row[(row < 0) | (row >= self.tokenizer.vocab_size)]
+        if len(outside):
+            raise InputError(f"token id {outside[0]}: the tokenizer's are 0 to {self.tokenizer.vocab_size - 1}.")
+        return row
+
+    def _unit(self, vectors: np.ndarray) -> np.ndarray:
+        if vectors.ndim != 2 or vectors.shape[1] != self.embedder.dimension:
+            raise InputError(
+                f"vectors of shape {list(vectors.shape)}: must be [queries, {self.embedder.dimension}], as embedded here."
+            )
+        norms = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+        if not np.isfinite(norms).all() or (norms == 0).any():
+            raise InputError("a vector to search for is zero or holds numbers that are not finite.")
+        return (vectors / norms).astype(np.float32)

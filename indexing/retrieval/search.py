@@ -1,0 +1,111 @@
+"""Search the chunks of a retrieval set by queries: by embeddings (dense), by terms (sparse), or by both (hybrid).
+
+queries → vectors → every index → candidates → filters → exact distances ┐
+        → terms → sparse index → candidates → filters → BM25 ────────────┴→ the best chunks
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+
+from indexing.index.exact_search import order_by_distance
+from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
+from indexing.retrieval.filters import DocumentFilters, Filters
+from indexing.retrieval.queries import Queries, QueryEmbedder
+from indexing.retrieval.results import Ranked
+from indexing.sparse.candidates import Retrieval
+from indexing.sparse.term_search import TermSearch
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
+
+CANDIDATES = 64
+"""Candidates per query of each search, at least k. Exact distances correct the index's codes, and the hybrid joins both."""
+
+
+@dataclass(frozen=True)
+class ChunkSearch:
+    """A retrieval set, opened for search by queries.
+
+    Attributes:
+        queries: embeds queries.
+        filters: documents by their metadata.
+        indexes: one for every datastore in the retrieval set, in order.
+        retrieval: the chunks that ids name.
+    """
+
+    queries: QueryEmbedder
+    filters: DocumentFilters
+    indexes: tuple[SearchableIndex, ...]
+    retrieval: RetrievalSet
+
+    def rank(
+        self, queries: Queries, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
+    ) -> Ranked:
+        """The results of `Retriever.search` as ids and numbers, without text."""
+        if k < 1:
+            raise InputError(f"k = {k}: must be at least 1.")
+        if retrieval not in get_args(Retrieval):
+            raise InputError(f"retrieval = {retrieval!r}: accepted are {', '.join(get_args(Retrieval))}.")
+        self.retrieval.require_unchanged()  # before anything else of it is opened
+        vectors = self.queries.vectors(queries)
+        among = self.filters.chunks(filters) if filters else None
+        if retrieval == "dense":
+            dense = self._candidates(vectors, CANDIDATES, k, among)
+            return Ranked.by_distance(dense.ids[:, :k], dense.distances[:, :k], dense.missing)
+        return self._by_terms(self.queries.texts(queries), vectors, k, retrieval, among)
+
+    def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors [n, d] → ids [n, k] int64 of the retrieval set (-1 = none) and squared distances [n, k] float32, nearest first."""
+        candidates = self._candidates(vectors, CANDIDATES, k, None)
+        return candidates.ids[:, :k], candidates.distances[:, :k]
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether all datastores have a sparse index."""
+        return all(Datastore.open(split.folder).has("sparse") for split in self.retrieval.splits)
+
+    @cached_property
+    def _term_search(self) -> TermSearch:
+        return TermSearch.open(self.retrieval)
+
+    def _candidates(self, vectors: np.ndarray, count: int, k: int, among: Sequence[np.ndarray] | None) -> Candidates:
+        """The nearest chunks of all datastores, [n, at least k]; `count` of them if there are as many."""
+        by_datastore = [
+            find_candidates(vectors, index, split, count, k, among[place] if among else None)
+            for place, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
+        ]
+        if len(by_datastore) == 1 and by_datastore[0].ids.shape[1] >= k:
+            return by_datastore[0]
+        ids = [neighbor_ids(place, candidates.ids) for place, candidates in enumerate(by_datastore)]
+        ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # pads the result to k
+        distances = [candidates.distances for candidates in by_datastore]
+        distances.append(np.full((len(vectors), k), np.inf, dtype=np.float32))
+        near, joined = order_by_distance(np.concatenate(distances, axis=1), np.concatenate(ids, axis=1))
+        missing = tuple(name for candidates in by_datastore for name in candidates.missing)
+        return Candidates(joined[:, : max(count, k)], near[:, : max(count, k)], missing)
+
+    def _by_terms(
+        self,
+        texts: list[str],
+        vectors: np.ndarray,
+        k: int,
+        retrieval: Retrieval,
+        among: list[np.ndarray] | None,
+    ) -> Ranked:
+        """Sparse or hybrid retrieval of k chunks."""
+
+        def allowed(_rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+            return self.retrieval.without_deleted(ids) if among is None else self.retrieval.among(ids, among)
+
+        few = None if among is None else few_chunks(among)
+        if retrieval == "sparse":
+            return Ranked(*self._term_search.search(texts, vectors, k, allowed, few), ())
+        count = max(k, CANDIDATES)
+        near = self._candidates(vectors, count, k, among)
+        dense = (near.ids, near.distances)
+        ids, scores, distances = self._term_search.hybrid(texts, vectors, dense, count, allowed, few)
+        return Ranked(ids[:, :k], scores[:, :k], distances[:, :k], near.missing)
