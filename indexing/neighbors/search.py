@@ -28,9 +28,9 @@ from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance, status
+from indexing.similarity.candidates import Condition, present_first
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
-from indexing.sparse.candidates import Kept
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
@@ -354,7 +354,7 @@ def _search_once(
         distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
         # Keep the index's order, but store exact distances.
-        ids = np.take_along_axis(ids, np.argsort(ids < 0, axis=1, kind="stable"), 1)
+        ids = np.take_along_axis(ids, present_first(ids, depth), 1)
         distances = _exact_distances(chunks.vectors, ids, train)
     if depth < settings.kept:
         ids = np.pad(ids, ((0, 0), (0, settings.kept - depth)), constant_values=-1)
@@ -511,7 +511,7 @@ def _condition(
     retrieval: RetrievalSet,
     settings: NeighborSettings,
     live: bool,
-) -> Kept:
+) -> Condition:
     """The condition for candidates of a retrieval set: none of the own document, none deleted, no near copies."""
 
     def kept(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from indexing.machine import for_each
 from indexing.ngrams.index import MOST_CHUNKS, NgramLists, changes, ngrams, within
-from indexing.sparse.candidates import Kept
+from indexing.similarity.candidates import Condition, present_first
 from indexing.store.retrieval_set import RetrievalSet
 
 _RAREST = 32  # n-grams of a query
@@ -54,11 +54,11 @@ class NgramIndex:
         return cls(retrieval, NgramLists.of(retrieval), retrieval.num_chunks)
 
     def search(
-        self, tokens: np.ndarray, lengths: np.ndarray, wanted: int, enough: int, kept: Kept, *, own: bool
+        self, tokens: np.ndarray, lengths: np.ndarray, k: int, enough: int, condition: Condition, *, own: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the chunks with the greatest sum of idf over the rarest n-grams that they share with a query.
 
-        One and a half times the wanted chunks are requested, since `kept` may exclude some. If it leaves fewer than `enough`, all
+        One and a half times k chunks are requested, since the condition may exclude some. If it leaves fewer than `enough`, all
         chunks that share a rare n-gram are requested.
 
         Memory: `search_bytes` of the queries, of 65,536 at most. Files are memory-mapped and read in the order of the hashes.
@@ -66,24 +66,24 @@ class NgramIndex:
         Args:
             tokens: [n, m].
             lengths: [n] real tokens in each.
-            wanted: candidates for each query.
+            k: candidates for each query.
             enough: candidates with which a query is not searched again.
-            kept: a condition; see `Kept`.
+            condition: which candidates count.
             own: whether the queries are chunks of the index, so that an n-gram of one chunk is only the query's own.
 
         Returns:
-            ids [n, wanted] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
-            [n, wanted] float32 (0).
+            ids [n, k] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
+            [n, k] float32 (0).
         """
-        ids = np.full((len(tokens), wanted), -1, dtype=np.int64)
-        sums = np.zeros((len(tokens), wanted), dtype=np.float32)
+        ids = np.full((len(tokens), k), -1, dtype=np.int64)
+        sums = np.zeros((len(tokens), k), dtype=np.float32)
 
         def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
             """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
             hits, best = self._best(queries, depth)
             is_full = hits[:, -1] >= 0
-            hits = kept(rows, hits)
-            order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+            hits = condition(rows, hits)
+            order = present_first(hits, k)
             ids[rows] = np.take_along_axis(hits, order, 1)
             sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
             return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
@@ -94,12 +94,12 @@ class NgramIndex:
         def search_block(start: int) -> None:
             block = slice(start, start + step)
             queries = self._queries(np.asarray(tokens[block]), np.asarray(lengths[block]), least=2 if own else 1)
-            for rows in queries.parts(max(1, _RESULTS // (2 * wanted * workers)), _ENTRIES // workers):
+            for rows in queries.parts(max(1, _RESULTS // (2 * k * workers)), _ENTRIES // workers):
                 part = queries.take(rows)
-                starved = fill(start + rows, part, wanted + wanted // 2)
+                starved = fill(start + rows, part, k + k // 2)
                 for first in range(0, len(starved), _FEW_ROWS):
                     some = starved[first : first + _FEW_ROWS]
-                    fill(start + rows[some], part.take(some), max(wanted, _FULL_DEPTH))
+                    fill(start + rows[some], part.take(some), max(k, _FULL_DEPTH))
 
         for_each(search_block, range(0, len(tokens), max(1, step)), workers)
         return ids, sums

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from indexing.index.exact_search import exact_search, rerank
+from indexing.similarity.candidates import present_first
 from indexing.store.datastore import Split
 from indexing.store.deletions import inside
 
@@ -62,7 +63,7 @@ class Candidates:
 
 
 def find_candidates(
-    vectors: np.ndarray, index: SearchableIndex, split: Split, wanted: int, k: int, among: np.ndarray | None = None
+    vectors: np.ndarray, index: SearchableIndex, split: Split, count: int, k: int, among: np.ndarray | None = None
 ) -> Candidates:
     """Find candidates for some queries.
 
@@ -70,23 +71,23 @@ def find_candidates(
         vectors: [n, d] float32.
         index: over the chunks of `split`.
         split: the split to search.
-        wanted: candidates per query.
+        count: candidates per query.
         k: minimum of candidates per query, if that many chunks are allowed.
         among: [ranges, 2] int64, first and stop of the allowed chunks, none of them deleted; None = all that are not deleted.
 
     Returns:
-        for each query at least k candidates, and at most max(wanted, k).
+        for each query at least k candidates, and at most max(count, k).
     """
     allowed = index.num_vectors if among is None else int((among[:, 1] - among[:, 0]).sum())
-    wanted, k = max(wanted, k), min(k, allowed)
+    count, k = max(count, k), min(k, allowed)
     if among is not None and allowed <= _FEW_CHUNKS:
-        distances, ids = exact_search(vectors, split.embeddings, min(wanted, max(allowed, 1)), among=among)
+        distances, ids = exact_search(vectors, split.embeddings, min(count, max(allowed, 1)), among=among)
         return Candidates(ids, distances)
     missing: dict[str, None] = {}
-    depth = min(wanted, index.num_vectors)
+    depth = min(count, index.num_vectors)
     deepest = index.num_vectors if among is None else min(_DEEPEST, index.num_vectors)
     if among is not None:  # ask for more, in proportion to the share that the filter removes
-        depth = min(deepest, wanted * index.num_vectors // allowed)
+        depth = min(deepest, count * index.num_vectors // allowed)
     restricted = among is not None or len(split.deleted) > 0
     while True:
         hits, names = search_available(index, vectors, depth)
@@ -96,7 +97,9 @@ def find_candidates(
         if not len(lacking) or depth >= deepest:
             break
         depth = min(4 * depth, deepest)
-    distances, ids = rerank(vectors, _first(hits, wanted) if restricted else hits, split.embeddings)
+    if restricted:
+        hits = np.take_along_axis(hits, present_first(hits, count), 1)
+    distances, ids = rerank(vectors, hits, split.embeddings)
     if among is not None and len(lacking):  # the visited lists hold no more
         distances[lacking], ids[lacking] = exact_search(vectors[lacking], split.embeddings, ids.shape[1], among=among)
     return Candidates(ids, distances, tuple(missing))
@@ -115,9 +118,3 @@ def search_available(index: SearchableIndex, vectors: np.ndarray, depth: int) ->
         return index.search(vectors, depth), ()
     except PartsMissing as partial:
         return partial.ids, partial.names
-
-
-def _first(ids: np.ndarray, count: int) -> np.ndarray:
-    """The first ids of each row that are not -1: [n, c] → [n, min(count, c)]."""
-    order = np.argsort(ids < 0, axis=1, kind="stable")[:, :count]
-    return np.take_along_axis(ids, order, 1)

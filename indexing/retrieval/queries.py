@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from indexing.tokenization.tokenizer import Tokenizer
 
 Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
 """Texts, token ids [t] of each, or vectors [n, d] float."""
+
+Retrieval = Literal["dense", "sparse", "hybrid"]
+"""How chunks are found: by embeddings, by terms (BM25), or by both."""
 
 _PADDED_TOKENS = 2**22  # tokens of texts embedded together, including padding
 

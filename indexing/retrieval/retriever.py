@@ -19,10 +19,9 @@ from indexing.retrieval.candidates import SearchableIndex
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.live_neighbors import LiveNeighbors
 from indexing.retrieval.lookup import Lookup
-from indexing.retrieval.queries import Queries, QueryEmbedder
+from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
 from indexing.retrieval.results import Results
 from indexing.retrieval.search import ChunkSearch
-from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet, check_searchable
 from indexing.tokenization.tokenizer import Tokenizer

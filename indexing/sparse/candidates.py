@@ -5,26 +5,21 @@ candidates by terms ┐
 candidates by vectors ┴─► one list: BM25 as a fraction of its maximum + weight · cosine
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 
+from indexing.similarity.candidates import Condition, present_first
 from indexing.sparse.index import SparseIndex
 
 _AGREEING = 8  # best candidates of each search that are compared
-
-Retrieval = Literal["dense", "sparse", "hybrid"]
-"""How chunks are found: by embeddings, by terms (BM25), or by both."""
-Kept = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Numbers of queries [r] and their candidates [r, c] → the candidates, with -1 instead of excluded ones."""
 
 
 def find_by_terms(
     queries: Sequence[Sequence[str]],
     index: SparseIndex,
-    wanted: int,
-    kept: Kept,
+    k: int,
+    condition: Condition,
     among: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the chunks with the highest BM25 that a condition does not exclude.
@@ -32,21 +27,21 @@ def find_by_terms(
     Args:
         queries: the terms of n queries.
         index: the index.
-        wanted: candidates for each query.
-        kept: the condition.
+        k: candidates for each query.
+        condition: which candidates count.
         among: chunk ids to search; see `SparseIndex.search`.
 
     Returns:
-        ids [n, wanted] int64, best first, and scores [n, wanted] float32; -1 and 0 if fewer chunks contain a term.
+        ids [n, k] int64, best first, and scores [n, k] float32; -1 and 0 if fewer chunks contain a term.
     """
-    ids = np.full((len(queries), wanted), -1, dtype=np.int64)
-    scores = np.zeros((len(queries), wanted), dtype=np.float32)
-    rows, depth = np.arange(len(queries)), wanted
+    ids = np.full((len(queries), k), -1, dtype=np.int64)
+    scores = np.zeros((len(queries), k), dtype=np.float32)
+    rows, depth = np.arange(len(queries)), k
     while len(rows):
         hits, best = index.search([queries[row] for row in rows], depth, among)
         has_more = hits[:, -1] >= 0
-        hits = kept(rows, hits)
-        order = np.argsort(hits < 0, axis=1, kind="stable")[:, :wanted]
+        hits = condition(rows, hits)
+        order = present_first(hits, k)
         ids[rows] = np.take_along_axis(hits, order, 1)
         scores[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
         rows, depth = rows[(ids[rows, -1] < 0) & has_more], 4 * depth
@@ -80,7 +75,7 @@ def fuse(
     cosines = np.where(ids >= 0, 1 - distances / 2, 0)
     scores = np.where(ids >= 0, bm25 + weights[:, None] * cosines, -np.inf).astype(np.float32)
     order = np.lexsort((ids, -scores), axis=-1)
-    ids, scores, distances = (np.take_along_axis(each, order, 1) for each in (ids, scores, distances))
+    ids, scores, distances = (np.take_along_axis(table, order, 1) for table in (ids, scores, distances))
     return ids, scores, distances
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from indexing.index.exact_search import distances_to
 from indexing.index.floats import to_float32
-from indexing.sparse.candidates import Kept, agreement, find_by_terms, fuse
+from indexing.similarity.candidates import Condition
+from indexing.sparse.candidates import agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
 from indexing.store.artifact import stored_json
@@ -52,22 +53,26 @@ class TermSearch:
         return cls(index, retrieval, mean)
 
     def search(
-        self, texts: Sequence[str], vectors: np.ndarray, wanted: int, kept: Kept, among: Sequence[int] | None = None
+        self,
+        texts: Sequence[str],
+        vectors: np.ndarray,
+        k: int,
+        condition: Condition,
+        among: Sequence[int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find the chunks with the highest BM25.
 
         Args:
             texts: n queries.
             vectors: their embeddings [n, d] float32, for the distances.
-            wanted: candidates for each query.
-            kept: a condition; see `find_by_terms`.
+            k: candidates for each query.
+            condition: which candidates count.
             among: chunk ids to search; see `SparseIndex.search`.
 
         Returns:
-            ids [n, wanted] int64, best first (-1 = none), BM25 [n, wanted] float32 (-inf) and squared distances [n, wanted] float32
-            (+inf).
+            ids [n, k] int64, best first (-1 = none), BM25 [n, k] float32 (-inf) and squared distances [n, k] float32 (+inf).
         """
-        ids, scores = find_by_terms([query_terms(text) for text in texts], self.index, wanted, kept, among)
+        ids, scores = find_by_terms([query_terms(text) for text in texts], self.index, k, condition, among)
         return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances_to(vectors, ids, self.retrieval)
 
     def hybrid(
@@ -75,8 +80,8 @@ class TermSearch:
         texts: Sequence[str],
         vectors: np.ndarray,
         dense: tuple[np.ndarray, np.ndarray],
-        wanted: int,
-        kept: Kept,
+        k: int,
+        condition: Condition,
         among: Sequence[int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Like `search`, joined with dense candidates: ids [n, c] int64 and squared distances [n, c] float32, nearest first.
@@ -84,7 +89,7 @@ class TermSearch:
         The weight of a transformer's cosines is the agreement of both searches for the query: an embedder for another language finds
         chunks that have nothing to do with it.
         """
-        sparse = self.search(texts, vectors, wanted, kept, among)
+        sparse = self.search(texts, vectors, k, condition, among)
         largest = np.array([self.index.largest(query_terms(text)) for text in texts], dtype=np.float32)
         weights = np.full(len(texts), _LEXICAL_WEIGHT, dtype=np.float32)
         if self.mean is not None:
@@ -94,5 +99,5 @@ class TermSearch:
             block = slice(start, start + _BLOCK_QUERIES)
             by_terms = (sparse[0][block], sparse[1][block], sparse[2][block])
             parts.append(fuse(by_terms, (dense[0][block], dense[1][block]), largest[block], weights[block]))
-        ids, scores, distances = (np.concatenate(each)[:, :wanted] for each in zip(*parts, strict=True))
+        ids, scores, distances = (np.concatenate(blocks)[:, :k] for blocks in zip(*parts, strict=True))
         return ids, scores, distances

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from indexing.progress import Advance
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
-from indexing.sparse.candidates import Retrieval
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.answer_metrics import Language

@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.progress import Advance
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
-from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.settings import settings

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from indexing.sparse.candidates import Retrieval
+from indexing.retrieval.queries import Retrieval
 from indexing.store.settings import settings
 
 ExampleFormat = Literal["instructions", "questions"]

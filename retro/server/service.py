@@ -19,10 +19,10 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
 from indexing.retrieval.search import CANDIDATES
-from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import DamagedFile, InputError
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from indexing.sparse.candidates import Retrieval
+from indexing.retrieval.queries import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.settings import Fraction, settings
 from retro.evaluation.settings import EvaluationSettings

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from indexing.retrieval.filters import stored_examples
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.results import Hit
-from indexing.sparse.candidates import Retrieval
 from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions

@@ -13,9 +13,9 @@ import pytest
 from indexing.index.exact_search import exact_search
 from indexing.index.floats import to_float32
 from indexing.retrieval.candidates import PartsMissing
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
-from indexing.sparse.candidates import Retrieval
 from indexing.store.datastore import Datastore, delete_documents, read_datastore_manifest, write_datastore_manifest
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS

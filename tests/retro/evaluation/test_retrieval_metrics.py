@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
-from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import CHUNK_ID_BITS
 from retro.evaluation.question_sets import Question
