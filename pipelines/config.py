@@ -10,7 +10,7 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.settings import Location, settings

@@ -26,7 +26,7 @@ import torch
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import checksum, read_json, write_checked

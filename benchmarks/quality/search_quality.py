@@ -36,7 +36,8 @@ from indexing.index.exact_search import recall
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
-from indexing.neighbors.search import Index, NeighborSettings, neighbors_of
+from indexing.neighbors.index_search import Index, QueryChunks, neighbors_of
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
@@ -91,7 +92,7 @@ def searches(folder: Path, recalls: tuple[float, ...], not_reranked: tuple[int, 
     def found(
         index: Index, nprobe: int | None = None, rerank: Literal["embeddings", "none"] = "embeddings"
     ) -> tuple[np.ndarray, np.ndarray]:
-        return neighbors_of(queries, index, train, NeighborSettings(rerank=rerank), nprobe=nprobe)[:2]
+        return neighbors_of(QueryChunks(queries), index, train, NeighborSettings(rerank=rerank), nprobe)[:2]
 
     exact = found(ProductIndex(train.embeddings))
 

@@ -23,7 +23,7 @@ from benchmarks.common import budget, markdown, measured_on, model_parser, perce
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.cli.main import main as retro

@@ -27,7 +27,7 @@ from benchmarks.deadline import Case, Figures, run_cases
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings

@@ -42,8 +42,9 @@ from indexing.index.key import choose_key
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.machine import keep_freed_memory
+from indexing.neighbors.index_search import QueryChunks, neighbors_of
 from indexing.neighbors.list_search import ListIndex, read_lists
-from indexing.neighbors.search import NeighborSettings, neighbors_of
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import ShardedArray
@@ -176,7 +177,7 @@ def neighbor_stage(
     }
 
     def recall_at_2(index: Any, nprobe: int) -> float:
-        distances = neighbors_of(checked[0], index, train, settings, excluded=checked[1], nprobe=nprobe)[1]
+        distances = neighbors_of(QueryChunks(checked[0], own=checked[1]), index, train, settings, nprobe)[1]
         return recall(distances[:, :2], exact)
 
     found, chosen = dict[str, float](), dict[str, int]()
@@ -199,7 +200,7 @@ def neighbor_stage(
 
     def searches(queries: np.ndarray, own: tuple[np.ndarray, np.ndarray]) -> dict[str, Callable[[], object]]:
         ours = {
-            name: partial(neighbors_of, queries, index, train, settings, excluded=own, nprobe=chosen[name])
+            name: partial(neighbors_of, QueryChunks(queries, own=own), index, train, settings, chosen[name])
             for name, index in searched.items()
         }
         return {**ours, bare: partial(bare_ones[bare].search, queries, settings.candidates)}
@@ -298,7 +299,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
 
             def search(index: Any = index, queries: np.ndarray = queries, own: Any = own) -> None:
                 # Random vectors have no clusters, so nprobe is fixed instead of tuned.
-                neighbors_of(queries, index, train, NeighborSettings(rerank="embeddings"), excluded=own, nprobe=64)
+                neighbors_of(QueryChunks(queries, own=own), index, train, NeighborSettings(rerank="embeddings"), 64)
 
             search()
             took[name] = seconds(search) / len(ids)

@@ -9,6 +9,9 @@ from indexing.machine import for_each
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
 
+IdRanges = tuple[np.ndarray, np.ndarray]
+"""First and stop [n] int64 of a range of chunk ids for each query, such as those of its own document."""
+
 _BLOCK_ROWS = 16_384  # embeddings compared at a time
 _BLOCK = 2**20  # components of candidates per thread at a time: 4 MB in float32
 
@@ -70,7 +73,7 @@ def exact_search(
     queries: np.ndarray,
     embeddings: ShardedArray,
     k: int,
-    excluded: tuple[np.ndarray, np.ndarray] | None = None,
+    excluded: IdRanges | None = None,
     among: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the true k nearest by a blocked matrix product over all stored embeddings. All recalls are measured against it.
@@ -79,7 +82,7 @@ def exact_search(
         queries: [n, d] float32.
         embeddings: [chunks, d].
         k: neighbors per query.
-        excluded: first and stop [n] of a range of ids that a query must not find (its own document).
+        excluded: ids that a query must not find (its own document).
         among: [ranges, 2] int64, first and stop of the ids to search; None = all.
 
     Returns:
@@ -91,7 +94,7 @@ def exact_search(
     for ids, vectors in _blocks(embeddings, among):
         distances = norms[:, None] - 2 * (queries @ vectors.T) + np.einsum("nd,nd->n", vectors, vectors)
         if excluded is not None:
-            distances[(ids >= excluded[0][:, None]) & (ids < excluded[1][:, None])] = np.inf
+            distances[in_ranges(ids, excluded)] = np.inf
         if len(vectors) > k:
             columns = np.argpartition(distances, k - 1, axis=1)[:, :k]
         else:
@@ -101,6 +104,11 @@ def exact_search(
         joined = order_by_distance(np.concatenate([best_distances, nearest], axis=1), joined_ids)
         best_distances, best_ids = joined[0][:, :k], joined[1][:, :k]
     return np.maximum(best_distances, 0), best_ids
+
+
+def in_ranges(ids: np.ndarray, ranges: IdRanges) -> np.ndarray:
+    """Whether the ids [n, c], or [c] of all queries, are in each query's range: [n, c] bool."""
+    return (ids >= ranges[0][:, None]) & (ids < ranges[1][:, None])
 
 
 def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:

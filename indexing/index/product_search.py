@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from indexing import machine
+from indexing.index.exact_search import IdRanges
 from indexing.machine import one_thread_each
 from indexing.store.sharded_array import ShardedArray
 
@@ -60,18 +61,14 @@ class ProductIndex:
         self.dtype = torch.bfloat16 if machine.has_bfloat16(self.device) else torch.float32
 
     def search(
-        self,
-        queries: np.ndarray,
-        k: int,
-        excluded: tuple[np.ndarray, np.ndarray] | None = None,
-        nprobe: int | None = None,
+        self, queries: np.ndarray, k: int, excluded: IdRanges | None = None, nprobe: int | None = None
     ) -> np.ndarray:
         """Find the k candidates of each query.
 
         Args:
             queries: [n, d] float32, of unit length. Pass many at once: without `keep`, each call reads and converts all chunks.
             k: candidates per query.
-            excluded: first and stop [n] of a range of ids that a query must not find.
+            excluded: ids that a query must not find.
             nprobe: ignored, since there are no lists.
 
         Returns:
@@ -90,7 +87,7 @@ class ProductIndex:
         with one_thread_each(None if kind == "cpu" else 1) as run:
             for start, columns, real in self._all_blocks():
 
-                def look(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
+                def search_block(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
                     block = slice(first, first + rows)
                     own = None if ranges is None else ranges[block] - start
                     tile = _tile(len(points[block]), len(columns), shape)
@@ -99,7 +96,7 @@ class ProductIndex:
                     scores[block], order = joined.topk(k, dim=1)
                     ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
 
-                run(look, range(0, len(queries), rows))
+                run(search_block, range(0, len(queries), rows))
         places = ids.masked_fill_(scores == -torch.inf, -1).numpy()
         return places if self.ids is None else np.where(places < 0, -1, self.ids[places])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from indexing.index.exact_search import IdRanges, in_ranges
 from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, shares_quantizer
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
@@ -83,18 +84,14 @@ class ShardedIndex:
             yield from _opened(shard, self._trained) if isinstance(shard, list) else [shard]
 
     def search(
-        self,
-        queries: np.ndarray,
-        k: int,
-        excluded: tuple[np.ndarray, np.ndarray] | None = None,
-        nprobe: int | None = None,
+        self, queries: np.ndarray, k: int, excluded: IdRanges | None = None, nprobe: int | None = None
     ) -> np.ndarray:
         """Find k candidates for each query over all shards. Threads may share an index.
 
         Args:
             queries: [n, d] float32.
             k: candidates per query.
-            excluded: first and stop [n] of ids that are removed from the result, which may leave fewer than k.
+            excluded: ids that are removed from the result, which may leave fewer than k.
             nprobe: inverted lists to visit, at most `max_nprobe`; None = the index's `nprobe`.
 
         Returns:
@@ -115,7 +112,7 @@ class ShardedIndex:
         with reading(*self.folders):
             if nearest.max(initial=-1) >= self._stop:
                 raise ValueError(f"the index holds ids from {self._stop} on")
-        return nearest if excluded is None else _without(nearest, excluded)
+        return nearest if excluded is None else np.where(in_ranges(nearest, excluded), -1, nearest)
 
 
 def _groups(shards: Sequence[Path], memory: int, trained: Any) -> list[list[Path]]:
@@ -140,10 +137,6 @@ def _bytes_of(shard: Path, row_bytes: int | None) -> int:
         return (shard / "vectors.faiss").stat().st_size
     manifest = parse_manifest(shard)
     return int(manifest["counts"]["vectors"] * row_bytes if row_bytes else manifest["files"]["vectors.faiss"]["bytes"])
-
-
-def _without(ids: np.ndarray, excluded: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    return np.where((ids >= excluded[0][:, None]) & (ids < excluded[1][:, None]), -1, ids)
 
 
 def _opened(files: list[Path], trained: Any) -> list[Any]:

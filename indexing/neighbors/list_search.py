@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from indexing import machine
+from indexing.index.exact_search import IdRanges
 from indexing.index.faiss_files import ivf_of, lists_of, read_index, transformed
 from indexing.index.sharded import MEMORY
 from indexing.machine import one_thread_each
@@ -119,11 +120,7 @@ class ListIndex:
         return cls(trained, tuned["lists"]["nprobe"], embeddings, lists, first, device)
 
     def search(
-        self,
-        queries: np.ndarray,
-        k: int,
-        excluded: tuple[np.ndarray, np.ndarray] | None = None,
-        nprobe: int | None = None,
+        self, queries: np.ndarray, k: int, excluded: IdRanges | None = None, nprobe: int | None = None
     ) -> np.ndarray:
         """Find the k candidates of each query.
 
@@ -131,7 +128,7 @@ class ListIndex:
             queries: [n, d] float32, of unit length. Pass many at once: a list is multiplied with all queries of a block
                 that visit it.
             k: candidates per query.
-            excluded: first and stop [n] of a range of ids that a query must not find.
+            excluded: ids that a query must not find.
             nprobe: inverted lists to visit, at most `max_nprobe`; None = the index's `nprobe`.
 
         Returns:
@@ -142,8 +139,8 @@ class ListIndex:
         nprobe = self.nprobe if nprobe is None else min(nprobe, self.max_nprobe)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         points = torch.from_numpy(queries).to(self.device, self.dtype)
-        turned = transformed(self._trained, queries)
-        probing = points if turned is queries else torch.from_numpy(turned).to(self.device, self.dtype)
+        rotated = transformed(self._trained, queries)
+        probing = points if rotated is queries else torch.from_numpy(rotated).to(self.device, self.dtype)
         own = None if excluded is None else self._ranges(excluded)
         scores = torch.full((len(queries), k), -torch.inf)
         ids = torch.full((len(queries), k), -1, dtype=torch.int64)
@@ -151,24 +148,24 @@ class ListIndex:
             for part in self._parts():
                 step = self._rows(part, len(queries), nprobe)
 
-                def look(start: int, part: LoadedLists = part, step: int = step) -> None:
+                def search_block(start: int, part: LoadedLists = part, step: int = step) -> None:
                     probes = self._probe(probing[start : start + step], nprobe)
                     nearest, *further = probes.split(self._waves(nprobe), dim=1)
                     for first, stop in self._fitting(nearest, part):
                         block = slice(start + first, start + stop)
                         own_block = None if own is None else own[:, block]
-                        hits, known = best_of(points[block], nearest[first:stop], part, k, own_block)
+                        hits, hit_ids = best_of(points[block], nearest[first:stop], part, k, own_block)
                         joined, order = torch.cat((scores[block], hits), dim=1).topk(k, dim=1)
-                        scores[block], ids[block] = joined, torch.cat((ids[block], known), dim=1).gather(1, order)
+                        scores[block], ids[block] = joined, torch.cat((ids[block], hit_ids), dim=1).gather(1, order)
                     block = slice(start, start + len(probes))
                     own_block = None if own is None else own[:, block]
                     for wave in further:
                         improve(points[block], wave, part, scores[block], ids[block], own_block)
 
-                run(look, range(0, len(queries), step))
+                run(search_block, range(0, len(queries), step))
         return (ids + self.first).masked_fill_(scores == -torch.inf, -1).numpy()
 
-    def _ranges(self, excluded: tuple[np.ndarray, np.ndarray]) -> "Tensor":
+    def _ranges(self, excluded: IdRanges) -> "Tensor":
         """Exclusion ranges relative to the first searched chunk: first and stop [2, n] int64."""
         import torch
 

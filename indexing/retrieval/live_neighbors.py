@@ -8,19 +8,14 @@ import numpy as np
 
 from indexing.embedding.lexical import token_weights
 from indexing.embedding.settings import Embedder, NotFinite
+from indexing.index.exact_search import IdRanges
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import MEMORY, ShardedIndex
+from indexing.neighbors.index_search import Index, QueryChunks, open_index
 from indexing.neighbors.list_search import ListIndex
-from indexing.neighbors.search import (
-    Index,
-    Method,
-    NeighborSettings,
-    OpenIndex,
-    find_neighbors,
-    open_index,
-    stored_settings,
-)
+from indexing.neighbors.search import NeighborSearch, OpenIndex
+from indexing.neighbors.settings import Method, NeighborSettings, stored_settings
 from indexing.ngrams.search import NgramIndex
 from indexing.retrieval.candidates import SearchableIndex, search_available
 from indexing.retrieval.results import Ranked
@@ -109,16 +104,8 @@ class LiveNeighbors:
             for place, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=False))
         ]
         with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
-            ids, distances, _ = find_neighbors(
-                vectors,
-                (chunks, lengths),
-                searched,
-                settings,
-                order=self.order,
-                by_ngrams=self.by_ngrams,
-                live=True,
-                first=k,
-            )
+            search = NeighborSearch(searched, settings, self.order, self.by_ngrams)
+            ids, distances, _ = search.find(QueryChunks(vectors, (chunks, lengths), live=True), k)
         return Ranked.by_distance(ids, distances, tuple(missing))
 
     def _rank_others(self, chunks: np.ndarray, k: int, excluded: Sequence[int]) -> Ranked:
@@ -147,7 +134,7 @@ def _precise(
 
 
 class _Remote:
-    """An index in other processes, as `find_neighbors` searches it: without exclusion, with the number of lists set there.
+    """An index in other processes, as `NeighborSearch` searches it: without exclusion, with the number of lists set there.
 
     Args:
         index: the index.
@@ -161,11 +148,7 @@ class _Remote:
         self.index, self.missing, self.num_vectors = index, missing, index.num_vectors
 
     def search(
-        self,
-        queries: np.ndarray,
-        k: int,
-        excluded: tuple[np.ndarray, np.ndarray] | None = None,
-        nprobe: int | None = None,
+        self, queries: np.ndarray, k: int, excluded: IdRanges | None = None, nprobe: int | None = None
     ) -> np.ndarray:
         """See `Index`."""
         ids, names = search_available(self.index, queries, k)

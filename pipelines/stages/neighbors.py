@@ -11,8 +11,10 @@ from indexing.embedding.lexical import token_weights
 from indexing.index.key import num_lists
 from indexing.index.sharded import MEMORY
 from indexing.machine import keep_freed_memory
-from indexing.neighbors import search as neighbors
-from indexing.neighbors.search import Method
+from indexing.neighbors.build import neighbor_shard
+from indexing.neighbors.index_search import open_index
+from indexing.neighbors.search import NeighborSearch, OpenIndex
+from indexing.neighbors.settings import Method
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
@@ -261,12 +263,12 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list[neighbors.OpenIndex]:
+def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list[OpenIndex]:
     """Cached for the shards of one worker. The fingerprints in the key detect another index."""
     opened = []
     for part in searched:
         train = Datastore.open(part.folder).train
-        opened.append(neighbors.OpenIndex(neighbors.open_index(train, part.shards, method), train, part.number))
+        opened.append(OpenIndex(open_index(train, part.shards, method), train, part.number))
     return opened
 
 
@@ -289,19 +291,16 @@ def neighbor_task(
     # Complete unless neighbors are merged. Then nothing below reads it.
     retrieval = RetrievalSet((own, *(Datastore.open(part.folder).train for part in searched if part.number)))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
-    by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
+    search = NeighborSearch(opened, settings, order, NgramIndex.open(retrieval) if method == "ngrams" else None)
     with create(out, recipe) as (work, counts):
         counts["search"] = method
         for split in map(datastore.split, SPLITS):
             starts = split.tokens.starts
-            counts[split.name] = neighbors.neighbor_shard(
+            counts[split.name] = neighbor_shard(
                 work / split.name,
                 split,
                 (int(starts[shard]), int(starts[shard + 1])),
-                opened,
-                settings,
-                order=order,
-                by_ngrams=by_ngrams,
+                search,
                 before=before / split.name if before else None,
                 advance=advance,
             )

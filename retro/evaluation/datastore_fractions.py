@@ -26,16 +26,9 @@ import numpy as np
 from indexing.embedding.lexical import token_weights
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
-from indexing.neighbors.search import (
-    Index,
-    NeighborSettings,
-    OpenIndex,
-    find_neighbors,
-    merge_nearest,
-    neighbors_of,
-    open_index,
-    stored_settings,
-)
+from indexing.neighbors.index_search import Index, QueryChunks, neighbors_of, open_index
+from indexing.neighbors.search import NeighborSearch, OpenIndex, merge_nearest
+from indexing.neighbors.settings import NeighborSettings, stored_settings
 from indexing.ngrams.index import NgramLists
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
@@ -191,8 +184,8 @@ class _Search:
         """Search the documents between two edges at a time, and merge the results."""
         candidates = max(self.k, self.stored.candidates) if self.order is not None else 4 * self.k + 16
         settings = replace(self.stored, stored=self.k, candidates=candidates, materialized=0)
-        ids = np.full((self.num_chunks, settings.kept), -1, dtype=np.int64)
-        distances = np.full((self.num_chunks, settings.kept), np.inf, dtype=np.float32)
+        ids = np.full((self.num_chunks, settings.per_index), -1, dtype=np.int64)
+        distances = np.full((self.num_chunks, settings.per_index), np.inf, dtype=np.float32)
         documents = chunks = 0
         for low, high in pairwise(edges):
             for number, part, begun in self._parts(low, high):
@@ -215,10 +208,10 @@ class _Search:
         """Merge the nearest chunks of a part of one datastore into ids [n, kept] and distances [n, kept], in place."""
         train = self.retrieval.splits[number]
         index = ProductIndex(train.embeddings, device, ids=part)
-        for start, stop, vectors, tokens in self._queries():
-            near, far, _ = neighbors_of(vectors, index, train, settings, tokens=tokens)
+        for start, stop, chunks in self._queries():
+            near, far, _ = neighbors_of(chunks, index, train, settings)
             candidates = [(ids[start:stop], distances[start:stop]), (neighbor_ids(number, near), far)]
-            ids[start:stop], distances[start:stop] = merge_nearest(candidates, settings.kept)
+            ids[start:stop], distances[start:stop] = merge_nearest(candidates, settings.per_index)
 
     def by_ngrams(self, edges: list[float]) -> Iterator[PartialDatastore]:
         """Search each fraction with its own lists of n-grams."""
@@ -238,19 +231,17 @@ class _Search:
             with tempfile.TemporaryDirectory(prefix="retro-fraction-") as folder:
                 lists = NgramLists.of_part(self.retrieval, chosen, Path(folder))
                 by_ngrams = NgramIndex(self.retrieval, lists, chunks)
-                for start, stop, vectors, tokens in self._queries():
-                    best = find_neighbors(
-                        vectors, tokens, searched, settings, order=self.order, by_ngrams=by_ngrams, first=self.k
-                    )
-                    found[start:stop] = best[0]
+                search = NeighborSearch(searched, settings, self.order, by_ngrams)
+                for start, stop, queries in self._queries():
+                    found[start:stop] = search.find(queries, self.k)[0]
             yield PartialDatastore(high, documents, chunks, found)
 
-    def _queries(self) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
-        """Yield blocks of queries: the first and the stop, vectors [n, d], and tokens [n, m] with lengths [n]."""
+    def _queries(self) -> Iterator[tuple[int, int, QueryChunks]]:
+        """Yield blocks of queries: the first, the stop, and the chunks."""
         for start in range(0, self.num_chunks, _BLOCK_QUERIES):
             rows = start, min(start + _BLOCK_QUERIES, self.num_chunks)
             tokens = self.split.tokens.read(*rows), self.split.lengths.read(*rows)
-            yield *rows, to_float32(self.split.embeddings.read(*rows)), tokens
+            yield *rows, QueryChunks(to_float32(self.split.embeddings.read(*rows)), tokens)
 
     def _parts(self, low: float, high: float) -> Iterator[tuple[int, np.ndarray, int]]:
         """Yield chunks of documents whose hashes are in [low, high), block by block: the number of the datastore, their ids [n], and the

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from indexing.embedding.settings import EmbedderSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli.settings.load import leaf_types, load
 from pipelines.config import Config

@@ -10,7 +10,9 @@ from indexing.index.build import IndexSettings
 from indexing.index.faiss_files import shares_quantizer
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.search import COMPLETING_BYTES, Method, ngram_block_rows
+from indexing.neighbors.build import ngram_block_rows
+from indexing.neighbors.index_search import COMPLETING_BYTES
+from indexing.neighbors.settings import Method
 from indexing.ngrams.search import search_bytes
 from indexing.store.errors import InputError
 from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES

@@ -14,7 +14,7 @@ from typing import Any
 from indexing.index.build import sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.index.key import num_lists
-from indexing.neighbors.search import Method
+from indexing.neighbors.settings import Method
 from indexing.ngrams.index import num_passes
 from indexing.tokenization.tokenizer import TokenizerSettings
 from pipelines.cli.planning.bytes import (

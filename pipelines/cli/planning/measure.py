@@ -24,7 +24,7 @@ from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files
 from indexing.embedding.settings import EmbedderSettings
 from indexing.machine import usable_memory
-from indexing.neighbors.search import Method
+from indexing.neighbors.settings import Method
 from indexing.progress import during
 from indexing.store.artifact import read_manifest
 from indexing.store.errors import InputError

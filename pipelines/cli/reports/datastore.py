@@ -15,7 +15,7 @@ import numpy as np
 from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
-from indexing.neighbors.search import stored_settings
+from indexing.neighbors.settings import stored_settings
 from indexing.retrieval.passage_choice import Candidate, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap

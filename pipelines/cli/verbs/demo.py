@@ -290,7 +290,7 @@ def _config(options: DemoOptions) -> Config:
     """The demo's settings. With other minutes than those of an earlier demo in the folder, its models are trained again."""
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
-    from indexing.neighbors.search import NeighborSettings
+    from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.tokenizer import TokenizerSettings
     from retro.data.settings import DataSettings
     from retro.model.settings import ModelSettings

@@ -266,7 +266,7 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
     """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
-    from indexing.neighbors.search import NeighborSettings
+    from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, TokenizerSettings
     from retro.data.settings import DataSettings
 

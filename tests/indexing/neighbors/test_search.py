@@ -7,7 +7,8 @@ import pytest
 
 from indexing.index.exact_search import exact_search, recall
 from indexing.index.sharded import ShardedIndex
-from indexing.neighbors.search import NeighborSettings, neighbors_of
+from indexing.neighbors.index_search import QueryChunks, neighbors_of
+from indexing.neighbors.settings import NeighborSettings
 from indexing.similarity.overlap import overlap
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
@@ -44,7 +45,7 @@ def test_queries_with_too_few_neighbors_are_searched_again_with_more_candidates(
     first, stop = train.chunk_range(longest)
     queries = train.embeddings.read(first, stop).astype(np.float32)
     own = (np.full(stop - first, first), np.full(stop - first, stop))
-    ids, _, deeper = neighbors_of(queries, index, train, settings, excluded=own)
+    ids, _, deeper = neighbors_of(QueryChunks(queries, own=own), index, train, settings)
     assert deeper > 0
     assert (ids >= 0).all()
 
@@ -57,7 +58,7 @@ def test_max_overlap_excludes_near_copies(tiny_datastore: Datastore) -> None:
 
     def worst(max_overlap: float) -> float:
         settings = NeighborSettings(stored=6, candidates=24, max_overlap=max_overlap)
-        ids, _, _ = neighbors_of(queries, index, train, settings, tokens=tokens)
+        ids, _, _ = neighbors_of(QueryChunks(queries, tokens), index, train, settings)
         rows, columns = np.nonzero(ids >= 0)
         found, lengths = train.with_continuation(ids[rows, columns])
         return float(overlap(tokens[0][rows], tokens[1][rows], found, lengths).max())
@@ -71,7 +72,7 @@ def test_without_reranking_neighbors_keep_the_order_of_the_index(tiny_datastore:
     index = ShardedIndex.open(tiny_datastore.folder / "index", range(len(train.chunk_rows)))
     settings = replace(NeighborSettings(stored=6, candidates=24), rerank="none")
     queries = valid.embeddings.read(0, 20).astype(np.float32)
-    ids, distances, _ = neighbors_of(queries, index, train, settings)
+    ids, distances, _ = neighbors_of(QueryChunks(queries), index, train, settings)
     assert np.array_equal(ids, index.search(queries, 24)[:, :6])
     assert np.isfinite(distances).all()
 

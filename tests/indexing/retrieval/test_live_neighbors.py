@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from indexing.index.build import IndexSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.datastore import Datastore, delete_documents

@@ -11,7 +11,7 @@ from indexing import machine
 from indexing.embedding.lexical import token_weights
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.exact_search import exact_search
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Datastore

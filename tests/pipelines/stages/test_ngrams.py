@@ -12,8 +12,9 @@ import pytest
 
 from indexing.embedding.lexical import token_weights
 from indexing.index import exact_search
-from indexing.neighbors import search
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors import build
+from indexing.neighbors.search import NeighborSearch
+from indexing.neighbors.settings import NeighborSettings
 from indexing.ngrams.search import NgramIndex
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
@@ -73,10 +74,10 @@ def test_distances_are_the_same_for_any_number_of_chunks_at_a_time(built: Config
     datastore = Datastore.open(built.datastore)
     retrieval, split = RetrievalSet.of(datastore), datastore.valid
     order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
-    monkeypatch.setattr(search, "_block_rows", lambda *_: 5)
+    monkeypatch.setattr(build, "_block_rows", lambda *_: 5)
     monkeypatch.setattr(exact_search, "_BLOCK", 7 * 32)  # 7 pairs of 32 dimensions at a time
-    parts = (split, (0, split.num_chunks), [], built.neighbors)
-    search.neighbor_shard(tmp_path, *parts, order=order, by_ngrams=NgramIndex.open(retrieval), advance=lambda _: None)
+    search = NeighborSearch([], built.neighbors, order, NgramIndex.open(retrieval))
+    build.neighbor_shard(tmp_path, split, (0, split.num_chunks), search, advance=lambda _: None)
     ids, distances = (np.load(tmp_path / f"{name}.npy") for name in ("ids", "distances"))
     stored = split.neighbor_ids.read(0, split.num_chunks), split.neighbor_distances.read(0, split.num_chunks)
     same = (ids == stored[0]).all(axis=1)  # the others are completed by the index

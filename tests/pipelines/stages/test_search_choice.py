@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from indexing.neighbors.search import NeighborSettings
+from indexing.index.product_search import ProductIndex
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
@@ -76,7 +77,7 @@ def test_stored_neighbors_keep_the_method_of_earlier_versions(tmp_path: Path) ->
     assert recorded(grown) == {("auto", "exact")}
     assert not grown.has("ngrams")
     assert main(["verify", str(config.datastore)]) == 0
-    assert Retriever.open(config.datastore)._stored[1] == "exact"
+    assert isinstance(Retriever.open(config.datastore).neighbors.indexes[0], ProductIndex)
     rebuilt = build_local(config_of(tmp_path, "a", "b"), rebuild=True)
     assert recorded(rebuilt) == {("ngrams", "ngrams")}
 

@@ -9,7 +9,7 @@ import pytest
 
 from indexing import machine
 from indexing.corpus.readers import CorpusSettings
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents

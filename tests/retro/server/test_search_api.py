@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.lookup import Lookup
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore

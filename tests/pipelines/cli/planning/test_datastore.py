@@ -10,7 +10,7 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.coarse_quantizer import comparisons
-from indexing.neighbors.search import NeighborSettings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
 from pipelines.cli.planning import measure as measure_module

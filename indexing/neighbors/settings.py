@@ -1,0 +1,88 @@
+"""Which neighbors are stored and how they are found: the settings, and those of stored neighbors."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
+from indexing.store.errors import InputError
+from indexing.store.settings import Fraction, settings
+
+Method = Literal["index", "exact", "lists", "ngrams"]
+
+# Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
+_MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
+
+
+@settings
+class NeighborSettings:
+    """Which neighbors are stored, and how they are found."""
+
+    stored: Annotated[int, Field(ge=1, le=_MOST_NEIGHBORS)] = 16
+    """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
+    candidates: Annotated[int, Field(le=_MOST_CANDIDATES)] = 64
+    """Candidates that the index returns for each chunk, before filtering and re-ranking."""
+    rerank: Literal["auto", "embeddings", "tokens", "none"] = "auto"
+    """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
+    with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
+    (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
+    `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
+    search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
+    """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
+    products with the embeddings of the nearest inverted lists. `ngrams`: by the rare n-grams of tokens that chunks share, and by the
+    index's codes for chunks that share too few. `auto`: `ngrams` with the lexical embedder, else the fastest of the others
+    (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
+    max_overlap: Fraction = 1.0
+    """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
+    Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts. The datastore has no
+    votes after a match that is longer than this fraction of a chunk."""
+    extra_datastores: tuple[Path, ...] = ()
+    """More datastores to retrieve from, with the same tokenizer, chunk length and embedder. Their training chunks can be neighbors."""
+    materialized: NonNegativeInt = 0
+    """Neighbors of each chunk whose tokens the stage `materialize` writes next to the chunk, for `data.materialized`. Use a few
+    more than `data.k`, because training skips some neighbors. 0 = none."""
+
+    @property
+    def precise_candidates(self) -> int:
+        """Candidates of a search by the embeddings: 1.5 times `per_index`, at least 16 more, because bfloat16 products are not exact."""
+        return self.per_index + max(16, self.per_index // 2)
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether the nearest chunks are stored. Only these can be merged: the order by tokens needs all candidates, and n-grams need
+        all chunks, but only the chosen neighbors are stored."""
+        return self.rerank != "tokens" and self.search != "ngrams"
+
+    @property
+    def per_index(self) -> int:
+        """Candidates from an index after its exact distances: `stored`, or all if the order by tokens follows."""
+        return self.candidates if self.rerank == "tokens" else self.stored
+
+    def __post_init__(self) -> None:
+        if self.materialized > self.stored:
+            raise InputError(
+                f"neighbors.materialized = {self.materialized}: should be at most neighbors.stored = {self.stored}."
+            )
+        if self.candidates < self.stored:
+            raise InputError(
+                f"neighbors.candidates = {self.candidates}: should be at least neighbors.stored = {self.stored}; 4 times k is good."
+            )
+
+
+def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
+    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors."""
+    if not datastore.has("neighbors"):
+        return None
+    manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
+    stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
+    if "retrieval" in stored:
+        raise InputError(
+            f"the neighbors of {datastore.folder} were found with neighbors.retrieval = {stored['retrieval']!r}, by terms. This program "
+            "finds neighbors by embeddings or n-grams only: remove that setting and run "
+            "`retro index CONFIG --stage neighbors --rebuild`."
+        )
+    accepted = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
+    return NeighborSettings(**accepted), manifest["counts"]["search"]
