@@ -14,7 +14,7 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
 from indexing.store.settings import Location, settings
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.executors.settings import ExecutorSettings
 from retro.adapters.settings import TuningSettings
 from retro.data.settings import DataSettings

@@ -30,7 +30,7 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import checksum, read_json, write_checked
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.executors.settings import ExecutorSettings

@@ -25,7 +25,7 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 from pipelines.cli.settings.toml_file import to_toml

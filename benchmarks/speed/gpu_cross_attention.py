@@ -26,7 +26,7 @@ from benchmarks.speed.gpu_run import build_stages, config_of, part_parser, train
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.config import Config
 from pipelines.terminal.logger import setup_logging
 from retro.checkpoints.checkpoint import load_model, open_checkpoint

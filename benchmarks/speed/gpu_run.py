@@ -30,7 +30,7 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import STAGES, build

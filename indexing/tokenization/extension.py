@@ -19,15 +19,10 @@ from indexing.store.errors import InputError
 from indexing.store.remote import present
 from indexing.tokenization.extension_huggingface import HuggingFaceBase
 from indexing.tokenization.extension_sentencepiece import SentencePieceBase
-from indexing.tokenization.tokenizer import (
-    HUGGINGFACE_MODEL,
-    META,
-    MODEL,
-    SENTENCEPIECE_NAMES,
-    Tokenizer,
-    TokenizerSettings,
-    install_tokenizer,
-)
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL, META, MODEL, SENTENCEPIECE_NAMES
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger("retro")
 

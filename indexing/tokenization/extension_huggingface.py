@@ -24,13 +24,10 @@ import numpy as np
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, write_bytes, write_json
 from indexing.tokenization.backends import META_SYMBOL, HuggingFace, read_object
-from indexing.tokenization.tokenizer import (
-    HUGGINGFACE_MODEL,
-    Tokenizer,
-    count_characters,
-    frequent_characters,
-    special_settings,
-)
+from indexing.tokenization.installation import special_settings
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.training import count_characters, frequent_characters
 
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"

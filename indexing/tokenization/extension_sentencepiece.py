@@ -18,14 +18,9 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, write_bytes
 from indexing.tokenization.backends import META_SYMBOL, SentencePiece
-from indexing.tokenization.tokenizer import (
-    MODEL,
-    Tokenizer,
-    count_characters,
-    frequent_characters,
-    line_ends_for,
-    run_trainer,
-)
+from indexing.tokenization.metadata import MODEL
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.training import count_characters, frequent_characters, line_ends_for, run_trainer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # ModelProto.SentencePiece.Type
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType

@@ -46,7 +46,8 @@ from indexing.store.datastore import read_datastore_manifest, shard_name
 from indexing.store.deletions import left_out
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, write_json
-from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.training import train_sentencepiece
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
 from pipelines.terminal.progress import progress

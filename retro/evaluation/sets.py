@@ -22,7 +22,7 @@ from indexing.store.ranged_reads import Reading
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import check_tokenizer
 from indexing.suffixes.votes import require_votes
-from indexing.tokenization.tokenizer import read_meta, read_token_bytes
+from indexing.tokenization.metadata import read_meta, read_token_bytes
 from retro.model.datastore_fit import check_fits
 from retro.model.settings import ModelSettings
 

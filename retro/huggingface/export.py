@@ -24,7 +24,9 @@ from indexing.store.errors import InputError
 from indexing.store.files import sync_folder, write_bytes, write_json
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
-from indexing.tokenization.tokenizer import MODEL, Tokenizer, open_huggingface
+from indexing.tokenization.installation import open_huggingface
+from indexing.tokenization.metadata import MODEL
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
 from retro.checkpoints.single_file import exported
 from retro.checkpoints.tensor_files import index, read_tensors

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from indexing.store.errors import InputError
 from indexing.store.files import write_bytes, write_json
 from indexing.tokenization.backends import META_SYMBOL
-from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

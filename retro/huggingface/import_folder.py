@@ -24,13 +24,9 @@ from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import member
 from indexing.tokenization.backends import read_object
-from indexing.tokenization.tokenizer import (
-    HUGGINGFACE_MODEL,
-    TokenizerSettings,
-    install_tokenizer,
-    read_meta,
-    sentencepiece_file,
-)
+from indexing.tokenization.installation import install_tokenizer, sentencepiece_file
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL, read_meta
+from indexing.tokenization.settings import TokenizerSettings
 from retro.checkpoints.single_file import write_exported
 from retro.checkpoints.tensor_files import check_size
 from retro.data.settings import DataSettings

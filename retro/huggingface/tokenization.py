@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer
 
 from indexing.tokenization.backends import SentencePiece
-from indexing.tokenization.tokenizer import MODEL
+from indexing.tokenization.metadata import MODEL
 
 
 class RetroTokenizer(PreTrainedTokenizer):

@@ -18,7 +18,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.remote import present
 from indexing.tokenization.backends import SentencePiece
-from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, MODEL, Tokenizer
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL, MODEL
+from indexing.tokenization.tokenizer import Tokenizer
 
 CONFIG = "tokenizer_config.json"
 _COPIED = (

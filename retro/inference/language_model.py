@@ -16,7 +16,8 @@ from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.search import SuffixIndex
-from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
+from indexing.tokenization.installation import open_huggingface
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder

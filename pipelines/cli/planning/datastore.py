@@ -16,7 +16,7 @@ from indexing.index.coarse_quantizer import comparisons
 from indexing.index.key import num_lists
 from indexing.neighbors.settings import Method
 from indexing.ngrams.index import num_passes
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.planning.bytes import (
     NUM_SPLITS,
     Layout,

@@ -18,7 +18,7 @@ from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_r
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
-from indexing.tokenization.tokenizer import read_meta
+from indexing.tokenization.metadata import read_meta
 from pipelines.cli.results import Format, ResultOptions, print_result
 from pipelines.config import Config
 from pipelines.terminal.output import aligned, echo, grouped, one_line, print_rows

@@ -291,7 +291,7 @@ def _config(options: DemoOptions) -> Config:
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
-    from indexing.tokenization.tokenizer import TokenizerSettings
+    from indexing.tokenization.settings import TokenizerSettings
     from retro.data.settings import DataSettings
     from retro.model.settings import ModelSettings
     from retro.training.settings import TrainSettings

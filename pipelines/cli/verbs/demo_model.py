@@ -267,7 +267,8 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.readers import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
-    from indexing.tokenization.tokenizer import HUGGINGFACE_MODEL, TokenizerSettings
+    from indexing.tokenization.metadata import HUGGINGFACE_MODEL
+    from indexing.tokenization.settings import TokenizerSettings
     from retro.data.settings import DataSettings
 
     is_fast = (tokenizer / HUGGINGFACE_MODEL).is_file()

@@ -23,7 +23,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.store.settings import settings
 from indexing.tokenization.extension import Comparison, ExtensibleTokenizer, Extension, compare, extend, open_base
-from indexing.tokenization.tokenizer import TextSample
+from indexing.tokenization.training import TextSample
 from pipelines.terminal.output import echo, print_rows
 from pipelines.terminal.progress import progress
 

@@ -17,7 +17,8 @@ from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import plan_shards, read_slice, scan_file, split_of, split_of_document
 from indexing.store.errors import InputError
 from indexing.tokenization import tokenizer as tokenizer_module
-from indexing.tokenization.tokenizer import TokenizerSettings, train_sentencepiece
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.training import train_sentencepiece
 from tests.conftest import build_local, contents, tiny_config
 from tests.indexing.corpus.reading import only_file, read
 

@@ -22,7 +22,9 @@ from indexing.corpus.scan import FileSlice, list_files, plan_shards, read_slice,
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.training import train_sentencepiece
 from tests.conftest import build_local, tiny_config, write_corpus
 from tests.indexing.corpus.reading import only_file, read, to_tokens
 

@@ -18,7 +18,10 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from indexing.store.errors import InputError
 from indexing.tokenization.extension import Extension, compare, extend, open_base
 from indexing.tokenization.extension_sentencepiece import CONTROL, NORMAL, parse, with_pieces
-from indexing.tokenization.tokenizer import _PROBES, MODEL, TokenizerSettings, install_tokenizer, train_sentencepiece
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.metadata import _PROBES, MODEL
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.training import train_sentencepiece
 from tests.indexing.tokenization.test_tokenizer import ANY_TEXT, CODE, DIFFICULT, foreign_model
 
 ENGLISH = [

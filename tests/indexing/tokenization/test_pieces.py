@@ -15,7 +15,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from indexing.tokenization.backends import HuggingFace, SentencePiece, TokenizerBackend
 from indexing.tokenization.pieces import pieces
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, train_sentencepiece
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.training import train_sentencepiece
 
 PARTS = [
     "the ", "The quick brown fox ", "jumps over. ", "of the ", "\n", "\n\n", "    return x\n", "def f(x):\n", "\t", "  ",

@@ -15,17 +15,11 @@ from hypothesis import strategies as st
 
 from indexing.corpus.scan import CorpusSettings, list_files, read_documents, strict_problem
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import (
-    HUGGINGFACE_MODEL,
-    MODEL,
-    TextSample,
-    Tokenizer,
-    TokenizerSettings,
-    install_tokenizer,
-    read_meta,
-    read_token_bytes,
-    train_sentencepiece,
-)
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.metadata import HUGGINGFACE_MODEL, MODEL, read_meta, read_token_bytes
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.training import TextSample, train_sentencepiece
 
 CODE = "def f(x):\n    if x:\n        return 1\n\n\n    return {\n\t\t'a': 12,\r\n\t}\n"
 TEXTS = [
@@ -119,7 +113,7 @@ def test_white_space_in_code_takes_few_tokens(tmp_path):
 def test_training_gives_the_same_bytes_in_another_process(tmp_path, trained):
     kind = trained.meta.kind
     program = (
-        "import sys, json; from pathlib import Path; from indexing.tokenization.tokenizer import *\n"
+        "import sys, json; from pathlib import Path; from indexing.tokenization.training import *\n"
         f"texts = json.loads(sys.stdin.read()); settings = TokenizerSettings(kind={kind!r}, vocab_size=700)\n"
         f"train_sentencepiece(iter(texts), settings, Path({str(tmp_path)!r}) / 'other')"
     )
@@ -378,7 +372,8 @@ def test_settings_and_metadata_are_read_without_optional_packages(tmp_path):
     program = (
         "import sys\n"
         "for name in ('sentencepiece', 'pyarrow', 'tokenizers', 'fsspec', 'zstandard'): sys.modules[name] = None\n"
-        "from pathlib import Path; import indexing.corpus.scan; from indexing.tokenization.tokenizer import *\n"
+        "from pathlib import Path; import indexing.corpus.scan; from indexing.tokenization.metadata import *\n"
+        "from indexing.tokenization.settings import TokenizerSettings\n"
         f"folder = Path({str(tmp_path)!r}); TokenizerSettings(); indexing.corpus.scan.CorpusSettings()\n"
         "print(read_meta(folder).vocab_size, len(read_token_bytes(folder)))"
     )

@@ -14,7 +14,8 @@ from indexing.corpus.scan import split_of
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.stages import dedup as dedup_stage
 from tests.conftest import build_local, contents, tiny_config

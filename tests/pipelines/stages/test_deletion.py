@@ -18,7 +18,7 @@ from indexing.store.deletions import Deletions, deleted_ranges, read_deletions, 
 from indexing.store.errors import DatastoreChanged, InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.stages import corpus as corpus_stage

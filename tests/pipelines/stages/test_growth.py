@@ -15,7 +15,7 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import Recipe, read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
 from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config

@@ -14,7 +14,8 @@ from torch import Tensor
 from indexing.progress import STATUS
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
+from indexing.tokenization.metadata import read_meta
+from indexing.tokenization.settings import TokenizerSettings
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation

@@ -8,7 +8,9 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.finetuning import jinja_process
 from retro.finetuning.chat_template import ChatTemplate, Written, read_template
 from retro.finetuning.conversations import Conversation, Message

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.huggingface.export import as_family, export_folder

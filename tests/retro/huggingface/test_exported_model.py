@@ -15,7 +15,8 @@ import torch
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from indexing.tokenization.tokenizer import MODEL, Tokenizer
+from indexing.tokenization.metadata import MODEL
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
+from indexing.tokenization.installation import open_huggingface
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.huggingface.gguf_tokenizer import write_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer, open_huggingface
+from indexing.tokenization.installation import open_huggingface
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
 from retro.inference.sampling import draw

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from indexing.tokenization.installation import install_tokenizer
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.text_stream import TextStream
 from retro.server.spans import token_ends
 from tests.indexing.tokenization.test_extension import BASES

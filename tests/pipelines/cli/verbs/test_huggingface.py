@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from indexing.store.datastore import Datastore
-from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
+from indexing.tokenization.metadata import read_meta
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.finetuning.chat_template import template_of

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from indexing.store.datastore import Datastore
-from indexing.tokenization.tokenizer import TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.main import main
 from tests.conftest import PATIENCE, build_local, tiny_config, wait_until
 

@@ -9,7 +9,8 @@ import pytest
 
 from indexing.store.artifact import verify
 from indexing.store.datastore import Datastore
-from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings
+from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
