@@ -74,7 +74,7 @@ def main() -> None:
     vectors = retriever.queries.vectors(texts)
     (searched,) = retriever.indexes
     assert isinstance(searched, ShardedIndex)
-    index = next(searched.each())
+    index = next(searched.indexes())
     bare: dict[str, Callable[[slice], object]] = {
         "vectors": lambda rows: index.search(vectors[rows], options.k),
         "texts": lambda rows: index.search(retriever.queries.vectors(texts[rows]), options.k),

@@ -195,8 +195,8 @@ def _read(
     position = itertools.count()
     for file_slice in slices:
         for batch in batches(read_slice(file_slice, corpus, on_problem=on_problem), batch_bytes):
-            kept = [document for document in batch if next(position) not in left_out]
-            yield _Batch(file_slice.file, kept, sum(document.size for document in batch))
+            documents = [document for document in batch if next(position) not in left_out]
+            yield _Batch(file_slice.file, documents, sum(document.size for document in batch))
 
 
 def _counted(blocks: Iterable[str], advance: Advance) -> Iterator[str]:

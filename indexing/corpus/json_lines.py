@@ -21,9 +21,9 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, Any]]:
     """
     try:
         with open(path, "rb") as stored:
-            for number, line in enumerate(unpacked(StoredReader(stored), path.name.lower())[0], 1):
+            for line_number, line in enumerate(unpacked(StoredReader(stored), path.name.lower())[0], 1):
                 if line.strip():
-                    yield number, _parsed(f"{path}:{number}", line)
+                    yield line_number, _parsed(f"{path}:{line_number}", line)
     except (OSError, *DAMAGED) as error:
         raise InputError(f"{path} cannot be read: {error}. Name {what}, .jsonl, .jsonl.gz or .jsonl.zst.") from error
 

@@ -131,8 +131,8 @@ def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
     return MegatronIndex(path, dtype, data_bytes, stored, lengths, pointers, documents)
 
 
-def _broken(path: str, found: str) -> InputError:
-    return InputError(f"{path} is damaged: {found}. Copy it again, or write it again with Megatron-LM.")
+def _broken(path: str, problem: str) -> InputError:
+    return InputError(f"{path} is damaged: {problem}. Copy it again, or write it again with Megatron-LM.")
 
 
 def _bytes_of(path: str) -> np.ndarray:

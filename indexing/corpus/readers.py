@@ -373,15 +373,15 @@ def _skip_line(stream: Any) -> int:
     return size
 
 
-def _parse(line: bytes, number: int, request: ReadRequest) -> dict[str, Any] | None:
-    text = _decode(line, number, request)
+def _parse(line: bytes, line_number: int, request: ReadRequest) -> dict[str, Any] | None:
+    text = _decode(line, line_number, request)
     try:
         value = parse_json(text)
     except ValueError as error:  # also for integers of over 4300 digits
-        request.report("broken JSON", number, str(error))
+        request.report("broken JSON", line_number, str(error))
         return None
     if not isinstance(value, dict):
-        request.report("not an object", number, f"found {type(value).__name__}, a line must be a JSON object")
+        request.report("not an object", line_number, f"found {type(value).__name__}, a line must be a JSON object")
         return None
     return value
 

@@ -112,8 +112,8 @@ def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[Corp
     if not settings.paths:
         raise InputError(f"{key} is empty. Name files, folders or globs: --{key} data/ notes/*.md")
     files: dict[str, CorpusFile] = {}
-    for given in settings.paths:
-        for file in _files_at(given, key):
+    for pattern in settings.paths:
+        for file in _files_at(pattern, key):
             files.setdefault(os.path.realpath(file.path) if os.path.isabs(file.path) else file.path, file)
     return sorted(files.values(), key=file_order)
 
@@ -123,25 +123,27 @@ def file_order(file: CorpusFile) -> tuple[str, str]:
     return file.name, file.path
 
 
-def _files_at(given: str, key: str) -> list[CorpusFile]:
+def _files_at(pattern: str, key: str) -> list[CorpusFile]:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        filesystem, root = filesystem_of(given)
+        filesystem, root = filesystem_of(pattern)
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or the protocol is unknown
-        raise InputError(f"{key}: {given!r} cannot be opened: {error}") from error
+        raise InputError(f"{key}: {pattern!r} cannot be opened: {error}") from error
     is_local = isinstance(filesystem, LocalFileSystem)
-    with contextlib.nullcontext() if is_local else named_errors(f"{key}: {given}"):
-        return _listed(filesystem, root, given, key, is_local)
+    with contextlib.nullcontext() if is_local else named_errors(f"{key}: {pattern}"):
+        return _listed(filesystem, root, pattern, key, is_local)
 
 
-def _listed(filesystem: Any, root: str, given: str, key: str, is_local: bool) -> list[CorpusFile]:
+def _listed(filesystem: Any, root: str, pattern: str, key: str, is_local: bool) -> list[CorpusFile]:
     if filesystem.isfile(root):
         if not is_known(root):
-            raise InputError(f"{key}: {given!r} is not of a known kind. {ACCEPTED}")
+            raise InputError(f"{key}: {pattern!r} is not of a known kind. {ACCEPTED}")
         for part in pair_of(root) if is_megatron(root) else ():
             if not filesystem.isfile(part):
-                raise InputError(f"{key}: {given!r}: {part} is missing. A Megatron corpus needs the .bin and its .idx.")
+                raise InputError(
+                    f"{key}: {pattern!r}: {part} is missing. A Megatron corpus needs the .bin and its .idx."
+                )
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
         base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
@@ -150,11 +152,11 @@ def _listed(filesystem: Any, root: str, given: str, key: str, is_local: bool) ->
         if is_local and base and not os.path.isdir(base):
             above = [folder for folder in (base, *map(str, Path(base).parents)) if not os.path.exists(folder)]
             problem = f"{above[-1]} does not exist" if above else f"{base} is not a folder"
-            raise InputError(f"{key}: {given!r}: {problem}. Name a folder that exists before the `*`.")
+            raise InputError(f"{key}: {pattern!r}: {problem}. Name a folder that exists before the `*`.")
         infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
     else:
         problem = "is a pipe or a device" if filesystem.exists(root) else "does not exist"
-        raise InputError(f"{key}: {given!r} {problem}. Name a file, a folder or a glob such as 'data/**/*.md'.")
+        raise InputError(f"{key}: {pattern!r} {problem}. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
     files = []
     hidden_wanted = root in infos or "/." in root[len(base) :]
@@ -163,9 +165,9 @@ def _listed(filesystem: Any, root: str, given: str, key: str, is_local: bool) ->
         is_hidden = any(part.startswith(".") for part in name.split("/"))
         # Scanned and counted as a problem, if it is a named pipe or a device ("other").
         if info["type"] in ("file", "other") and is_known(name) and (hidden_wanted or not is_hidden):
-            files.append(_corpus_file(filesystem, given, path, name, infos))
+            files.append(_corpus_file(filesystem, pattern, path, name, infos))
     if not files:
-        raise InputError(f"{key}: {given!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
+        raise InputError(f"{key}: {pattern!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
     return files
 
 
@@ -214,7 +216,7 @@ def _walk(
             yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, target))
 
 
-def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
+def _corpus_file(filesystem: Any, pattern: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:
     """Describe the file at `path`. For a Megatron pair this is the `.bin`, with the sizes and times of both files."""
     from fsspec.implementations.local import LocalFileSystem
 
@@ -224,7 +226,7 @@ def _corpus_file(filesystem: Any, given: str, path: str, name: str, infos: dict[
     details = [infos.get(part) or filesystem.info(part) for part in paths if part in infos or filesystem.isfile(part)]
     url = paths[0]
     if not isinstance(filesystem, LocalFileSystem):  # also files in an archive: zip://name::archive
-        url = "::".join([filesystem.unstrip_protocol(url), *given.split("::")[1:]])
+        url = "::".join([filesystem.unstrip_protocol(url), *pattern.split("::")[1:]])
     size = sum(info.get("size") or 0 for info in details)
     times = [next((info[key] for key in _TIMES if info.get(key) is not None), "") for info in details]
     return CorpusFile(url, printable(name), size, " ".join(map(str, times)))

@@ -118,7 +118,7 @@ def sign_shard(
     save_array(work / "bands.npy", np.array(bands, np.uint64).reshape(-1, sketch.bands).T.copy())
     save_array(work / "sizes.npy", np.array(sizes, np.int64))
     save_array(work / "splits.npy", np.array(splits, np.uint8))
-    return {name: splits.count(number) for number, name in enumerate(KINDS)}
+    return {name: splits.count(kind) for kind, name in enumerate(KINDS)}
 
 
 def collect_grams(
@@ -182,9 +182,9 @@ class Signatures:
         starts = np.concatenate([[0], np.cumsum([len(shard) for shard in sizes], dtype=np.int64)])
         return cls(list(folders), np.concatenate(sizes), np.concatenate(splits), starts)
 
-    def band(self, number: int) -> np.ndarray:
+    def band(self, band: int) -> np.ndarray:
         """[documents] uint64, the hashes of one band."""
-        return np.concatenate([open_array(folder / "bands.npy")[number] for folder in self.folders])
+        return np.concatenate([open_array(folder / "bands.npy")[band] for folder in self.folders])
 
 
 def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance: Advance) -> np.ndarray:
@@ -207,9 +207,9 @@ def find_candidates(signatures: Signatures, settings: DedupSettings, *, advance:
             members = np.diff(np.append(starts, len(hashes)))
             training = np.add.reduceat(is_train[active[order]], starts, dtype=np.int64)
             is_useful = (training > 0) & ((members > training) | (settings.within & (training > 1)))
-            kept = active[order[np.repeat(is_useful, members)]]
+            documents = active[order[np.repeat(is_useful, members)]]
             buckets = num_buckets + np.repeat(np.arange(is_useful.sum()), members[is_useful])
-            parts.append(np.stack([kept, buckets], axis=1))
+            parts.append(np.stack([documents, buckets], axis=1))
             num_buckets += int(is_useful.sum())
         advance(1)
     meetings = np.concatenate(parts)
@@ -300,13 +300,13 @@ def _first_near(
     document: int, others: np.ndarray, signatures: Signatures, sets: GramSets, settings: DedupSettings
 ) -> tuple[int, float] | None:
     sizes = signatures.sizes
-    own = None
+    grams = None
     for other in others.tolist():
         small, large = sorted((int(sizes[document]), int(sizes[other])))
         if small / large < settings.threshold:  # the Jaccard similarity is at most small / large
             continue
-        own = sets[document] if own is None else own
-        similarity = jaccard(own, sets[other])
+        grams = sets[document] if grams is None else grams
+        similarity = jaccard(grams, sets[other])
         if similarity >= settings.threshold:
             return other, similarity
     return None

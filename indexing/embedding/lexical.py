@@ -40,8 +40,8 @@ def _term_frequencies(features: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     flat = np.flatnonzero(starts)
     counts = np.diff(np.append(flat, ordered.size))
     values = ordered.ravel()[flat]
-    kept = values >= 0
-    return (flat // ordered.shape[1])[kept], values[kept], counts[kept]
+    present = values >= 0
+    return (flat // ordered.shape[1])[present], values[present], counts[present]
 
 
 class LexicalEmbedder:

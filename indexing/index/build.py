@@ -73,11 +73,11 @@ def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:
 def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarray:
     """Sample vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one source."""
     total = split.num_chunks
-    wanted = sample_size(total, key, settings)
-    if total <= wanted:
+    size = sample_size(total, key, settings)
+    if total <= size:
         ids = np.arange(total, dtype=np.int64)
     else:
-        ids = np.sort(np.random.default_rng(settings.seed).choice(total, wanted, replace=False)).astype(np.int64)
+        ids = np.sort(np.random.default_rng(settings.seed).choice(total, size, replace=False)).astype(np.int64)
     return to_float32(split.embeddings.gather(ids))
 
 
@@ -122,8 +122,8 @@ def _train_quantizer(index: Any, ivf: Any, sample: np.ndarray) -> None:
     transformed = sample
     if isinstance(index, faiss.IndexPreTransform):
         chain: Any = index.chain
-        for number in range(chain.size()):
-            transform = faiss.downcast_VectorTransform(chain.at(number))
+        for step in range(chain.size()):
+            transform = faiss.downcast_VectorTransform(chain.at(step))
             if not transform.is_trained:
                 transform.train(transformed)
             transformed = transform.apply(transformed)
@@ -185,8 +185,8 @@ def tune(
         nprobe *= 2
     # If coarse codes keep every nprobe below the target, more lists than the best curve point needs would only cost time.
     reached = max(recall for _, recall in curve)
-    chosen = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
-    tuned = {"nprobe": chosen, "recall_at_10": dict(curve)[chosen], "queries": len(queries), "curve": curve}
+    fewest = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
+    tuned = {"nprobe": fewest, "recall_at_10": dict(curve)[fewest], "queries": len(queries), "curve": curve}
     empty = read_index(trained / "trained.faiss")
     if ivf_of(empty) is not None:
         tuned["lists"] = tune_lists(empty, queries, ids, embeddings, settings.recall_target)

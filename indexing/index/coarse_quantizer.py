@@ -55,20 +55,20 @@ def two_levels(vectors: np.ndarray, count: int, parameters: Any) -> np.ndarray:
     import faiss
 
     d = vectors.shape[1]
-    number = 2 ** round(math.log2(count) / 2)
-    groups = _kmeans(vectors, number, parameters, faiss.IndexFlatL2(d), max_points_per_centroid=_GROUP_VECTORS)
+    num_groups = 2 ** round(math.log2(count) / 2)
+    groups = _kmeans(vectors, num_groups, parameters, faiss.IndexFlatL2(d), max_points_per_centroid=_GROUP_VECTORS)
     quantizer = faiss.IndexFlatL2(d)
     quantizer.add(groups)
     group_of = quantizer.search(vectors, 1)[1][:, 0]
-    sizes = np.bincount(group_of, minlength=number)
+    sizes = np.bincount(group_of, minlength=num_groups)
     rows = np.split(np.argsort(group_of, kind="stable"), np.cumsum(sizes)[:-1])
     centroids = [
         _kmeans(vectors[rows[group]], int(lists), parameters, faiss.IndexFlatL2(d))
         for group, lists in enumerate(shares(sizes, count))
         if lists
     ]
-    nearby = faiss.IndexIVFFlat(quantizer, d, number, faiss.METRIC_L2)
-    nearby.is_trained, nearby.nprobe = True, min(_NEAREST_GROUPS, number)
+    nearby = faiss.IndexIVFFlat(quantizer, d, num_groups, faiss.METRIC_L2)
+    nearby.is_trained, nearby.nprobe = True, min(_NEAREST_GROUPS, num_groups)
     return _kmeans(vectors, count, parameters, nearby, np.concatenate(centroids), niter=_ITERATIONS)
 
 

@@ -116,24 +116,24 @@ def _blocks(embeddings: ShardedArray, among: np.ndarray | None) -> Iterator[tupl
     ranges = np.array([[0, len(embeddings)]]) if among is None else among
     stops = np.cumsum(ranges[:, 1] - ranges[:, 0])
     for start in range(0, int(stops[-1]) if len(stops) else 0, _BLOCK_ROWS):
-        places = np.arange(start, min(start + _BLOCK_ROWS, int(stops[-1])), dtype=np.int64)
-        of_range = np.searchsorted(stops, places, side="right")
-        ids = places - stops[of_range] + ranges[of_range, 1]
+        positions = np.arange(start, min(start + _BLOCK_ROWS, int(stops[-1])), dtype=np.int64)
+        of_range = np.searchsorted(stops, positions, side="right")
+        ids = positions - stops[of_range] + ranges[of_range, 1]
         whole = int(ids[-1]) - int(ids[0]) + 1 == len(ids)
         vectors = embeddings.read(int(ids[0]), int(ids[-1]) + 1) if whole else embeddings.gather(ids)
         yield ids, to_float32(vectors)
 
 
-def recall(found: np.ndarray, exact: np.ndarray) -> float:
+def recall(distances: np.ndarray, exact: np.ndarray) -> float:
     """Share of the exact neighbors that a search found, compared by distance, so that ties do not count as misses.
 
     Args:
-        found: [n, k] exact distances of the found neighbors, ascending.
+        distances: [n, k] exact distances of the neighbors that it found, ascending.
         exact: [n, k] distances of the true nearest, ascending; +inf where there are fewer than k.
     """
     present = np.isfinite(exact)
     if not present.any():
         return 1.0
     limit = np.where(present, exact, -np.inf).max(axis=1, keepdims=True)
-    hits = np.minimum((found <= limit + 1e-4).sum(axis=1), present.sum(axis=1))
+    hits = np.minimum((distances <= limit + 1e-4).sum(axis=1), present.sum(axis=1))
     return float(hits.sum() / present.sum())

@@ -108,8 +108,8 @@ def transformed(index: Any, vectors: np.ndarray) -> np.ndarray:
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         chain: Any = index.chain
-        for number in range(chain.size()):
-            vectors = faiss.downcast_VectorTransform(chain.at(number)).apply(vectors)
+        for step in range(chain.size()):
+            vectors = faiss.downcast_VectorTransform(chain.at(step)).apply(vectors)
     return vectors
 
 
@@ -119,10 +119,10 @@ def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
 
     ivf: Any = ivf_of(index)
     lists = ivf.invlists
-    for number in range(lists.nlist):
-        size = lists.list_size(number)
+    for index in range(lists.nlist):
+        size = lists.list_size(index)
         if size:
-            yield number, faiss.rev_swig_ptr(lists.get_ids(number), size)
+            yield index, faiss.rev_swig_ptr(lists.get_ids(index), size)
 
 
 def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:

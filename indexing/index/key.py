@@ -86,6 +86,6 @@ def proposal(num_vectors: int, dimension: int, memory: str) -> str | None:
     return None
 
 
-def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is at most `at_most`."""
-    return next(divisor for divisor in range(max(at_most, 1), 0, -1) if number % divisor == 0)
+def largest_divisor(value: int, at_most: int) -> int:
+    """The largest divisor of `value` that is at most `at_most`."""
+    return next(divisor for divisor in range(max(at_most, 1), 0, -1) if value % divisor == 0)

@@ -89,16 +89,16 @@ class ProductIndex:
 
                 def search_block(first: int, start: int = start, columns: "Tensor" = columns, real: int = real) -> None:
                     block = slice(first, first + rows)
-                    own = None if ranges is None else ranges[block] - start
+                    excluded_columns = None if ranges is None else ranges[block] - start
                     tile = _tile(len(points[block]), len(columns), shape)
-                    maxima, places = _best_of(points[block], columns, tile, real, scores[block], own)
+                    maxima, positions = _best_of(points[block], columns, tile, real, scores[block], excluded_columns)
                     joined = torch.cat((scores[block], maxima), dim=1)
                     scores[block], order = joined.topk(k, dim=1)
-                    ids[block] = torch.cat((ids[block], places + start), dim=1).gather(1, order)
+                    ids[block] = torch.cat((ids[block], positions + start), dim=1).gather(1, order)
 
                 run(search_block, range(0, len(queries), rows))
-        places = ids.masked_fill_(scores == -torch.inf, -1).numpy()
-        return places if self.ids is None else np.where(places < 0, -1, self.ids[places])
+        positions = ids.masked_fill_(scores == -torch.inf, -1).numpy()
+        return positions if self.ids is None else np.where(positions < 0, -1, self.ids[positions])
 
     def _all_blocks(self) -> Iterable[tuple[int, "Tensor", int]]:
         if not self.keep:
@@ -136,7 +136,7 @@ def _tile(queries: int, columns: int, shape: tuple[int, int]) -> int:
 
 
 def _best_of(
-    points: "Tensor", columns: "Tensor", tile: int, real: int, known: "Tensor", own: "Tensor | None"
+    points: "Tensor", columns: "Tensor", tile: int, real: int, best_scores: "Tensor", excluded: "Tensor | None"
 ) -> tuple["Tensor", "Tensor"]:
     """The best k of some chunks that are better than the worst score of a query so far.
 
@@ -145,16 +145,16 @@ def _best_of(
         columns: [c, d] chunks, whole tiles.
         tile: chunks multiplied at a time.
         real: chunks that are not padding.
-        known: [q, k] float32, the best scores so far, greatest first.
-        own: [q, 2] first and stop of chunks that a query must not find.
+        best_scores: [q, k] float32, the best scores so far, greatest first.
+        excluded: [q, 2] first and stop of chunks that a query must not find.
 
     Returns:
         scores [q, c] float32 and positions [q, c] in `columns`, c <= k, greatest first; -inf where there are fewer.
     """
     import torch
 
-    fan, k = _FANS[0], known.shape[1]
-    shared = [] if own is None else _runs(own)
+    fan, k = _FANS[0], best_scores.shape[1]
+    shared = [] if excluded is None else _runs(excluded)
     levels = [points.new_empty((len(points), len(columns) // fan))]
     for start in range(0, len(columns), tile):
         products = _products(points, columns[start : start + tile])  # [q, tile]
@@ -173,17 +173,17 @@ def _best_of(
     for level in reversed(levels[:-1]):
         stride = level.shape[1] // _FANS[1]
         members = (groups[:, :, None] + stride * torch.arange(_FANS[1], device=groups.device)).flatten(1)
-        best, chosen = level.gather(1, members).topk(min(k, members.shape[1]), dim=1)
-        groups = members.gather(1, chosen)
+        best, order = level.gather(1, members).topk(min(k, members.shape[1]), dim=1)
+        groups = members.gather(1, order)
     heads = groups // (tile // fan) * tile + groups % (tile // fan)
-    places = (heads[:, :, None] + tile // fan * torch.arange(fan, device=groups.device)).flatten(1)  # [q, 4 k]
-    scores = _scores(points, columns, places, best > known[:, -1:].to(best))
-    scores.masked_fill_(places >= real, -torch.inf)
-    if own is not None:
-        own = own.to(places.device)
-        scores.masked_fill_((places >= own[:, :1]) & (places < own[:, 1:]), -torch.inf)
-    scores, order = scores.topk(min(k, places.shape[1]), dim=1)
-    return scores.cpu(), places.gather(1, order).cpu()
+    positions = (heads[:, :, None] + tile // fan * torch.arange(fan, device=groups.device)).flatten(1)  # [q, 4 k]
+    scores = _scores(points, columns, positions, best > best_scores[:, -1:].to(best))
+    scores.masked_fill_(positions >= real, -torch.inf)
+    if excluded is not None:
+        bounds = excluded.to(positions.device)
+        scores.masked_fill_((positions >= bounds[:, :1]) & (positions < bounds[:, 1:]), -torch.inf)
+    scores, order = scores.topk(min(k, positions.shape[1]), dim=1)
+    return scores.cpu(), positions.gather(1, order).cpu()
 
 
 def _products(points: "Tensor", columns: "Tensor") -> "Tensor":
@@ -191,31 +191,31 @@ def _products(points: "Tensor", columns: "Tensor") -> "Tensor":
     return points @ columns.T if len(points) > 1 else (columns @ points[0])[None]
 
 
-def _scores(points: "Tensor", columns: "Tensor", places: "Tensor", better: "Tensor") -> "Tensor":
-    """Products of queries [q, d] with single chunks, `places` [q, g · members] in `columns`: [q, g · members] float32.
+def _scores(points: "Tensor", columns: "Tensor", positions: "Tensor", better: "Tensor") -> "Tensor":
+    """Products of queries [q, d] with single chunks, `positions` [q, g · members] in `columns`: [q, g · members] float32.
 
     On a CPU -inf for groups that are not `better` [q, g]: few groups of the later chunks are, and reading single chunks is slow.
     A GPU would wait for shapes that depend on values.
     """
     import torch
 
-    if not places.is_cpu:
-        members = columns.index_select(0, places.flatten()).view(*places.shape, -1)
+    if not positions.is_cpu:
+        members = columns.index_select(0, positions.flatten()).view(*positions.shape, -1)
         return torch.bmm(members, points[:, :, None])[:, :, 0].float()
     queries, groups = better.nonzero(as_tuple=True)  # [n]
-    grouped = places.view(*better.shape, -1)
-    better_places = grouped[queries, groups]  # [n, members], n can be 0
-    members = columns.index_select(0, better_places.flatten()).view(*better_places.shape, columns.shape[1])
+    grouped = positions.view(*better.shape, -1)
+    better_positions = grouped[queries, groups]  # [n, members], n can be 0
+    members = columns.index_select(0, better_positions.flatten()).view(*better_positions.shape, columns.shape[1])
     scores = torch.full(grouped.shape, -torch.inf)
     scores[queries, groups] = torch.bmm(members, points.index_select(0, queries)[:, :, None])[:, :, 0].float()
     return scores.flatten(1)
 
 
-def _runs(own: "Tensor") -> list[tuple[slice, int, int]]:
+def _runs(ranges: "Tensor") -> list[tuple[slice, int, int]]:
     """Runs of consecutive rows with the same [first, stop), such as the chunks of a document."""
     import torch
 
-    bounds, counts = torch.unique_consecutive(own, dim=0, return_counts=True)
+    bounds, counts = torch.unique_consecutive(ranges, dim=0, return_counts=True)
     ends = counts.cumsum(0).tolist()
     rows = (slice(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True))
-    return [(each, *bound) for each, bound in zip(rows, bounds.tolist(), strict=True)]
+    return [(block, *bound) for block, bound in zip(rows, bounds.tolist(), strict=True)]

@@ -40,7 +40,7 @@ class ShardedIndex:
     ) -> None:
         self._shards, self.folders, self._trained = list(shards), folders, trained
         self.num_vectors = self.max_nprobe = 0
-        for shard in self.each():
+        for shard in self.indexes():
             self.num_vectors += int(shard.ntotal)
             self.max_nprobe = max(self.max_nprobe, num_lists(shard))
             del shard  # free a group before the next is read
@@ -59,26 +59,28 @@ class ShardedIndex:
                 search reads the shards group by group, which costs little for many queries at once.
             only_fitting: search only the first of the shards, as many as fit into memory.
         """
-        wanted = [folder / shard_name(shard) for shard in shards]
+        folders = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
         nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
         trained = read_index(folder / "trained" / "trained.faiss")
-        groups = _groups(wanted, memory, trained)[: 1 if only_fitting else None]
-        if len(groups) > 1 and is_merged(folder / "merged", wanted):
+        groups = _groups(folders, memory, trained)[: 1 if only_fitting else None]
+        if len(groups) > 1 and is_merged(folder / "merged", folders):
             return cls([open_merged(folder / "merged")], nprobe, folders=[folder / "merged"])
         files = [[present(shard / "vectors.faiss") for shard in group] for group in groups]
         opened = _opened(files[0], trained) if len(files) == 1 else files
-        return cls(opened, nprobe, folders=wanted, trained=trained)
+        return cls(opened, nprobe, folders=folders, trained=trained)
 
     @cached_property
     def _stop(self) -> int:
         """One more than the largest id; only manifests tell it."""
         finished = [parse_manifest(folder) for folder in self.folders if fetch_manifest(folder)]
-        stops = (each["recipe"]["settings"].get("first_id", 0) + each["counts"]["vectors"] for each in finished)
+        stops = (
+            manifest["recipe"]["settings"].get("first_id", 0) + manifest["counts"]["vectors"] for manifest in finished
+        )
         return max(stops, default=np.iinfo(np.int64).max)
 
-    def each(self) -> Iterator[Any]:
+    def indexes(self) -> Iterator[Any]:
         """Yield the Faiss indexes to search, with one group of shards in memory at a time."""
         for shard in self._shards:
             yield from _opened(shard, self._trained) if isinstance(shard, list) else [shard]
@@ -102,7 +104,7 @@ class ShardedIndex:
         nprobe = self.nprobe if nprobe is None else min(nprobe, self.max_nprobe)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         hits: list[tuple[np.ndarray, np.ndarray]] = []
-        for shard in self.each():
+        for shard in self.indexes():
             hits.append(search_index(shard, queries, k, nprobe))
             if len(hits) == 2:
                 distances, ids = (np.stack(pair) for pair in zip(*hits, strict=True))

@@ -148,9 +148,9 @@ def write_run(
             rows, hashes = ngrams(generation.train.tokens.read(start, end), lengths)
             places = _places(hashes, len(generation.shards))
             shards = (places >> np.uint64(_PLACE_BITS)).astype(np.int64) + generation.shards.start
-            here = (shards >= group.start) & (shards < group.stop)
+            in_group = (shards >= group.start) & (shards < group.stop)
             offset = np.uint64((group.start - generation.shards.start) << _PLACE_BITS)
-            keys = ((places[here] - offset) << np.uint64(_ROW_BITS)) | rows[here]
+            keys = ((places[in_group] - offset) << np.uint64(_ROW_BITS)) | rows[in_group]
             keys.sort()
             keys = keys[changes(keys)]
             file.append(keys)
@@ -184,13 +184,13 @@ def write_ngrams(work: Path, generation: Generation, runs: Path, group: range, s
             hashes = keys >> np.uint64(_PLACE_BITS)
             starts = np.flatnonzero(changes(hashes))
             counts = np.diff(np.append(starts, len(keys)))
-            kept = counts >= LEAST_CHUNKS
-            is_listed = kept & (counts <= MOST_CHUNKS)
+            is_stored = counts >= LEAST_CHUNKS
+            is_listed = is_stored & (counts <= MOST_CHUNKS)
             chunk_file.append(keys[np.repeat(is_listed, counts)] & _LOW)
-            hash_file.append(hashes[starts[kept]])
+            hash_file.append(hashes[starts[is_stored]])
             listed = np.where(is_listed, counts, 0)
-            offset_file.append(entries + np.cumsum(listed[kept]))
-            written += int(kept.sum())
+            offset_file.append(entries + np.cumsum(listed[is_stored]))
+            written += int(is_stored.sum())
             entries += int(listed.sum())
     return {"ngrams": written, "entries": entries}
 
@@ -278,11 +278,11 @@ class NgramLists:
         return cls(first, generation.num_chunks, folders, tuple(arrays))
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The place of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n] int64.
+        """The first entry of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n] int64.
 
-        The frequency is 0 if the n-gram is not stored, and 257 if it has no list. `read` takes the places.
+        The frequency is 0 if the n-gram is not stored, and 257 if it has no list. `read` takes both.
         """
-        places, frequencies = np.zeros((2, len(hashes)), dtype=np.int64)
+        starts, frequencies = np.zeros((2, len(hashes)), dtype=np.int64)
         position = _places(hashes, len(self.arrays))
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders, low = np.searchsorted(position, limits), position.astype(np.uint32)
@@ -291,22 +291,21 @@ class NgramLists:
             if not len(stored):
                 continue
             some = slice(borders[shard], borders[shard + 1])
-            place = np.minimum(np.searchsorted(stored, low[some]), len(stored) - 1)
-            starts, stops = offsets[place].astype(np.int64), offsets[place + 1].astype(np.int64)
-            counts = np.where(stops > starts, stops - starts, MOST_CHUNKS + 1)
-            frequencies[some] = np.where(stored[place] == low[some], counts, 0)
-            places[some] = starts
-        return places, frequencies
+            row = np.minimum(np.searchsorted(stored, low[some]), len(stored) - 1)
+            starts[some], stops = offsets[row], offsets[row + 1].astype(np.int64)
+            counts = np.where(stops > starts[some], stops - starts[some], MOST_CHUNKS + 1)
+            frequencies[some] = np.where(stored[row] == low[some], counts, 0)
+        return starts, frequencies
 
-    def read(self, hashes: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """The chunks of some n-grams, hashes [n] uint64 in order with the places and frequencies that `find` gives: one list after
+    def read(self, hashes: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """The chunks of some n-grams, hashes [n] uint64 in order with the first entries and frequencies that `find` gives: one list after
         another [entries] int64, positions in the retrieval set."""
         limits = np.arange(len(self.arrays) + 1, dtype=np.uint64) << np.uint64(_PLACE_BITS)
         borders = np.searchsorted(_places(hashes, len(self.arrays)), limits)
         chunks = [np.empty(0, dtype=np.int64)]
         for shard in np.flatnonzero(np.diff(borders)):
             some = slice(borders[shard], borders[shard + 1])
-            entries = places[some].repeat(sizes[some]) + within(sizes[some])
+            entries = starts[some].repeat(sizes[some]) + within(sizes[some])
             with reading(self.folders[shard]):
                 listed = self.arrays[shard][2][entries].astype(np.int64)
                 if listed.max(initial=-1) >= self.num_chunks:

@@ -113,10 +113,10 @@ class NgramIndex:
         hashes, rows = keys >> np.uint64(_ROW_BITS), keys & np.uint64(_BLOCK_ROWS - 1)
         is_first = changes(hashes)
         distinct, columns = hashes[is_first], np.cumsum(is_first) - 1
-        found = np.array([lists.find(distinct) for lists in self.lists])  # [lists, 2, n-grams]
-        frequencies = found[:, 1].sum(axis=0)
-        here = ((frequencies >= least) & (frequencies <= MOST_CHUNKS))[columns]
-        rows, columns = rows[here], columns[here]
+        postings = np.array([lists.find(distinct) for lists in self.lists])  # [lists, 2, n-grams]
+        frequencies = postings[:, 1].sum(axis=0)
+        is_listed = ((frequencies >= least) & (frequencies <= MOST_CHUNKS))[columns]
+        rows, columns = rows[is_listed], columns[is_listed]
         # By query, then by frequency, then by hash.
         keys = (rows << np.uint64(40)) | (frequencies[columns] << 31 | columns).astype(np.uint64)
         keys.sort()
@@ -127,14 +127,14 @@ class NgramIndex:
         before = entries[:-1] - np.repeat(entries[np.cumsum(sizes) - sizes], sizes)
         rarest = (within(sizes) < _RAREST) & (before < _MOST_ENTRIES)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[rarest], minlength=len(tokens)))])
-        return _Queries(distinct, frequencies, found, offsets, columns[rarest])
+        return _Queries(distinct, frequencies, postings, offsets, columns[rarest])
 
     def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
         """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""
-        hashes, found, columns = queries.used()
+        hashes, postings, columns = queries.used()
         idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
         rarity = np.rint(idf * _UNIT).astype(np.int64)
-        lists, chunks = self._read(hashes, found)
+        lists, chunks = self._read(hashes, postings)
         positions = np.full((len(queries), depth), -1, dtype=np.int64)
         sums = np.zeros((len(queries), depth), dtype=np.float32)
         for start in range(0, len(queries), _SORTED_ROWS):
@@ -146,15 +146,15 @@ class NgramIndex:
             )
         return np.where(positions < 0, -1, self.retrieval.ids_at(np.maximum(positions, 0))), sums / np.float32(_UNIT)
 
-    def _read(self, hashes: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read the lists of n-grams, hashes [n] uint64 in order, `found` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
+    def _read(self, hashes: np.ndarray, postings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read the lists of n-grams, hashes [n] uint64 in order, `postings` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
         the chunks of one n-gram after another [entries] int64, positions in the retrieval set."""
-        read = [lists.read(hashes, *each) for lists, each in zip(self.lists, found, strict=True)]
-        offsets = np.concatenate([[0], np.cumsum(found[:, 1].sum(axis=0))])
+        read = [lists.read(hashes, *of_lists) for lists, of_lists in zip(self.lists, postings, strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(postings[:, 1].sum(axis=0))])
         if len(read) == 1:
             return offsets, read[0]
         chunks, filled = np.empty(offsets[-1], dtype=np.int64), offsets[:-1].copy()
-        for some, (_, sizes) in zip(read, found, strict=True):
+        for some, (_, sizes) in zip(read, postings, strict=True):
             chunks[np.repeat(filled, sizes) + within(sizes)] = some
             filled += sizes
         return offsets, chunks
@@ -205,13 +205,13 @@ def _largest(
     first = np.flatnonzero(is_first)
     sums = np.add.reduceat(idf, first).astype(np.uint32)
     starts = np.searchsorted(first, borders)
-    found = np.diff(starts)
-    ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(found).astype(np.uint32)
-    ranks = _sorted_rows(ranks, found, depth)[:, :depth]
-    there = ranks != np.iinfo(np.uint32).max
+    counts = np.diff(starts)
+    ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(counts).astype(np.uint32)
+    ranks = _sorted_rows(ranks, counts, depth)[:, :depth]
+    present = ranks != np.iinfo(np.uint32).max
     best = np.full(ranks.shape, -1, dtype=np.int64)
-    best[there] = entries[first][(starts[:-1, None] + (ranks & np.uint32((1 << _RANK_BITS) - 1)))[there]]
-    return best, np.where(there, _HIGHEST - (ranks >> np.uint32(_RANK_BITS)), 0)
+    best[present] = entries[first][(starts[:-1, None] + (ranks & np.uint32((1 << _RANK_BITS) - 1)))[present]]
+    return best, np.where(present, _HIGHEST - (ranks >> np.uint32(_RANK_BITS)), 0)
 
 
 def _sorted_rows(values: np.ndarray, sizes: np.ndarray, width: int = 0) -> np.ndarray:
@@ -230,14 +230,14 @@ class _Queries:
     Attributes:
         hashes: [n-grams] uint64 in order, of these queries and maybe of others.
         frequencies: [n-grams] int64, chunks of the index that hold them.
-        found: [lists, 2, n-grams] int64, places and frequencies in each list; see `NgramLists.find`.
+        postings: [lists, 2, n-grams] int64, places and frequencies in each list; see `NgramLists.find`.
         offsets: [queries + 1] int64, the first of `columns` of each query.
         columns: int64, n-grams of the queries one after another, those of a query by frequency and hash.
     """
 
     hashes: np.ndarray
     frequencies: np.ndarray
-    found: np.ndarray
+    postings: np.ndarray
     offsets: np.ndarray
     columns: np.ndarray
 
@@ -249,13 +249,13 @@ class _Queries:
             return self
         sizes = np.diff(self.offsets)[rows]
         columns = self.columns[np.repeat(self.offsets[rows], sizes) + within(sizes)]
-        return _Queries(self.hashes, self.frequencies, self.found, np.concatenate([[0], np.cumsum(sizes)]), columns)
+        return _Queries(self.hashes, self.frequencies, self.postings, np.concatenate([[0], np.cumsum(sizes)]), columns)
 
     def used(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The n-grams of these queries, `found` of them, and `columns` as numbers of them."""
+        """The n-grams of these queries, `postings` of them, and `columns` as numbers of them."""
         is_used = np.zeros(len(self.hashes), dtype=bool)
         is_used[self.columns] = True
-        return self.hashes[is_used], self.found[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
+        return self.hashes[is_used], self.postings[..., is_used], (np.cumsum(is_used) - 1)[self.columns]
 
     def parts(self, most: int, most_entries: int) -> Iterator[np.ndarray]:
         """Yield the rows of consecutive parts: at most `most` queries, whose lists have at most about `most_entries` entries."""

@@ -42,12 +42,12 @@ class DocumentFilters:
             InputError: see `check_filters` and `matching_chunks`.
         """
         key = json.dumps(check_filters(filters, self.columns), sort_keys=True)
-        return [self._matching(place, key, len(split.deleted)) for place, split in enumerate(self.splits)]
+        return [self._matching(index, key, len(split.deleted)) for index, split in enumerate(self.splits)]
 
     @cached_property
     def _matching(self) -> Callable[[int, str, int], np.ndarray]:
         return lru_cache(maxsize=_CACHED * len(self.splits))(
-            lambda place, key, _num_deleted: matching_chunks(self.splits[place], json.loads(key))
+            lambda index, key, _num_deleted: matching_chunks(self.splits[index], json.loads(key))
         )
 
 

@@ -100,8 +100,8 @@ class LiveNeighbors:
             return self._rank_others(chunks, k, error.rows)
         missing: dict[str, None] = {}
         searched = [
-            OpenIndex(index if isinstance(index, _LOCAL) else _Remote(index, missing), split, place)
-            for place, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=False))
+            OpenIndex(index if isinstance(index, _LOCAL) else _Remote(index, missing), split, datastore)
+            for datastore, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=False))
         ]
         with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
             search = NeighborSearch(searched, settings, self.order, self.by_ngrams)
@@ -126,10 +126,10 @@ def _precise(
     if method not in ("exact", "lists"):
         return indexes
     opened = list[Index | SearchableIndex](indexes)
-    for place, split in enumerate(retrieval.splits):
+    for datastore, split in enumerate(retrieval.splits):
         size = split.num_chunks * split.embeddings.row_shape[0] * 4
-        if isinstance(indexes[place], ShardedIndex) and size <= MEMORY:
-            opened[place] = open_index(split, range(len(split.chunk_rows)), method, "cpu", keep=True)
+        if isinstance(indexes[datastore], ShardedIndex) and size <= MEMORY:
+            opened[datastore] = open_index(split, range(len(split.chunk_rows)), method, "cpu", keep=True)
     return tuple(opened)
 
 

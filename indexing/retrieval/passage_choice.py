@@ -66,10 +66,10 @@ def choose_passages(
     texts = [tokenizer.decode(candidate.tokens) for candidate in candidates]
     masks = [_copied(candidate, index) for candidate in candidates]
     words = [words_of(text) for text in texts]
-    frequency = Counter(word for own in words for word in own)
+    frequency = Counter(word for of_text in words for word in of_text)
     weights, poor = [], []
-    for candidate, text, mask, own in zip(candidates, texts, masks, words, strict=True):
-        copied = own & words_of(" ".join(map(tokenizer.decode, _runs(candidate.tokens, mask))))  # no parts of words
+    for candidate, text, mask, of_text in zip(candidates, texts, masks, words, strict=True):
+        copied = of_text & words_of(" ".join(map(tokenizer.decode, _runs(candidate.tokens, mask))))  # no parts of words
         weights.append(_variety(text) * sum(log(1 + len(texts) / frequency[word]) for word in copied))
         poor.append(not mostly_letters(text) or mask.mean() > _COPIED or not copied)
     order = sorted(range(len(texts)), key=lambda row: (poor[row], -weights[row]))
@@ -99,10 +99,10 @@ def _variety(text: str) -> float:
 def _copied(candidate: Candidate, index: SuffixIndex | None) -> np.ndarray:
     """Which tokens [t] are in a run of `_SHORTEST` tokens or more that a source has too: bool."""
     tokens = candidate.tokens.tolist()
-    known = {gram for source in candidate.sources for gram in _grams(np.asarray(source).tolist())}
+    grams = {gram for source in candidate.sources for gram in _grams(np.asarray(source).tolist())}
     mask = np.zeros(len(tokens), dtype=bool)
     for start, gram in enumerate(_grams(tokens)):
-        if gram in known:
+        if gram in grams:
             mask[start : start + _SHORTEST] = True
     for run in trace(index, candidate.tokens, _SHORTEST) if index is not None else ():
         mask[run.first : run.stop] = True

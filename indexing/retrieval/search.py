@@ -74,12 +74,12 @@ class ChunkSearch:
     def _candidates(self, vectors: np.ndarray, count: int, k: int, among: Sequence[np.ndarray] | None) -> Candidates:
         """The nearest chunks of all datastores, [n, at least k]; `count` of them if there are as many."""
         by_datastore = [
-            find_candidates(vectors, index, split, count, k, among[place] if among else None)
-            for place, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
+            find_candidates(vectors, index, split, count, k, among[datastore] if among else None)
+            for datastore, (index, split) in enumerate(zip(self.indexes, self.retrieval.splits, strict=True))
         ]
         if len(by_datastore) == 1 and by_datastore[0].ids.shape[1] >= k:
             return by_datastore[0]
-        ids = [neighbor_ids(place, candidates.ids) for place, candidates in enumerate(by_datastore)]
+        ids = [neighbor_ids(datastore, candidates.ids) for datastore, candidates in enumerate(by_datastore)]
         ids.append(np.full((len(vectors), k), -1, dtype=np.int64))  # pads the result to k
         distances = [candidates.distances for candidates in by_datastore]
         distances.append(np.full((len(vectors), k), np.inf, dtype=np.float32))

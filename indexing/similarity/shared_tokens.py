@@ -81,17 +81,17 @@ class SharedTokens:
         For each token of the vocabulary, a table has the bits of its places in a chunk. The masks of a candidate's tokens are joined.
         """
         (n, m), c = tokens.shape, ids.shape[1]
-        held = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
+        candidates = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
         words = np.zeros((-(-m // _WORD), n, c), dtype="<u8")
         step = max(1, min(n, _TABLE // len(self.weights)))  # chunks at a time
         table = np.zeros((step, len(self.weights)), dtype="<u8")
         for start in range(0, n, step):
             block, rows = slice(start, start + step), np.arange(min(step, n - start))[:, None]
-            places = held[block] + rows * len(self.weights)
+            positions = candidates[block] + rows * len(self.weights)
             for word, first in zip(words, range(0, m, _WORD), strict=True):
                 some = tokens[block, first : first + _WORD]
                 np.bitwise_or.at(table, (rows, some), np.uint64(1) << np.arange(some.shape[1], dtype=np.uint64))
-                word[block] = np.bitwise_or.reduce(table.ravel()[places].reshape(-1, c, m), axis=2)
+                word[block] = np.bitwise_or.reduce(table.ravel()[positions].reshape(-1, c, m), axis=2)
                 table[rows, some] = 0
         words[:, ids < 0] = 0
         in_bytes = np.moveaxis(words.view(np.uint8).reshape(*words.shape, 8), -1, 1)  # [words, 8, n, c]
@@ -109,9 +109,9 @@ def _best_columns(shared: np.ndarray, weights: np.ndarray, present: np.ndarray, 
     """
     rows, columns = np.arange(len(present)), np.empty((len(present), k), dtype=np.int64)
     excluded = np.where(present, np.float32(0), np.float32(-1))
-    for number in range(k):
+    for rank in range(k):
         # einsum, not matmul: BLAS rounds differently with other numbers of threads.
         best = (np.einsum("tnc,tn->nc", shared, weights) + excluded).argmax(axis=1)
-        columns[:, number], excluded[rows, best] = best, -np.inf
+        columns[:, rank], excluded[rows, best] = best, -np.inf
         weights *= 1 - _SEEN * shared[:, rows, best]
     return columns

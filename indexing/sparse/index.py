@@ -29,7 +29,7 @@ FOLDER = "sparse"  # of a datastore
 _K1 = 1.2  # tantivy's saturation: how soon more occurrences of a term stop counting
 _PASSAGE_WEIGHT = 2.0
 _FEW_TERMS = 8  # a query with more terms says by itself which chunk it means
-_PASSAGES = 64  # of a query, at least, so that the first chunks do not depend on how many are wanted
+_PASSAGES = 64  # of a query, at least, so that the first chunks do not depend on k
 _LOCAL = (1 << CHUNK_ID_BITS) - 1
 
 
@@ -62,7 +62,7 @@ class _Lists:
     def best(
         self, query: Counter[str], count: int, passages: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Places [r] int64 of the texts with the highest BM25, and their scores [r] float32.
+        """Positions [r] int64 of the texts with the highest BM25, and their scores [r] float32.
 
         Args:
             query: terms and how often they count.
@@ -71,28 +71,30 @@ class _Lists:
         """
         from tantivy import Occur, Query
 
-        wanted = Query.boolean_query(
+        scored = Query.boolean_query(
             [
                 (
                     Occur.Should,
-                    Query.boost_query(Query.term_query(self.schema, TERMS, term, STORED[self.kind]), float(number)),
+                    Query.boost_query(Query.term_query(self.schema, TERMS, term, STORED[self.kind]), float(weight)),
                 )
-                for term, number in query.items()
+                for term, weight in query.items()
             ]
         )
         if passages is not None:
             allowed = Query.boost_query(Query.term_set_query(self.schema, PASSAGE, list(passages)), 0.0)
-            wanted = Query.boolean_query([(Occur.Must, wanted), (Occur.Must, allowed)])
-        return self._run(wanted, count)
+            scored = Query.boolean_query([(Occur.Must, scored), (Occur.Must, allowed)])
+        return self._run(scored, count)
 
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
             hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
-            documents = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
-            places = self.starts[documents[:, 0]] + documents[:, 1]
-            if places.max(initial=-1) >= self.size:
+            documents = np.array([(address.segment_ord, address.doc) for _, address in hits], dtype=np.int64).reshape(
+                -1, 2
+            )
+            positions = self.starts[documents[:, 0]] + documents[:, 1]
+            if positions.max(initial=-1) >= self.size:
                 raise ValueError("the lists hold texts that do not exist")
-        return places, np.array([score for score, _ in hits], dtype=np.float32)
+        return positions, np.array([score for score, _ in hits], dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -127,18 +129,18 @@ class SparseIndex:
             InputError: a shard is missing or damaged.
         """
         folders, first_ids = [], []
-        for number, split in enumerate(splits):
+        for datastore, split in enumerate(splits):
             for shard in range(len(split.chunk_rows)) if shards is None else shards:
                 folders.append(split.folder / FOLDER / shard_name(shard))
-                first_ids.append(int(neighbor_ids(number, split.tokens.starts[[shard]])[0]))
+                first_ids.append(int(neighbor_ids(datastore, split.tokens.starts[[shard]])[0]))
         sizes = [_sizes(folder) for folder in folders]
-        chunks, passages = (_lists(folders, [each[kind] for each in sizes], kind) for kind in ("chunks", "passages"))
+        chunks, passages = (_lists(folders, [shard[kind] for shard in sizes], kind) for kind in ("chunks", "passages"))
         return cls(
             num_chunks=chunks.size,
             chunks=chunks,
             passages=passages,
-            chunk_starts=np.cumsum([0, *(sum(each["chunks"]) for each in sizes)]),
-            passage_starts=np.cumsum([0, *(sum(each["passages"]) for each in sizes)]),
+            chunk_starts=np.cumsum([0, *(sum(shard["chunks"]) for shard in sizes)]),
+            passage_starts=np.cumsum([0, *(sum(shard["passages"]) for shard in sizes)]),
             first_ids=np.array(first_ids, dtype=np.int64),
             borders=tuple(open_array(intact(folder / "passages.npy")) for folder in folders),
         )
@@ -175,37 +177,38 @@ class SparseIndex:
     def _search(self, query: Counter[str], count: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Ids [r] int64 of chunks of the best passages, and their scores [r] float32."""
         among = None if allowed is None else self._passages_of(allowed)
-        places, of_passage = self.passages.best(query, count, among)
-        first, stop = self._ranges(places)
+        positions, of_passage = self.passages.best(query, count, among)
+        first, stop = self._ranges(positions)
         order = np.argsort(first)
         first, stop, of_passage = first[order], stop[order], of_passage[order]
         local = first & _LOCAL
         most = int((stop - first).sum()) * max(1, len(np.unique(self.first_ids >> CHUNK_ID_BITS)))
-        places, own = self.chunks.best(query, most, local.tolist()) if len(first) else (places, of_passage)
-        ids = self._ids(places)
+        positions, scores = self.chunks.best(query, most, local.tolist()) if len(first) else (positions, of_passage)
+        ids = self._ids(positions)
         of = np.searchsorted(first, ids, side="right") - 1
         inside = (of >= 0) & (ids < stop[of]) if len(first) else np.zeros(0, dtype=bool)  # not of another datastore
-        ids, own, of = ids[inside], own[inside], of[inside]
+        ids, scores, of = ids[inside], scores[inside], of[inside]
         # A passage may have the term only where a border cuts it. Its first chunk stands for it.
         cut = np.setdiff1d(np.arange(len(first)), of)
-        ids, own, of = np.append(ids, first[cut]), np.append(own, np.zeros(len(cut), np.float32)), np.append(of, cut)
+        ids, of = np.append(ids, first[cut]), np.append(of, cut)
+        scores = np.append(scores, np.zeros(len(cut), np.float32))
         if allowed is not None:
-            kept = np.isin(ids & _LOCAL, allowed)
-            ids, own, of = ids[kept], own[kept], of[kept]
-        return ids, own + np.float32(_passage_weight(query)) * of_passage[of]
+            is_allowed = np.isin(ids & _LOCAL, allowed)
+            ids, scores, of = ids[is_allowed], scores[is_allowed], of[is_allowed]
+        return ids, scores + np.float32(_passage_weight(query)) * of_passage[of]
 
-    def _ids(self, places: np.ndarray) -> np.ndarray:
-        """Places of chunks → ids in the retrieval set."""
-        shards = np.searchsorted(self.chunk_starts, places, side="right") - 1
-        return self.first_ids[shards] + places - self.chunk_starts[shards]
+    def _ids(self, positions: np.ndarray) -> np.ndarray:
+        """Positions of chunks → ids in the retrieval set."""
+        shards = np.searchsorted(self.chunk_starts, positions, side="right") - 1
+        return self.first_ids[shards] + positions - self.chunk_starts[shards]
 
-    def _ranges(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places of passages → the first id and the stop of their chunks in the retrieval set."""
-        out = np.empty((2, len(places)), dtype=np.int64)
-        shards = np.searchsorted(self.passage_starts, places, side="right") - 1
+    def _ranges(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of passages → the first id and the stop of their chunks in the retrieval set."""
+        out = np.empty((2, len(positions)), dtype=np.int64)
+        shards = np.searchsorted(self.passage_starts, positions, side="right") - 1
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
-            local, borders = places[rows] - self.passage_starts[shard], self.borders[shard]
+            local, borders = positions[rows] - self.passage_starts[shard], self.borders[shard]
             out[:, rows] = np.stack([borders[local], borders[local + 1]]) + self.first_ids[shard] - borders[0]
         return out[0], out[1]
 
@@ -238,14 +241,14 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
 
     with temporary_folder() as folder:  # tantivy maps all files when it opens them
         meta: dict[str, Any] = {"segments": [], "opstamp": 0}
-        for made, of_segments in zip(folders, sizes, strict=True):
+        for shard, of_segments in zip(folders, sizes, strict=True):
             if of_segments:
-                meta |= stored_json(made / f"{kind}.json")
-            for number, size in enumerate(of_segments):
+                meta |= stored_json(shard / f"{kind}.json")
+            for segment, size in enumerate(of_segments):
                 name = uuid.UUID(int=len(meta["segments"]))
                 for suffix in SUFFIXES:
-                    made_file = present(made / f"{kind}-{number}.{suffix}").resolve()
-                    (folder / f"{name.hex}.{suffix}").symlink_to(made_file)
+                    file = present(shard / f"{kind}-{segment}.{suffix}").resolve()
+                    (folder / f"{name.hex}.{suffix}").symlink_to(file)
                 meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
         (folder / "meta.json").write_text(json.dumps(meta))
         with reading(*folders):

@@ -82,8 +82,8 @@ def write_segments(work: Path, split: Split, rows: tuple[int, int], tokenizer: T
     borders = _passages(split, rows)
     save_array(work / "passages.npy", borders)
     sizes: dict[Kind, list[int]] = {"chunks": [], "passages": []}
-    for number, part in enumerate(_parts(borders, _SEGMENT_TOKENS // split.chunk_length)):
-        with _segment(work, "chunks", number) as add_chunk, _segment(work, "passages", number) as add_passage:
+    for segment, part in enumerate(_parts(borders, _SEGMENT_TOKENS // split.chunk_length)):
+        with _segment(work, "chunks", segment) as add_chunk, _segment(work, "passages", segment) as add_passage:
             for block in _parts(part, _BLOCK_CHUNKS):
                 _add(block, split, tokenizer, add_chunk, add_passage)
                 advance(int(block[-1] - block[0]))
@@ -125,22 +125,22 @@ def _add(
     start, stop = int(borders[0]), int(borders[-1])
     tokens, lengths = split.tokens.read(start, stop), split.lengths.read(start, stop)
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    own = tokenizer.decode_batch(rows)
+    texts = tokenizer.decode_batch(rows)
     local = (borders - start).tolist()
     ranges = list(itertools.pairwise(local))
     # A word that the border of two chunks cuts is whole only in the passage.
-    whole = tokenizer.decode_batch([np.concatenate(rows[first:last]) for first, last in ranges])
-    numbers = split.documents_of(borders[:-1])[0].tolist()
-    documents = sorted(set(numbers))
+    passages = tokenizer.decode_batch([np.concatenate(rows[first:last]) for first, last in ranges])
+    documents = split.documents_of(borders[:-1])[0].tolist()
+    different = sorted(set(documents))
     titles = {
-        number: " ".join(terms(str(row.get("title") or "")))
-        for number, row in zip(documents, split.metadata(documents), strict=True)
+        document: " ".join(terms(str(row.get("title") or "")))
+        for document, row in zip(different, split.metadata(different), strict=True)
     }
-    for (first, last), text, number in zip(ranges, whole, numbers, strict=True):
-        title, passage = titles[number], start + first
-        add_passage(" ".join([*terms(text), *[title] * _TITLES]), passage)
-        for each in own[first:last]:
-            add_chunk(" ".join([*terms(each), title]), passage)
+    for (first, last), passage, document in zip(ranges, passages, documents, strict=True):
+        title, first_chunk = titles[document], start + first
+        add_passage(" ".join([*terms(passage), *[title] * _TITLES]), first_chunk)
+        for text in texts[first:last]:
+            add_chunk(" ".join([*terms(text), title]), first_chunk)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ def terms(text: str) -> list[str]:
     for run in _RUNS.findall(text.lower()):
         if run[0] >= "\u3040" and not "\uac00" <= run[0] <= "\ud7a3":  # Korean separates words by blanks
             out += run
-            out += [run[place : place + 2] for place in range(len(run) - 1)]
+            out += [run[start : start + 2] for start in range(len(run) - 1)]
         else:
             out.append(_stem(run))
     return out

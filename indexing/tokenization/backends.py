@@ -44,20 +44,20 @@ class SentencePiece:
 
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
         encoded = self.processor.encode(texts, num_threads=num_threads)
-        for number, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if self.symbol_ids and META_SYMBOL in text:
-                encoded[number] = list(self._around_symbols(text))
+                encoded[index] = list(self._around_symbols(text))
         return encoded
 
     def _around_symbols(self, text: str) -> Iterator[int]:
-        for number, part in enumerate(text.split(META_SYMBOL)):
-            yield from self.symbol_ids if number else ()
+        for index, part in enumerate(text.split(META_SYMBOL)):
+            yield from self.symbol_ids if index else ()
             yield from self.processor.encode(part)
 
     def decode_batch(self, ids: list[list[int]], num_threads: int) -> list[str]:
         size = self.num_tokens()
-        known = [row if max(row, default=0) < size else [token for token in row if token < size] for row in ids]
-        return self.processor.decode(known, num_threads=num_threads) if known else []
+        rows = [row if max(row, default=0) < size else [token for token in row if token < size] for row in ids]
+        return self.processor.decode(rows, num_threads=num_threads) if rows else []
 
     def num_tokens(self) -> int:
         return self.processor.get_piece_size()
@@ -75,8 +75,8 @@ class SentencePiece:
         return sizes
 
     def control_tokens(self) -> dict[str, int]:
-        numbers = range(self.num_tokens())
-        return {self.processor.id_to_piece(n): n for n in numbers if self.processor.is_control(n)}
+        ids = range(self.num_tokens())
+        return {self.processor.id_to_piece(token): token for token in ids if self.processor.is_control(token)}
 
     def special_ids(self) -> dict[str, int | None]:
         ids = {"pad": self.processor.pad_id(), "bos": self.processor.bos_id(), "eos": self.processor.eos_id()}
@@ -204,11 +204,11 @@ def _check_content(path: Path, content: Mapping[str, Any]) -> None:
         )
     largest = path.stat().st_size  # each token needs more than a byte
     pieces = vocabulary.items() if isinstance(vocabulary, Mapping) else ()
-    for text, number in (*pieces, *((token["content"], token["id"]) for token in added)):
-        if type(number) is not int or not 0 <= number < largest:
+    for text, token_id in (*pieces, *((token["content"], token["id"]) for token in added)):
+        if type(token_id) is not int or not 0 <= token_id < largest:
             raise InputError(
-                f"{path}: the token {text[:100]!r} has the id {str(number)[:100]}; accepted: whole numbers from 0, below the size of the file, "
-                f"{largest:,}. Copy the file again."
+                f"{path}: the token {text[:100]!r} has the id {str(token_id)[:100]}; accepted: whole numbers from 0, below the size of the "
+                f"file, {largest:,}. Copy the file again."
             )
     normalizer = content.get("normalizer") or {}
     for part in [normalizer, *(normalizer.get("normalizers") or ())] if isinstance(normalizer, Mapping) else []:

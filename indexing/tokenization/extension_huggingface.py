@@ -87,12 +87,12 @@ class HuggingFaceBase:
 
     # --- learning
 
-    def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[MergedPiece]:
-        """Learn pieces that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
+    def learn(self, sample: Sequence[str], num_pieces: int, *, ascii: bool) -> list[MergedPiece]:
+        """Learn pieces that the base lacks, the most useful first: `num_pieces` of them, and a quarter more in reserve.
 
         Without `ascii`, no piece has an ASCII character or a blank.
         """
-        characters = [] if self._is_byte_level else self._characters(sample, wanted // 2)
+        characters = [] if self._is_byte_level else self._characters(sample, num_pieces // 2)
         new = [MergedPiece(character) for character in characters]
         learner = _opened(self._extended(new, []))
         if _splits_no_words(self._content):
@@ -102,7 +102,7 @@ class HuggingFaceBase:
         for token, piece in names.items():
             fixed[token] = self._is_fixed(piece) or not (ascii or self._is_new(piece))
         words = list(_words(learner, sample, fixed))
-        return new + _merged(words, names, wanted + wanted // 4 - len(new))
+        return new + _merged(words, names, num_pieces + num_pieces // 4 - len(new))
 
     def _characters(self, sample: Sequence[str], limit: int) -> list[str]:
         """Frequent characters without a token. ASCII characters are not added: line ends occur in texts of every language."""
@@ -148,7 +148,7 @@ class HuggingFaceBase:
         model = self._content["model"]
         vocabulary = {**model["vocab"], **self._added, **{token["content"]: token["id"] for token in special}}
         first = self.tokenizer.vocab_size
-        vocabulary |= {item.piece: first + number for number, item in enumerate(chosen)}
+        vocabulary |= {item.piece: first + rank for rank, item in enumerate(chosen)}
         ways = sorted(way for item in chosen for way in item.merges)
         pairs = [(left, right) for _, left, right in ways if left in vocabulary and right in vocabulary]
         as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)  # format of older tokenizers versions
@@ -229,8 +229,8 @@ def _words(learner: Any, sample: Sequence[str], fixed: np.ndarray) -> Iterator[s
             yield codes.astype("<u4").tobytes().decode("utf-32-le")
 
 
-def _merged(words: Sequence[str], names: Mapping[int, str], wanted: int) -> list[MergedPiece]:
-    """Learn up to `wanted` pieces by merging tokens in texts of `_words`; none is among `names`, the pieces by id."""
+def _merged(words: Sequence[str], names: Mapping[int, str], num_pieces: int) -> list[MergedPiece]:
+    """Learn up to `num_pieces` pieces by merging tokens in texts of `_words`; none is among `names`, the pieces by id."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -238,7 +238,7 @@ def _merged(words: Sequence[str], names: Mapping[int, str], wanted: int) -> list
     trained.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
     alphabet = len(set().union(*map(set, words)) - {" "})
     trainer = trainers.BpeTrainer(
-        vocab_size=alphabet + wanted, min_frequency=2, max_token_length=_LONGEST, show_progress=False
+        vocab_size=alphabet + num_pieces, min_frequency=2, max_token_length=_LONGEST, show_progress=False
     )
     trained.train_from_iterator(words, trainer)
     merges: dict[str, list[tuple[int, str, str]]] = {}

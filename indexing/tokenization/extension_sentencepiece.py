@@ -69,8 +69,8 @@ class SentencePieceBase:
         if model_type not in (_BPE, _UNIGRAM):
             raise InputError(f"{file} is a model of words or characters; only BPE and unigram models can be extended.")
 
-    def learn(self, sample: Sequence[str], wanted: int, *, ascii: bool) -> list[ScoredPiece]:
-        """Learn pieces that the base lacks, the most useful first: `wanted` of them, and a quarter more in reserve.
+    def learn(self, sample: Sequence[str], num_pieces: int, *, ascii: bool) -> list[ScoredPiece]:
+        """Learn pieces that the base lacks, the most useful first: `num_pieces` of them, and a quarter more in reserve.
 
         Without `ascii`, no piece has an ASCII character or a blank.
         """
@@ -78,11 +78,11 @@ class SentencePieceBase:
         counts = count_characters(sentences)
         # ASCII characters that are spelled in bytes, such as line ends, stay so: they occur in texts of every language.
         eligible = Counter({key: count for key, count in counts.items() if not key.isascii()})
-        characters = frequent_characters(eligible, wanted // 2, self._known)
+        characters = frequent_characters(eligible, num_pieces // 2, self._known)
         foreign = line_ends_for(counts, {*characters, *self._known})
         foreign |= {} if ascii else dict.fromkeys(map(ord, _ASCII), "\n")
         sentences = [sentence.translate(foreign) for sentence in sentences]
-        enough, size = wanted + wanted // 4, 2 * wanted + len(counts) + len(self._declared()) + 3
+        enough, size = num_pieces + num_pieces // 4, 2 * num_pieces + len(counts) + len(self._declared()) + 3
         while True:
             trained = self._trained(sentences, size)
             new = [

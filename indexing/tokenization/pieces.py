@@ -41,8 +41,8 @@ def pieces(blocks: Iterable[str], encode: Encode, size: int) -> Iterator[str]:
 
 def _safe_cut(text: str, start: int, stop: int, encode: Encode) -> tuple[int, int] | None:
     """The first safe cut at a blank in [start, stop), as the end of the left side and the beginning of the right one."""
-    for number, blanks in enumerate(_BLANKS.finditer(text, start, stop)):
-        if number == _TRIES:
+    for tries, blanks in enumerate(_BLANKS.finditer(text, start, stop)):
+        if tries == _TRIES:
             return None
         first, end = blanks.span()
         cuts = [(first, first), (end, end)]

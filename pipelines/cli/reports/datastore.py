@@ -167,7 +167,7 @@ def _skew(retriever: Retriever) -> float | None:
     """Size of the largest inverted list over the mean, for all shards of the datastore's own index; None without lists."""
     index = retriever.indexes[0]
     assert isinstance(index, ShardedIndex)  # opened from its folder
-    parts = [ivf for shard in index.each() if (ivf := ivf_of(shard)) is not None]
+    parts = [ivf for shard in index.indexes() if (ivf := ivf_of(shard)) is not None]
     if not parts:
         return None
     sizes = np.sum([[ivf.get_list_size(inverted_list) for inverted_list in range(ivf.nlist)] for ivf in parts], axis=0)

@@ -85,7 +85,7 @@ def test_threads_can_search_a_shared_index_with_different_nprobe(tmp_path, key: 
 @pytest.mark.slow
 def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
     written(tmp_path, "IVF8,PQ16x4")
-    (only,) = ShardedIndex.open(tmp_path, range(3)).each()
+    (only,) = ShardedIndex.open(tmp_path, range(3)).indexes()
     assert isinstance(only, faiss.IndexIVFPQFastScan)
     assert only.ntotal == 1200
 
@@ -93,8 +93,8 @@ def test_shards_of_plain_four_bit_codes_are_merged_and_packed(tmp_path) -> None:
 def test_index_loaded_in_groups_finds_the_same_neighbors(tmp_path) -> None:
     queries = written(tmp_path, "IVF8,SQ8")
     together, apart = (ShardedIndex.open(tmp_path, range(3), memory) for memory in (10**9, 1))
-    assert len(list(together.each())) == 1
-    assert len(list(apart.each())) == 3
+    assert len(list(together.indexes())) == 1
+    assert len(list(apart.indexes())) == 3
     assert np.array_equal(together.search(queries, 5, nprobe=4), apart.search(queries, 5, nprobe=4))
 
 
