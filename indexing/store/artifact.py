@@ -52,6 +52,19 @@ def fingerprint(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Artifacts:
+    """Finished artifacts of a datastore: inputs of another one, or what a stage has made.
+
+    Attributes:
+        fingerprint: one for all of them; None in a recipe that holds their inputs instead.
+        paths: their folders in the datastore, see `paths.py`.
+    """
+
+    fingerprint: str | None
+    paths: Any = field(hash=False)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that determines the bytes of an artifact. Artifacts with equal recipes hold equal bytes.
 
@@ -59,18 +72,25 @@ class Recipe:
         stage: the stage that makes it, as on the command line (`chunk`, `embed`, …).
         version: version of the stage's code, raised whenever the same settings would give other bytes.
         settings: the settings that the bytes depend on, `section.key` → value.
-        inputs: name → fingerprint of every artifact it is made from.
+        inputs: name → everything that it is made from: artifacts of the datastore, or the fingerprint of something else.
     """
 
     stage: str
     version: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, Artifacts | str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The recipe as in a manifest: lists instead of tuples, plain dictionaries."""
-        parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": self.inputs}
+        """The recipe as in a manifest: lists instead of tuples, plain dictionaries, fingerprints of the inputs without paths."""
+        prints = {name: made.fingerprint if isinstance(made, Artifacts) else made for name, made in self.inputs.items()}
+        inputs = {name: value for name, value in prints.items() if value is not None}
+        parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": inputs}
         return json.loads(json.dumps(parts, default=dict))
+
+    @property
+    def paths(self) -> dict[str, Any]:
+        """The paths of the inputs that are artifacts of the datastore."""
+        return {name: made.paths for name, made in self.inputs.items() if isinstance(made, Artifacts)}
 
     @property
     def fingerprint(self) -> str:
@@ -150,7 +170,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
     counts: dict[str, Any] = {}
     try:
         yield work, counts
-        write_manifest(work, recipe, counts)
+        _write_manifest(work, folder.name, recipe, counts)
         sync_folder(work)
         _publish(work, folder, recipe)
     except BaseException as error:
@@ -192,18 +212,16 @@ def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
     sync_folder(folder.parent)
 
 
-def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, size and checksum of every file, and a checksum of
-    the manifest."""
+def _write_manifest(folder: Path, name: str, recipe: Recipe, counts: Mapping[str, Any]) -> None:
+    """Write `folder/manifest.json`: the artifact's name, its recipe with fingerprint and paths, the counts, size and checksum of
+    every file, and a checksum of the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    write_checked(
-        folder / MANIFEST,
-        {"fingerprint": recipe.fingerprint, "recipe": recipe.as_json(), "counts": dict(counts), "files": files},
-    )
+    made = {"name": name, "fingerprint": recipe.fingerprint, "recipe": recipe.as_json(), "paths": recipe.paths}
+    write_checked(folder / MANIFEST, {**made, "counts": dict(counts), "files": files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -244,7 +262,7 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Whether a manifest has all keys, with values of their types."""
     recipe = manifest["recipe"]
-    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"]]
+    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"], manifest.get("paths", {})]
     return manifest.keys() >= _KEYS and all(isinstance(value, dict) for value in mappings)
 
 

@@ -11,40 +11,40 @@ from indexing.embedding.lexical import fit_lexical
 from indexing.embedding.settings import Embedder, EmbedderSettings, write_settings
 from indexing.embedding.transformer import model_fingerprint
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.artifact import Artifacts, Recipe, create, fingerprint, is_finished
+from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.documents import DocumentTable
+from indexing.store.paths import path_of
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import other_datastores as sharing
-from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.generations import all_shards, generations
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, joint, prefixed, run_shards
 from pipelines.terminal.progress import progress
 
 
-def run_embed(config: Config, executor: Executor) -> str:
+def run_embed(config: Config, executor: Executor) -> Artifacts:
     """Chunks → embedder → embeddings."""
     folder = config.datastore
     _make_embedder(config)
-    embedder_print = fingerprint_of(folder / "embedder")
-    todo = []
-    for shard, source in enumerate(shards(folder, "chunks")):
-        recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": fingerprint_of(source), "embedder": embedder_print})
-        out = folder / "embeddings" / shard_name(shard)
-        if not is_finished(out, recipe):
-            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
+    embedder, sizes = finished(folder, "embedder"), chunks_in_shards(folder)
+
+    def shard_of(shard: int) -> Shard:
+        chunks = finished(folder, path_of("chunks", shard))
+        recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": chunks, "embedder": embedder})
+        arguments = (folder, embedder.fingerprint, folder / chunks.paths, config.embedder)
+        return Shard(path_of("embeddings", shard), recipe, arguments, sizes[shard])
+
     _open_embedder.cache_clear()  # from an earlier build in this process: a repaired embedder has the same fingerprint
-    run_tasks("embed", "chunks", embed_task, todo, executor)
-    return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
+    return run_shards(folder, "embed", "chunks", embed_task, map(shard_of, all_shards(folder)), executor)
 
 
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
     datastore, first = Datastore.open(folder), generations(folder)[0]
-    inputs = {"chunks": joint_fingerprint(folder, "chunks", first)}
+    inputs: dict[str, Artifacts | str] = {"chunks": joint(folder, "chunks", first)}
     if settings.kind == "transformer":
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
@@ -78,16 +78,16 @@ def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder
 
 
 def embed_task(
-    out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
-) -> None:
+    work: Path, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
+) -> dict[str, Any]:
     """Make one shard of embeddings for all splits."""
-    embedder = _open_embedder(folder, embedder_print, settings)
-    with create(out, recipe) as (work, counts):
-        for split in SPLITS:
-            tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
-            name_of = partial(_name_of_chunk, source / split)
-            out_file = work / f"{split}.npy"
-            counts[split] = embed_shard(out_file, embedder, tokens, lengths, name_of=name_of, advance=advance)
+    embedder, counts = _open_embedder(folder, embedder_print, settings), {}
+    for split in SPLITS:
+        tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
+        name_of = partial(_name_of_chunk, source / split)
+        out_file = work / f"{split}.npy"
+        counts[split] = embed_shard(out_file, embedder, tokens, lengths, name_of=name_of, advance=advance)
+    return counts
 
 
 def _name_of_chunk(folder: Path, chunk: int) -> str:
