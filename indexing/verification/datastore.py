@@ -21,17 +21,10 @@ from indexing.store.artifact import MANIFEST, leftovers, parse_manifest, remove,
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
+from indexing.store.paths import parts_of
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.verification.recipes import (
-    Manifests,
-    check_paths,
-    fingerprint_of,
-    foreign,
-    made_from,
-    needed,
-    order_of_making,
-)
+from indexing.verification.recipes import Manifests, fingerprint_of, foreign, needed, rank_in
 
 _TEMPORARY = ("ngrams/runs", "votes/ranges")  # folders that exist while a stage runs
 
@@ -123,13 +116,18 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
     problems += _made_from_broken(folder, manifests, problems)
     if locked or not _is_building(folder):
         problems += _left_by_killed_builds(folder)
-    order = order_of_making(manifests)
+    rank = rank_in(manifests)
     return Verified(
         artifacts=len(manifests),
         files=sum(len(manifest["files"]) for manifest in manifests.values()),
         bytes=sum(sizes.values()),
         stages=tuple((top or {}).get("fingerprints", ())),
-        problems=tuple(sorted(problems, key=lambda problem: order(problem.artifact))),
+        problems=tuple(
+            sorted(
+                problems,
+                key=lambda problem: (problem.artifact in (MANIFEST, ""), rank(problem.artifact), problem.artifact),
+            )
+        ),
         unnamed=sum("paths" not in manifest for manifest in manifests.values()),
     )
 
@@ -159,8 +157,7 @@ def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] 
         return None
     if path.exists():
         try:
-            top = read_datastore_manifest(folder)
-            check_paths(folder, top.get("artifacts", {}))
+            _check_paths(folder, read_datastore_manifest(folder).get("artifacts", {}))
         except InputError as error:
             problems.append(DatastoreProblem(MANIFEST, str(error)))
             return None
@@ -179,7 +176,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     def read(name: str) -> None:
         try:
             manifest = parse_manifest(folder / name)
-            check_paths(folder / name, manifest.get("paths", {}))
+            _check_paths(folder / name, manifest.get("paths", {}))
             manifests[name] = manifest
         except InputError as error:
             problems.append(DatastoreProblem(name, str(error), gone=not (folder / name).exists()))
@@ -189,6 +186,14 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     for name in sorted(needed((top or {}).get("artifacts", {}), manifests) - names):
         read(name)
     return manifests
+
+
+def _check_paths(folder: Path, paths: Any) -> None:
+    """Raise InputError if the manifest of a folder names something that cannot be an artifact of the datastore."""
+    try:
+        list(parts_of(paths))
+    except InputError as error:
+        raise InputError(f"{folder / MANIFEST} names something that cannot be an artifact ({error})") from error
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterator[DatastoreProblem]:
@@ -247,10 +252,10 @@ def _made_from_broken(
 
     finished = {name: (folder / name / MANIFEST).stat().st_mtime_ns for name in manifests}
     changes = [(problem, problem.file.stat().st_mtime_ns) for problem in problems if problem.file]
-    for name in (manifests.keys() - _broken(problems)) if changes else ():
-        inputs = made_from(name, manifests)
+    rank = rank_in(manifests)
+    for name in manifests.keys() - _broken(problems):
         for problem, time in changes:
-            if problem.artifact in inputs and finished[problem.artifact] < time < finished[name]:
+            if rank(problem.artifact) < rank(name) and finished[problem.artifact] < time < finished[name]:
                 yield DatastoreProblem(name, f"{folder / name} was made after {problem.file} had changed")
                 break
 
@@ -261,7 +266,7 @@ def _made_from_broken(
 def _check_recipes(folder: Path, manifests: Manifests, broken: set[str]) -> Iterator[DatastoreProblem]:
     """Find artifacts that were not made from the existing ones."""
     known, named = dict(manifests), manifests.keys() | broken
-    for name in sorted(manifests.keys() - broken, key=order_of_making(manifests)):
+    for name in sorted((name for name in manifests if name not in broken), key=rank_in(manifests)):
         reasons = list(foreign(name, known, named))
         yield from (DatastoreProblem(name, f"{folder / name} {reason}") for reason in reasons)
         if reasons:

@@ -4,26 +4,13 @@ A manifest names the artifacts that its own one is made from, by path and finger
 finished stage in the same way. Manifests of earlier versions hold no paths.
 """
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST, member
-from indexing.store.paths import artifacts_at, fingerprint_at, parts_of, shards_at
+from indexing.store.paths import fingerprint_at, names_at, parts_of
 
 Manifests = Mapping[str, dict[str, Any]]
-
-
-def check_paths(folder: Path, paths: Any) -> None:
-    """Raise InputError if the manifest of a folder names something that cannot be an artifact of the datastore."""
-    try:
-        for part in parts_of(paths):
-            member(folder, part)
-            shards_at(part)
-    except InputError as error:
-        raise InputError(f"{folder / MANIFEST} names something that cannot be an artifact ({error})") from error
 
 
 def needed(paths: Any, manifests: Manifests) -> set[str]:
@@ -32,36 +19,26 @@ def needed(paths: Any, manifests: Manifests) -> set[str]:
     while todo:
         if (part := todo.pop()) not in seen:
             seen.add(part)
-            names.update(shards_at(part))
-            todo += [more for name in shards_at(part) for more in parts_of(_inputs(name, manifests))]
+            names.update(names_at(part))
+            todo += [more for name in names_at(part) for more in parts_of(manifests.get(name, {}).get("paths", {}))]
     return names
 
 
-def _inputs(name: str, manifests: Manifests) -> dict[str, Any]:
-    """The paths of the inputs of an artifact by name; none if they are unknown."""
-    paths: dict[str, Any] = manifests.get(name, {}).get("paths", {})
-    return paths
+def rank_in(manifests: Manifests) -> Callable[[str], int]:
+    """The rank of an artifact in the order of making, by its name: above the ranks of all that it is made from."""
+    inputs = defaultdict[str, set[str]](set)
+    for name, manifest in manifests.items():
+        inputs[_kind(name)].update(map(_kind, parts_of(manifest.get("paths", {}))))
+    ranks = dict.fromkeys(inputs, 0)
+    for _ in inputs:
+        ranks = {kind: 1 + max((ranks.get(other, 0) for other in inputs[kind]), default=0) for kind in inputs}
+    return lambda name: ranks.get(_kind(name), len(ranks) + 1)
 
 
-def made_from(name: str, manifests: Manifests) -> set[str]:
-    """All artifacts that an artifact is made from, also through others."""
-    return needed(_inputs(name, manifests), manifests)
-
-
-def order_of_making(manifests: Manifests) -> Callable[[str], tuple[float, str]]:
-    """A key to sort names of artifacts: each comes after those that it is made from, a missing one with its siblings."""
-    sizes = {name: len(made_from(name, manifests)) for name in manifests}
-    largest: dict[str, int] = {}
-    for name, size in sizes.items():
-        parent = name.rpartition("/")[0]
-        largest[parent] = max(size, largest.get(parent, 0))
-
-    def key(name: str) -> tuple[float, str]:
-        if name in ("", MANIFEST):
-            return math.inf, name
-        return sizes.get(name, largest.get(name.rpartition("/")[0], math.inf)), name
-
-    return key
+def _kind(path: str) -> str:
+    """The folder of shards, or the only artifact of its kind."""
+    folder, _, name = path.rpartition("/")
+    return folder if name[:1].isdigit() else path
 
 
 def fingerprint_of(paths: Any, manifests: Manifests) -> str | None:
@@ -77,12 +54,12 @@ def foreign(name: str, known: Manifests, named: Collection[str]) -> Iterator[str
         known: the manifests of all artifacts that belong together.
         named: the names of all artifacts that exist, or are known to be missing.
     """
-    written, folder = known[name].get("name"), name.rpartition("/")[2]
-    if written not in (None, folder.partition(".")[0]):
-        yield f"does not belong here: it was written as {written!r}"
-    for key, paths in _inputs(name, known).items():
-        recorded = known[name]["recipe"]["inputs"].get(key)
+    manifest, folder = known[name], name.rpartition("/")[2]
+    if manifest.get("name", folder) != folder.partition(".")[0]:
+        yield f"does not belong here: it was written as {manifest['name']!r}"
+    for key, paths in manifest.get("paths", {}).items():
+        recorded = manifest["recipe"]["inputs"].get(key)
         if recorded is not None and fingerprint_of(paths, known) not in (None, recorded):
             yield f"was made from another '{key}' than the existing one"
-        if lost := next((path for path in artifacts_at(paths) if path not in named), None):
+        if lost := next((path for part in parts_of(paths) for path in names_at(part) if path not in named), None):
             yield f"does not belong here: it was made from {lost}, which does not exist"

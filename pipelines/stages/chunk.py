@@ -1,5 +1,6 @@
 """The `chunk` stage: corpus → tokenizer → near copies to remove, if any → chunks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,57 +30,31 @@ def run_chunk(config: Config, executor: Executor) -> Artifacts:
         settings |= dedup.settings_of(config)
         inputs["dedup"] = Artifacts(removal.fingerprint, dedup.REMOVED)
 
-    def shards_of(home: Path, numbers: range) -> list[Shard]:
-        made_from = inputs | {"corpus": finished(folder, home.relative_to(folder).as_posix())}
-        return [
-            Shard(
-                path=path_of("chunks", shard),
-                recipe=Recipe("chunk", 1, settings | {"shard": shard}, made_from),
-                arguments=(
-                    plan[shard],
-                    config.corpus,
-                    config.chunks,
-                    folder / "tokenizer",
-                    folder / dedup.REMOVED / f"{shard_name(shard)}.npy" if removal else None,
-                ),
-                size=sum(file_slice.text_bytes for file_slice in plan[shard]),
-            )
-            for shard in numbers
-        ]
-
     homes = zip(corpus_folders(folder), generations(folder), strict=True)
-    made = run_shards(
-        folder,
-        "chunk",
-        "bytes",
-        make_chunks,
-        [shard for home, numbers in homes for shard in shards_of(home, numbers)],
-        executor,
-        before=lambda _: dedup.run(config, executor, removal) if removal else None,
-    )
+    corpora = [finished(folder, home.relative_to(folder).as_posix()) for home, numbers in homes for _ in numbers]
+
+    def shard_of(shard: int) -> Shard:
+        recipe = Recipe("chunk", 1, settings | {"shard": shard}, inputs | {"corpus": corpora[shard]})
+        removed = folder / dedup.REMOVED / f"{shard_name(shard)}.npy" if removal else None
+        arguments = (plan[shard], config.corpus, config.chunks, folder / "tokenizer", removed)
+        return Shard(path_of("chunks", shard), recipe, arguments, sum(part.text_bytes for part in plan[shard]))
+
+    def remove_copies(_: Sequence[Shard]) -> None:
+        if removal:
+            dedup.run(config, executor, removal)
+
+    shards = map(shard_of, range(len(plan)))
+    made = run_shards(folder, "chunk", "bytes", chunk_task, shards, executor, before=remove_copies)
     if not any(counts["train"]["chunks"] for counts in shard_counts(folder)):
         raise nothing_left(config.corpus)
     return made
 
 
-def make_chunks(
-    work: Path,
-    slices: Any,
-    reading: Any,
-    settings: Any,
-    tokenizer: Path,
-    removed: Path | None,
-    *,
-    advance: Advance,
+def chunk_task(
+    work: Path, slices: Any, reading: Any, settings: Any, tokenizer: Path, removed: Path | None, *, advance: Advance
 ) -> dict[str, Any]:
     """Make one shard of chunks, without the documents that `removed` lists. The scan has already reported problems."""
+    left_out = open_array(removed) if removed else None
     return chunks.chunk_shard(
-        work,
-        slices,
-        reading,
-        settings,
-        tokenizer,
-        on_problem=lambda _: None,
-        advance=advance,
-        removed=open_array(removed) if removed else None,
+        work, slices, reading, settings, tokenizer, on_problem=lambda _: None, advance=advance, removed=left_out
     )

@@ -1,5 +1,6 @@
 """The `embed` stage: chunks → embedder → embeddings."""
 
+import shutil
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, create, fingerprint, is_finished
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.documents import DocumentTable
+from indexing.store.errors import InputError
 from indexing.store.paths import path_of
+from indexing.store.remote import present
+from indexing.store.retrieval_set import check_tokenizer, embedder_identity
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
-from pipelines.stages import other_datastores as sharing
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, chunks_in_shards, finished, joint, prefixed, run_shards
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
 from pipelines.terminal.progress import progress
 
 
@@ -44,11 +47,11 @@ def run_embed(config: Config, executor: Executor) -> Artifacts:
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
     datastore, first = Datastore.open(folder), generations(folder)[0]
-    inputs: dict[str, Artifacts | str] = {"chunks": joint(folder, "chunks", first)}
+    inputs: dict[str, Artifacts | str] = {"chunks": finished(folder, path_of("chunks", first))}
     if settings.kind == "transformer":
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
-        inputs = {"embedder.path": fingerprint(sharing.embedder_files(datastore, settings))}
+        inputs = {"embedder.path": fingerprint(_embedder_files(datastore, settings))}
     recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
     if is_finished(folder / "embedder", recipe):
         return
@@ -58,7 +61,7 @@ def _make_embedder(config: Config) -> None:
             write_settings(work, settings)
             return
         if settings.path:
-            sharing.copy_embedder(datastore, settings, work)
+            _copy_embedder(datastore, settings, work)
             return
         total = train.num_chunks
         rng = np.random.default_rng(settings.seed)
@@ -69,6 +72,29 @@ def _make_embedder(config: Config) -> None:
         with progress("embed: count n-grams", total=size, unit="chunks") as advance:
             fit_lexical(work, settings, train.tokens.gather(ids), train.lengths.gather(ids), is_special)
             advance(size)
+
+
+def _embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str, str]:
+    """File name → checksum of the lexical embedder in the datastore at `embedder.path`.
+
+    Raises:
+        InputError: there is none, or it was made for another tokenizer.
+    """
+    other = Datastore.open(settings.path)
+    other.require("embed")
+    check_tokenizer(datastore, other, "embedder.path")
+    files = embedder_identity(other)
+    if isinstance(files, str):
+        raise InputError(
+            f"embedder.path: {other.folder} has a transformer. Set embedder.kind = 'transformer' and embedder.path to its model."
+        )
+    return files
+
+
+def _copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
+    """Copy this embedder to the folder `work`."""
+    for name in _embedder_files(datastore, settings):
+        shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)
 
 
 @lru_cache(maxsize=1)

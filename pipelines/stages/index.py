@@ -14,13 +14,13 @@ from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, damage, is_finished, made_by
 from indexing.store.datastore import Datastore, Split, shard_name
-from indexing.store.paths import path_of, path_of_shards
+from indexing.store.paths import path_of
 from indexing.store.remote import present
 from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, joint, prefixed, run_shards
+from pipelines.stages.shards import Shard, finished, prefixed, run_shards
 
 TRAINED, TUNED = "index/trained", "index/tuned"
 
@@ -34,7 +34,7 @@ def run_train_index(config: Config, executor: Executor) -> Artifacts:
         stage="train-index",
         version=3,
         settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
-        inputs={"embeddings": joint(folder, "embeddings", first)},
+        inputs={"embeddings": finished(folder, path_of("embeddings", first))},
     )
     if not damage(folder / TRAINED) and is_finished(folder / TRAINED, recipe):
         return finished(folder, TRAINED)
@@ -71,7 +71,7 @@ def run_add(config: Config, executor: Executor) -> Artifacts:
     first = generations(folder)[0]
     appended = all_shards(folder)[len(first) :]
     tuned = _tune(config, executor, first)
-    return finished(folder, [tuned, path_of_shards("index", appended)] if appended else tuned)
+    return finished(folder, [tuned, path_of("index", appended)] if appended else tuned)
 
 
 def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: Advance) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,10 @@ from indexing.store.artifact import (
 )
 from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
-from indexing.store.paths import path_of, path_of_shards
-from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.paths import path_of
+from indexing.store.retrieval_set import RetrievalSet, open_others
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
-from pipelines.stages import other_datastores as sharing
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.index import TUNED
 from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
@@ -136,18 +135,10 @@ def run_neighbors(config: Config, executor: Executor) -> Artifacts:
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
         shards += [_shard(config, method, shard, own[:stop], others, sizes[shard]) for shard in generation.shards]
 
-    def warn(unfinished: Sequence[Shard]) -> None:
-        if unfinished:
-            _warn_of_few_chunks(config)
-        if unfinished and kept:
-            log.info(
-                "neighbors: %s earlier chunks keep their neighbors. To search the new chunks for them too: "
-                "retro index CONFIG --stage neighbors --rebuild",
-                f"{kept:,}",
-            )
-
     try:
-        made = run_shards(folder, "neighbors", "chunks", neighbor_task, shards, executor, before=warn)
+        made = run_shards(
+            folder, "neighbors", "chunks", neighbor_task, shards, executor, before=partial(_warn, config, kept)
+        )
     finally:  # the report opens the index again, and a repaired one has the same fingerprint
         _open_searched.cache_clear()
     for shard in shards:
@@ -169,14 +160,23 @@ def _shard(
     return Shard(path, recipes[-1], arguments, size)
 
 
-def _warn_of_few_chunks(config: Config) -> None:
-    datastores = (Datastore.open(config.datastore), *sharing.retrieved_from(config))
-    num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
+def _warn(config: Config, kept: int, unfinished: Sequence[Shard]) -> None:
+    """Log what a search of these shards will not find; `kept` chunks are not searched again."""
+    if not unfinished:
+        return
+    own, others = Datastore.open(config.datastore), config.neighbors.extra_datastores
+    num_chunks = sum(datastore.train.num_chunks for datastore in (own, *open_others(own, others)))
     if config.neighbors.stored > num_chunks:
         log.warning(
             "neighbors.stored = %s, but there are only %s chunks to retrieve. Missing neighbors are stored as -1.",
             f"{config.neighbors.stored:,}",
             f"{num_chunks:,}",
+        )
+    if kept:
+        log.info(
+            "neighbors: %s earlier chunks keep their neighbors. To search the new chunks for them too: "
+            "retro index CONFIG --stage neighbors --rebuild",
+            f"{kept:,}",
         )
 
 
@@ -191,7 +191,7 @@ def _generations(config: Config) -> list[SearchedShards]:
     for stage in _searched(config).values():
         Datastore.open(folder).require(stage)
     for generation in generations(folder):
-        paths: dict[str, Any] = {name: path_of_shards(name, generation) for name in _searched(config)}
+        paths: dict[str, Any] = {name: path_of(name, generation) for name in _searched(config)}
         if not searched:
             paths["index"] = TUNED
         searched.append(SearchedShards(folder, generation, 0, finished(folder, paths)))
@@ -199,8 +199,8 @@ def _generations(config: Config) -> list[SearchedShards]:
 
 
 def _others(config: Config) -> list[SearchedShards]:
-    searched = []
-    for number, other in enumerate(sharing.retrieved_from(config), start=1):
+    own, searched = Datastore.open(config.datastore), []
+    for number, other in enumerate(open_others(own, config.neighbors.extra_datastores), start=1):
         for stage in _searched(config).values():
             other.require(stage)
         prints = {name: other.manifest["fingerprints"][stage] for name, stage in _searched(config).items()}

@@ -11,7 +11,7 @@ from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, create, damage, fingerprint, is_finished, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.paths import fingerprint_at, joined, path_of_shards
+from indexing.store.paths import fingerprint_at, joined
 from indexing.store.remote import drop_if_changed, url_of
 from pipelines.executors.tasks import Executor, StageName, Task
 from pipelines.stages.generations import all_shards
@@ -98,11 +98,6 @@ def _require_seen(out: Path) -> None:
 def finished(folder: Path, paths: Any) -> Artifacts:
     """The finished artifacts at these paths of a datastore."""
     return Artifacts(fingerprint_at(paths, lambda path: read_manifest(folder / path)["fingerprint"]), paths)
-
-
-def joint(folder: Path, stage: str, shards: range) -> Artifacts:
-    """Finished shards in the folder of a stage."""
-    return finished(folder, path_of_shards(stage, shards))
 
 
 def shard_counts(folder: Path) -> list[dict[str, Any]]:

@@ -26,11 +26,11 @@ from indexing.store.datastore import (
 )
 from indexing.store.deletions import locked, read_deletions, write_deletions
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import entries_of
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus
-from pipelines.stages import other_datastores as sharing
 from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
 from pipelines.stages.generations import missing_generation
@@ -255,7 +255,9 @@ def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
     }
     if "neighbors" in fingerprints:
         manifest["extra_datastores"] = (
-            sharing.manifest_entries(config) if name == "neighbors" else old.get("extra_datastores", [])
+            entries_of(Datastore.open(folder), config.neighbors.extra_datastores)
+            if name == "neighbors"
+            else old.get("extra_datastores", [])
         )
     if name == "chunk" and read_deletions(folder).documents:
         with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded

@@ -1,7 +1,6 @@
 """The stages that index the tokens of chunks: `sparse`, `ngrams`, `suffixes` and `votes`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from indexing.progress import Advance
 from indexing.sparse.index import FOLDER as SPARSE
 from indexing.sparse.segments import write_segments
 from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import Datastore, Split
 from indexing.store.files import MANIFEST
 from indexing.store.paths import joined, path_of
 from indexing.suffixes.build import FOLDER as SUFFIXES
@@ -24,7 +23,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, joint, run_shards
+from pipelines.stages.shards import Shard, finished, run_shards
 
 _RANGES = f"{VOTES}/ranges"
 _LAST_KEY = 2**64
@@ -54,60 +53,48 @@ def sparse_task(work: Path, train: Split, rows: tuple[int, int], *, advance: Adv
 
 
 def run_ngrams(config: Config, executor: Executor) -> Artifacts:
-    """Chunks → the n-grams of all chunks of a generation, each shard a range of their hashes."""
+    """Chunks → the n-grams of all chunks of a generation, each shard a range of their hashes: runs of every shard, then merged."""
     folder, made = config.datastore, list[str]()
-    train, runs = Datastore.open(folder).train, folder / NGRAMS / RUNS
+    train = Datastore.open(folder).train
     for numbers in generations(folder):
-        generation, inputs = Generation(train, numbers), {"chunks": joint(folder, "chunks", numbers)}
+        generation, chunks = Generation(train, numbers), finished(folder, path_of("chunks", numbers))
+        recipe = partial(Recipe, "ngrams", 1, inputs={"chunks": chunks})
         for group in generation.passes():
-            merged = _merged_ngrams(generation, group, inputs)
-            make_runs = partial(_make_runs, generation, group, inputs, executor)
-            run_shards(folder, "ngrams", "shards", merge_task, merged, executor, name="ngrams, merge", before=make_runs)
+            settings = {"first": group.start, "stop": group.stop}
+            runs = f"{NGRAMS}/{RUNS}/{fingerprint([settings, {'chunks': chunks.fingerprint}])}"
+            sorted_runs = [
+                Shard(
+                    path=path_of(runs, shard),
+                    recipe=recipe(settings | {"shard": shard}),
+                    arguments=(generation, shard, group),
+                    size=train.chunk_rows[shard],
+                )
+                for shard in numbers
+            ]
+            merged = [
+                Shard(
+                    path=path_of(NGRAMS, shard),
+                    recipe=recipe({"shard": shard, "shards": len(numbers)}),
+                    arguments=(generation, folder / runs, group, shard),
+                    size=1,
+                )
+                for shard in group
+            ]
+            _merge_runs(folder, sorted_runs, merged, executor)
             made += [shard.path for shard in merged]
-            if runs.exists():  # also those of a build that was killed after its last shard
-                remove(runs)
     return finished(folder, joined(made))
 
 
-def _merged_ngrams(generation: Generation, group: range, inputs: dict[str, Artifacts]) -> list[Shard]:
-    """The shards of a group, made of the runs of all chunks of the generation."""
-    runs, count = _runs(generation, group, inputs), len(generation.shards)
-    return [
-        Shard(
-            path=path_of(NGRAMS, shard),
-            recipe=Recipe("ngrams", 1, {"shard": shard, "shards": count}, inputs),
-            arguments=(generation, generation.train.folder / runs, group, shard),
-            size=1,
-        )
-        for shard in group
-    ]
+def _merge_runs(folder: Path, runs: list[Shard], merged: list[Shard], executor: Executor) -> None:
+    """Make the runs if a shard that is merged from them is unfinished, then the shards."""
 
+    def make_runs(unfinished: Sequence[Shard]) -> None:
+        if unfinished:
+            run_shards(folder, "ngrams", "chunks", run_task, runs, executor)
 
-def _runs(generation: Generation, group: range, inputs: dict[str, Artifacts]) -> str:
-    """The folder of the runs for a group of shards of n-grams."""
-    prints = {name: made.fingerprint for name, made in inputs.items()}
-    return f"{NGRAMS}/{RUNS}/{fingerprint([{'first': group.start, 'stop': group.stop}, prints])}"
-
-
-def _make_runs(
-    generation: Generation,
-    group: range,
-    inputs: dict[str, Artifacts],
-    executor: Executor,
-    unfinished: Sequence[Shard],
-) -> None:
-    """Sort the n-grams of each shard of chunks, unless the shards made of them are finished."""
-    runs = [
-        Shard(
-            path=f"{_runs(generation, group, inputs)}/{shard_name(shard)}",
-            recipe=Recipe("ngrams", 1, {"first": group.start, "stop": group.stop, "shard": shard}, inputs),
-            arguments=(generation, shard, group),
-            size=generation.train.chunk_rows[shard],
-        )
-        for shard in generation.shards
-    ]
-    if unfinished:
-        run_shards(generation.train.folder, "ngrams", "chunks", run_task, runs, executor)
+    run_shards(folder, "ngrams", "shards", merge_task, merged, executor, name="ngrams, merge", before=make_runs)
+    if (folder / NGRAMS / RUNS).exists():  # also those of a build that was killed after its last shard
+        remove(folder / NGRAMS / RUNS)
 
 
 def run_task(work: Path, generation: Generation, shard: int, group: range, *, advance: Advance) -> None:
@@ -134,7 +121,9 @@ def run_suffixes(config: Config, executor: Executor) -> Artifacts:
     groups = [
         Shard(
             path=path_of(SUFFIXES, group.start),
-            recipe=Recipe("suffixes", 3, {"shards": len(group)}, {"chunks": joint(folder, "chunks", group)}),
+            recipe=Recipe(
+                "suffixes", 3, {"shards": len(group)}, {"chunks": finished(folder, path_of("chunks", group))}
+            ),
             arguments=(train, group),
             size=sum(train.chunk_rows[group.start : group.stop]),
         )
@@ -158,41 +147,48 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
     datastore = Datastore.open(folder)
     rows, deleted = datastore.train.chunk_rows, deletions_of(datastore)
     groups = joined([path_of(SUFFIXES, group.start) for group in stored_groups(datastore.train)])
-    common = Recipe("votes", 1, {"deleted": deleted}, {"suffixes": finished(folder, groups)})
-    recipes = {shard: replace(common, settings={"shard": shard, "deleted": deleted}) for shard in all_shards(folder)}
-    paths = {shard: path_of(VOTES, shard) for shard in recipes}
-    _remove_others(folder, {paths[shard]: recipe for shard, recipe in recipes.items()})
-    ranges = []
-    if not all((folder / path / MANIFEST).exists() for path in paths.values()):
-        ranges = _ranges(datastore, common, executor)
-    shards = [Shard(paths[shard], recipe, (datastore, shard, ranges), rows[shard]) for shard, recipe in recipes.items()]
-    votes = run_shards(folder, "sparse", "chunks", shard_votes_task, shards, executor, name="votes, collect")
+    recipe = partial(Recipe, "votes", 1, inputs={"suffixes": finished(folder, groups)})
+    ranges = list[Path]()
+
+    def shard_of(shard: int) -> Shard:
+        of_shard = recipe({"shard": shard, "deleted": deleted})
+        return Shard(path_of(VOTES, shard), of_shard, (datastore, shard, ranges), rows[shard])
+
+    def make_ranges(unfinished: Sequence[Shard]) -> None:  # the arguments of these shards
+        if unfinished:
+            ranges.extend(_ranges(datastore, lambda cut: recipe({"deleted": deleted} | cut), executor))
+
+    shards = [shard_of(shard) for shard in all_shards(folder)]
+    _remove_others(folder, shards)
+    votes = run_shards(
+        folder, "sparse", "chunks", shard_votes_task, shards, executor, name="votes, collect", before=make_ranges
+    )
     if (folder / _RANGES).exists():  # also those of a build that was killed after its last shard
         remove(folder / _RANGES)
     return votes
 
 
-def _remove_others(folder: Path, recipes: Mapping[str, Recipe]) -> None:
+def _remove_others(folder: Path, shards: list[Shard]) -> None:
     """Remove votes of other text, and damaged ones, instead of refusing them: all they are made from exists."""
-    for path, recipe in recipes.items():
-        if (folder / path / MANIFEST).exists() and not made_by(folder / path, [recipe]):
-            remove(folder / path)
+    for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
+        if (out / MANIFEST).exists() and not made_by(out, [recipe]):
+            remove(out)
 
 
-def _ranges(datastore: Datastore, common: Recipe, executor: Executor) -> list[Path]:
+def _ranges(datastore: Datastore, recipe: Callable[[dict[str, Any]], Recipe], executor: Executor) -> list[Path]:
     """Make the votes of every range of prefixes."""
     groups = groups_of(datastore)
     borders = list(pairwise([0, *cuts(groups, window_dtype(datastore)), _LAST_KEY]))
     shards = [
         Shard(
             path=path_of(_RANGES, number),
-            recipe=replace(common, settings={**common.settings, "first": str(first), "stop": str(stop)}),
+            recipe=recipe({"first": str(first), "stop": str(stop)}),
             arguments=(datastore, first, stop),
             size=num_tokens(groups) // len(borders),
         )
         for number, (first, stop) in enumerate(borders)
     ]
-    _remove_others(datastore.folder, {shard.path: shard.recipe for shard in shards})
+    _remove_others(datastore.folder, shards)
     run_shards(datastore.folder, "sparse", "tokens", range_votes_task, shards, executor, name="votes")
     return [datastore.folder / shard.path for shard in shards]
 
