@@ -106,13 +106,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
     """
     if not (folder / MANIFEST).exists():
         return False
-    try:
-        manifest = parse_manifest(folder)
-    except InputError as error:
-        log.warning("%s; %s is made again", error, folder)
-        return False
-    if manifest["fingerprint"] == recipe.fingerprint:
-        problem = next(wrong_sizes(folder, manifest), None)
+    manifest, problem = _inspected(folder)
+    if manifest is None or manifest["fingerprint"] == recipe.fingerprint:
         if problem:
             log.warning("%s; %s is made again", problem, folder)
         return problem is None
@@ -127,7 +122,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
 def made_by(folder: Path, recipes: Sequence[Recipe]) -> int:
     """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
     prints = [recipe.fingerprint for recipe in recipes]
-    made = None if damage(folder) else parse_manifest(folder)["fingerprint"]
+    manifest, problem = _inspected(folder)
+    made = manifest["fingerprint"] if manifest and not problem else None
     return prints.index(made) + 1 if made in prints else 0
 
 
@@ -232,10 +228,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no manifest, or a file is missing or has another size than when it was written.
     """
-    problem = damage(folder)
-    if problem:
+    manifest, problem = _inspected(folder)
+    if manifest is None or problem:
         raise InputError(f"{problem}. Run the command that made {folder} again: it replaces damaged artifacts.")
-    return parse_manifest(folder)
+    return manifest
 
 
 def parse_manifest(folder: Path) -> dict[str, Any]:
@@ -244,8 +240,12 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, it cannot be read, or it has changed since it was written.
     """
-    path = folder / MANIFEST
     remote.fetch_manifest(folder)
+    return _parsed(folder)
+
+
+def _parsed(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
     try:
         manifest = read_checked(path)
         changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not _is_complete(manifest)
@@ -268,11 +268,17 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
 
 def damage(folder: Path) -> str | None:
     """Damage of an artifact that its manifest and file sizes show, or None; `verify` checks every byte."""
+    return _inspected(folder)[1]
+
+
+def _inspected(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The manifest of an artifact, None if it cannot be read, and the `damage`."""
     remote.fetch_manifest(folder)  # an unreachable URL raises, and does not count as damage
     try:
-        return next(wrong_sizes(folder, parse_manifest(folder)), None)
+        manifest = _parsed(folder)
     except InputError as error:
-        return str(error)
+        return None, str(error)
+    return manifest, next(wrong_sizes(folder, manifest), None)
 
 
 def verify(folder: Path) -> list[str]:

@@ -40,8 +40,8 @@ from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
 from pipelines.stages.generations import (
     by_generation,
-    corpus_folders,
     first_shard,
+    intact_folders,
     left_out_of,
     missing_generation,
     next_generation,
@@ -76,7 +76,7 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
             "Add them with `--append`, or rebuild everything: `--stage chunk --rebuild`."
         )
     for folder, members in groups:
-        look_through(folder, config.corpus, members or recorded_files(folder), executor, deleted=left_out_of(folder))
+        make_corpus(folder, config.corpus, members or recorded_files(folder), executor, deleted=left_out_of(folder))
     if missing := missing_generation(config.datastore):
         raise InputError(f"{missing} is missing: add its files again with `--append --corpus.paths FILES`.")
     return read_plan(config.datastore)
@@ -104,7 +104,7 @@ def files_to_append(config: Config, executor: Executor) -> list[tuple[CorpusFile
             f"{datastore} holds nothing to append to, or its corpus/ is damaged: run `retro index CONFIG` without "
             "--append first, with the files that it was built from."
         )
-    stored = [file for folder in corpus_folders(datastore) if not damage(folder) for file in stored_files(folder)]
+    stored = [file for folder in intact_folders(datastore) for file in stored_files(folder)]
     of_path = {file["path"]: file for file in stored}
     of_content = {file["checksum"]: file for file in stored}
     given = {file.path for file in files}
@@ -154,7 +154,7 @@ def append(config: Config, files: list[tuple[CorpusFile, FileScan]]) -> None:
 def list_files_before_rebuild(config: Config) -> None:
     """Check `corpus.paths` before anything is removed, and warn of appended files that a rebuild from it leaves out."""
     given = {file.path for file in list_files(config.corpus)}
-    folders = [folder for folder in corpus_folders(config.datastore)[1:] if not damage(folder)]
+    folders = [folder for folder in intact_folders(config.datastore) if folder.name != "corpus"]
     forgotten = [file["path"] for folder in folders for file in stored_files(folder) if file["path"] not in given]
     if forgotten:
         log.warning(
@@ -164,7 +164,7 @@ def list_files_before_rebuild(config: Config) -> None:
         )
 
 
-def look_through(
+def make_corpus(
     folder: Path,
     settings: CorpusSettings,
     files: list[CorpusFile],

@@ -51,7 +51,7 @@ def prepare(config: Config, executor: Executor) -> Recipe | None:
         settings = replace(config.corpus, paths=config.dedup.paths)
         files = list_files(settings, "dedup.paths")
         require_tokenizer(config, files)
-        corpus.look_through(folder / _EVALUATION, settings, files, executor, "dedup.paths")
+        corpus.make_corpus(folder / _EVALUATION, settings, files, executor, "dedup.paths")
         inputs["evaluation"] = finished(folder, _EVALUATION)
     return Recipe("chunk", 1, settings_of(config), inputs)
 

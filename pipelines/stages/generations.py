@@ -24,6 +24,11 @@ def corpus_folders(datastore: Path) -> list[Path]:
     return [datastore / "corpus", *sorted((datastore / "appended").glob("[0-9]*"))]
 
 
+def intact_folders(datastore: Path) -> list[Path]:
+    """Those of them that are finished and undamaged."""
+    return [folder for folder in corpus_folders(datastore) if not damage(folder)]
+
+
 def plan_of(folder: Path) -> list[list[FileSlice]]:
     """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
@@ -75,7 +80,7 @@ def next_generation(datastore: Path) -> Path:
 
 def missing_generation(datastore: Path) -> Path | None:
     """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its shards."""
-    first, folders = next_generation(datastore), [folder for folder in corpus_folders(datastore) if not damage(folder)]
+    first, folders = next_generation(datastore), intact_folders(datastore)
     try:
         listed = len(read_datastore_manifest(datastore)["splits"]["train"]["chunks"])
     except (FileNotFoundError, ValueError):
@@ -103,7 +108,7 @@ def by_generation(
     A file is identified by its path, and keeps its recorded name. If the corpus has moved, a file with a new path is identified
     with a file of the same name and size whose path is no longer given.
     """
-    folders = [folder for folder in corpus_folders(datastore) if not damage(folder)]
+    folders = intact_folders(datastore)
     stored = [(folder, file) for folder in folders for file in stored_files(folder)]
     folder_of = {file["path"]: folder for folder, file in stored}
     given = {file.path for file in files}

@@ -224,10 +224,11 @@ def _manifest_so_far(folder: Path) -> dict[str, Any]:
 
 def _without(manifest: dict[str, Any], stages: list[str]) -> dict[str, Any]:
     """The datastore's manifest with only the other stages recorded."""
-    records = {key: manifest.get(key, {}) for key in ("fingerprints", "artifacts")}
-    return manifest | {
-        key: {name: value for name, value in record.items() if name not in stages} for key, record in records.items()
-    }
+    prints, artifacts = (manifest.get(key, {}) for key in ("fingerprints", "artifacts"))
+    kept = {name: value for name, value in prints.items() if name not in stages}
+    left = {key: value for key, value in manifest.items() if key != "extra_datastores" or "neighbors" in kept}
+    named = {name: paths for name, paths in artifacts.items() if name in kept}
+    return left | {"fingerprints": kept, "artifacts": named}
 
 
 def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
@@ -237,31 +238,30 @@ def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
     if old:
         Datastore.open(folder)  # rejects another format version
     is_same = old.get("fingerprints", {}).get(name) == made.fingerprint
-    record = _without(old, [] if is_same else _depending_on(name))
-    fingerprints = record["fingerprints"] | {name: made.fingerprint}
-    artifacts = record["artifacts"] | {name: made.paths}  # earlier versions recorded none
-    tokenizer = Tokenizer.open(folder / "tokenizer")
-    counts = shard_counts(folder)
-    manifest = {
+    manifest = _without(old, [] if is_same else _depending_on(name))
+    manifest["fingerprints"][name] = made.fingerprint
+    manifest["artifacts"][name] = made.paths  # earlier versions recorded none
+    if name == "neighbors":
+        manifest["extra_datastores"] = entries_of(Datastore.open(folder), config.neighbors.extra_datastores)
+    if name == "chunk":
+        manifest |= _properties_of_chunks(config)
+    if name == "chunk" and read_deletions(folder).documents:
+        with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded
+            record_deletions(Datastore(folder, manifest), read_deletions(folder).documents)
+            write_datastore_manifest(folder, manifest)
+    elif manifest != old:
+        write_datastore_manifest(folder, manifest)
+
+
+def _properties_of_chunks(config: Config) -> dict[str, Any]:
+    """The part of the datastore's manifest that a reader of chunks needs."""
+    tokenizer, counts = Tokenizer.open(config.datastore / "tokenizer"), shard_counts(config.datastore)
+    return {
         "chunk_length": config.chunks.chunk_length,
         "pad_id": tokenizer.pad_id,
         "vocab_size": tokenizer.vocab_size,
-        "fingerprints": fingerprints,
-        "artifacts": {key: paths for key, paths in artifacts.items() if key in fingerprints},
         "splits": {
             split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
             for split in SPLITS
         },
     }
-    if "neighbors" in fingerprints:
-        manifest["extra_datastores"] = (
-            entries_of(Datastore.open(folder), config.neighbors.extra_datastores)
-            if name == "neighbors"
-            else old.get("extra_datastores", [])
-        )
-    if name == "chunk" and read_deletions(folder).documents:
-        with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded
-            record_deletions(Datastore(folder, manifest), read_deletions(folder).documents)
-            write_datastore_manifest(folder, manifest)
-    elif manifest != {key: value for key, value in old.items() if key != "format_version"}:
-        write_datastore_manifest(folder, manifest)
