@@ -132,13 +132,13 @@ def merge_task(work: Path, folder: Path, filled: list[Path], *, advance: Advance
 
 
 def sample_queries(
-    datastore: Datastore, wanted: int, seed: int, num_shards: int | None = None
+    datastore: Datastore, count: int, seed: int, num_shards: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Sample held-out chunks, or chunks of `train` if almost none are held out.
 
     Args:
         datastore: datastore to sample from.
-        wanted: number of chunks; fewer if there are fewer.
+        count: number of chunks; fewer if there are fewer.
         seed: seed of the sample.
         num_shards: sample only the first shards.
 
@@ -148,7 +148,7 @@ def sample_queries(
     valid, train = (
         split.first_shards(num_shards) if num_shards else split for split in (datastore.valid, datastore.train)
     )
-    split = valid if valid.num_chunks >= min(100, wanted) else train
-    size = min(wanted, split.num_chunks)
+    split = valid if valid.num_chunks >= min(100, count) else train
+    size = min(count, split.num_chunks)
     ids = np.sort(np.random.default_rng(seed).choice(split.num_chunks, size, replace=False)).astype(np.int64)
     return ids, to_float32(split.embeddings.gather(ids)), split.name

@@ -50,14 +50,14 @@ class Stage:
     Attributes:
         run: makes every unfinished artifact of the stage and returns all of them.
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
-        wanted: whether `all` includes the stage under these settings.
+        included: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
         reads: another stage that it reads under some settings; empty: none.
     """
 
     run: Callable[[Config, Executor], Artifacts]
     outputs: tuple[str, ...]
-    wanted: Callable[[Config], bool] = lambda config: True
+    included: Callable[[Config], bool] = lambda config: True
     needs: str = ""
     reads: str = ""
 
@@ -118,7 +118,7 @@ def build(
                 corpus.list_files_before_rebuild(config)
             _remove_from(folder, "chunk" if only == "all" else only)
         # Stored neighbors decide whether n-grams are needed.
-        names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
+        names = [name for name, stage in STAGES.items() if stage.included(config)] if only == "all" else [only]
         with view.shown(names):
             if append:
                 config = _append(config, executor, names)
