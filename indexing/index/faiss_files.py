@@ -119,10 +119,10 @@ def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
 
     ivf: Any = ivf_of(index)
     lists = ivf.invlists
-    for index in range(lists.nlist):
-        size = lists.list_size(index)
+    for list_id in range(lists.nlist):
+        size = lists.list_size(list_id)
         if size:
-            yield index, faiss.rev_swig_ptr(lists.get_ids(index), size)
+            yield list_id, faiss.rev_swig_ptr(lists.get_ids(list_id), size)
 
 
 def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:

@@ -62,6 +62,28 @@ class Candidates:
     missing: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """The best chunks of each query as ids and numbers, best first.
+
+    Attributes:
+        ids: [n, k] int64 of the retrieval set, -1 = none.
+        scores: [n, k] float32, larger is better, -inf for none.
+        distances: [n, k] float32, squared L2, +inf for none.
+        missing: names of the parts of the index that did not answer.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+    distances: np.ndarray
+    missing: tuple[str, ...]
+
+    @classmethod
+    def by_distance(cls, ids: np.ndarray, distances: np.ndarray, missing: tuple[str, ...]) -> "Ranked":
+        """Chunks whose scores are the cosines."""
+        return cls(ids, 1 - distances / 2, distances, missing)
+
+
 def find_candidates(
     vectors: np.ndarray, index: SearchableIndex, split: Split, count: int, k: int, among: np.ndarray | None = None
 ) -> Candidates:

@@ -17,8 +17,7 @@ from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search import NeighborSearch, OpenIndex
 from indexing.neighbors.settings import Method, NeighborSettings, stored_settings
 from indexing.ngrams.search import NgramIndex
-from indexing.retrieval.candidates import SearchableIndex, search_available
-from indexing.retrieval.results import Ranked
+from indexing.retrieval.candidates import Ranked, SearchableIndex, search_available
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet

@@ -5,7 +5,8 @@ from itertools import islice
 
 import numpy as np
 
-from indexing.retrieval.results import Hit, Ranked, Results, StoredChunk, StoredDocument
+from indexing.retrieval.candidates import Ranked
+from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument, document_fields
 from indexing.store.errors import InputError, NotFound
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.tokenization.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ class Lookup:
         texts, continuations = self._texts(*self.retrieval.with_continuation(different))
         documents = self.retrieval.metadata(different)
         return [
-            Hit(chunk_id, score, distance, texts[row], continuations[row], dict(documents[row]))
+            Hit(chunk_id, score, distance, texts[row], continuations[row], **document_fields(documents[row]))
             for chunk_id, score, distance, row in zip(
                 ids.tolist(), scores.tolist(), distances.tolist(), rows.ravel().tolist(), strict=True
             )
@@ -74,7 +75,8 @@ class Lookup:
                     continue
                 count = max(0, min(count, stop - start - first))
                 chunks = self._chunks(datastore, start + first, count, (document, start, stop))
-                return StoredDocument(split.metadata([document])[0], stop - start, first, chunks)
+                fields = document_fields(split.metadata([document])[0])
+                return StoredDocument(**fields, num_chunks=stop - start, first=first, chunks=chunks)
         raise NotFound(f"there is no document {document_id!r} in the datastores that are searched.")
 
     def _chunks(self, datastore: int, start: int, count: int, document: tuple[int, int, int]) -> list[StoredChunk]:
@@ -82,7 +84,7 @@ class Lookup:
         split = self.retrieval.splits[datastore]
         local = np.arange(start, start + count, dtype=np.int64)
         texts, continuations = self._texts(*split.with_continuation(local))
-        metadata = split.metadata([document[0]])[0]
+        fields = document_fields(split.metadata([document[0]])[0])
         ids = neighbor_ids(datastore, local).tolist()
         return [
             StoredChunk(
@@ -91,7 +93,7 @@ class Lookup:
                 continuation=continuation,
                 previous_chunk_id=chunk_id - 1 if chunk > document[1] else None,
                 next_chunk_id=chunk_id + 1 if chunk + 1 < document[2] else None,
-                document=metadata,
+                **fields,
             )
             for chunk_id, chunk, text, continuation in zip(ids, local, texts, continuations, strict=True)
         ]

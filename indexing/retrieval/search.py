@@ -12,10 +12,9 @@ from typing import get_args
 import numpy as np
 
 from indexing.index.exact_search import order_by_distance
-from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates
+from indexing.retrieval.candidates import Candidates, Ranked, SearchableIndex, few_chunks, find_candidates
 from indexing.retrieval.filters import DocumentFilters, Filters
 from indexing.retrieval.queries import Queries, QueryEmbedder, Retrieval
-from indexing.retrieval.results import Ranked
 from indexing.sparse.term_search import TermSearch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError

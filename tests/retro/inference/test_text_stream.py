@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.settings import TokenizerSettings
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.inference.spans import token_ends
 from retro.inference.text_stream import TextStream
-from retro.server.spans import token_ends
 from tests.indexing.tokenization.test_extension import BASES
 
 few = settings(max_examples=200, deadline=None, derandomize=True)
