@@ -41,7 +41,7 @@ from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
-from retro.training.fitted_retrieval import fit_sources_of_run, new_sources
+from retro.training.fitted_copy_head import fit_sources_of_run, new_sources
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
@@ -338,19 +338,13 @@ class Trainer:
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, tuning, self.task.tokenizer)
             if sources := new_sources(model.settings, initial.model):
-                fitted = on_first(self.group, lambda: self._fitted_sources(model, sources))
-                model.load_state_dict(fitted, strict=False)
+                fit = partial(fit_sources_of_run, model, sources, self.task.data, self.settings.data.sequence_length)
+                model.load_state_dict(on_first(self.group, partial(fit, self.placement)), strict=False)
         load_initial_adapter(initial, model, tuning)
         train_only(model, tuning)
         if tuning != ALL:
             log.info("tuning: %s", describe(model))
         return model
-
-    def _fitted_sources(self, model: Retro, names: list[str]) -> dict[str, Tensor]:
-        """Weights of these sources of the copy head, fitted to the base by one process for all."""
-        fit_sources_of_run(model, names, self.task.data, self.settings.data.sequence_length, self.placement)
-        prefixes = tuple(f"copy_head.{name}." for name in names)
-        return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
 
     def _write_settings(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
