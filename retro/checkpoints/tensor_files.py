@@ -142,7 +142,7 @@ def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, whe
     """
     attention = settings.attention
     rows = settings.vocab_size + (attention.max_positions if attention.positions == "learned" else 0)
-    elements, layers = rows * settings.d_model + settings.smeared_tokens, 0
+    elements, layers = rows * settings.d_model + attention.smeared_tokens, 0
     for stack in (settings, settings.encoder) if settings.retrieval.cca_layers else (settings,):
         heads = settings.attention if stack is settings else settings.encoder
         layers += stack.num_layers

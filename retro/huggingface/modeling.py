@@ -142,8 +142,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # retrieved neighbors cannot be undone, so there is no assisted generation
     # As in training, autocast reduces only matrix products, and the residual stream stays in float32.
     _keep_in_fp32_modules_strict: tuple[str, ...] = (
-        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
-        "router", "content_bias", "distance_bias", "copy_head",
+        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "router",
+        "content_bias", "distance_bias", "copy_head",
     )  # fmt: skip
 
     def __init__(self, config: RetroConfig) -> None:

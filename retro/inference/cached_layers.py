@@ -13,6 +13,7 @@ shape comments as in `decoder.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,17 +55,18 @@ class Span(NamedTuple):
     stop: int  # number of keys to read
     num_neighbors: int  # the largest K of the rows
 
-    def before(self, kept: Tensor, layer: int, new: Tensor, first: Tensor | None = None) -> Tensor | None:
-        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
+    def before(self, stored: Tensor, layer: int, new: Tensor) -> Tensor | None:
+        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer; None if W = 0.
 
-        Those before the beginning of a row are `first`, or zeros. Stores the last ones in `kept` [B, L, W + draft, H, C].
+        Those before the beginning of a row are zeros. Stores the last ones in `stored` [B, L, W + draft, H, C].
         """
-        if not (width := kept.shape[2]):
+        if not (width := stored.shape[2]):
             return None
-        before = kept[self.at, layer].to(new.dtype)
-        before = torch.where(self.begins, torch.zeros_like(before) if first is None else first, before)
+        before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        kept[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(kept.dtype)
+        stored[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(
+            stored.dtype
+        )
         return before[:, LONGEST_DRAFT:]
 
 
@@ -75,16 +77,12 @@ class TokensOfLayer:
     cache: Cache
     layer: int
     span: Span
-    repeats_first: bool  # with one smeared token the first key of a row is mixed with itself
     distance_keys: Tensor | None
 
-    def keys_before(self, k: Tensor) -> Tensor | None:
+    def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """See `LayerCache`."""
-        return self.span.before(self.cache.last_keys, self.layer, k, k[:, :1] if self.repeats_first else None)
-
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """See `LayerCache`."""
-        return self.span.before(self.cache.last_queries, self.layer, q)
+        of_layer = partial(self.span.before, layer=self.layer)
+        return of_layer(self.cache.last_queries, new=q), of_layer(self.cache.last_keys, new=k)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerCache`."""
@@ -107,10 +105,6 @@ class NeighborsOfLayer:
     layer: int
     span: Span
     distance_keys: Tensor | None
-
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """See `CrossCache`."""
-        return self.span.before(self.cache.last_cross_queries, self.layer, q)
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """See `CrossCache`."""
@@ -185,7 +179,7 @@ class CachedLayers:
         if settings.decoder_reads:
             self.encode_completed(span)
         tokens = [
-            TokensOfLayer(self.cache, layer, span, settings.smeared_tokens == 1, distance_keys)
+            TokensOfLayer(self.cache, layer, span, distance_keys)
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
         crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)

@@ -59,11 +59,9 @@ class KeptKeysValues:
     distance_keys: Tensor | None = None
     keys_values: tuple[Tensor, Tensor] = field(init=False)
 
-    def keys_before(self, k: Tensor) -> None:
+    def before(self, q: Tensor, k: Tensor) -> tuple[None, None]:
         """None: no token precedes the first one."""
-
-    def queries_before(self, q: Tensor) -> None:
-        """None: no token precedes the first one."""
+        return None, None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep keys and values."""
@@ -204,12 +202,12 @@ class ReadingAttention(Attention):
         """
         (k, near_k), (v, near_v) = map(reading.unpack, self.project_keys_values(x))
         q, near_q = reading.unpack(self.project_queries(x))
-        near_k, num_windows = self.finish_keys(near_k, reading.positions), len(reading.readable)
+        near_k, num_windows = self.rotate_keys(near_k, reading.positions), len(reading.readable)
         own_q = rotate(near_q, reading.positions.query)
         own = dot_product_attention(*_by_head(own_q, near_k, near_v), bias=reading.mask, causal=True, scale=self.scale)
         keys, values = (part.reshape(num_windows, -1, *part.shape[2:]) for part in (near_k, near_v))  # [W, K·R, G, C]
         neighbors = ReadNeighbors(keys, values, reading.readable, reading.rotation, reading.windows)
-        y = self.attend_to_both(q, positions, self.finish_keys(k, positions), v, mask, causal, neighbors)
+        y = self.attend_to_both(q, positions, self.rotate_keys(k, positions), v, mask, causal, neighbors)
         return self.project_output(reading.pack(y, own.transpose(1, 2)))
 
     def project_output(self, y: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
-from retro.model.attention import Attention, initial_taps
+from retro.model.attention import Attention
 from retro.model.copy_datastore import DatastoreSource
 from retro.model.copy_head import CopyHead, CopySource, Source
 from retro.model.encoder import Encoder
@@ -56,9 +56,6 @@ class CrossCache(Protocol):
     """
 
     distance_keys: Tensor | None
-
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """As in `LayerCache`."""
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K·R, H, C]."""
@@ -98,39 +95,27 @@ class ChunkedCrossAttention(nn.Module):
             cache: instead of `encoded`; the tokens of each row are then some of one window, the positions theirs (None = there are
                 no neighbors), and the mask is [B, K, R].
         """
+        if positions is None:
+            return torch.zeros_like(x)
         if cache is not None:
-            return self.forward_cached(x, positions, mask, cache)
+            q = self.attention.project_queries(x)
+            return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
         assert encoded is not None
-        assert positions is not None
         m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
-        # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
-        first = m - max(1, self.attention.smeared_tokens)
-        q = self.attention.smear_queries(self.attention.project_queries(x[:num_rows, first:]))[:, m - 1 - first :]
+        q = self.attention.project_queries(x[:num_rows, m - 1 :])
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         mask = None if mask is None else mask.flatten(0, 1)
         read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
+        # The tokens before the first window read nothing, and neither do the rows without neighbors.
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
-
-    def forward_cached(
-        self, x: Tensor, positions: Positions | None, mask: Tensor | None, cache: "CrossCache"
-    ) -> Tensor:
-        """See `forward`."""
-        if positions is None and self.attention.smeared_tokens < 2:  # no later query mixes in these
-            return torch.zeros_like(x)
-        q = self.attention.project_queries(x)
-        q = self.attention.smear_queries(q, before=cache.queries_before(q))
-        if positions is None:
-            return torch.zeros_like(x)
-        return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
 
     def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
-        starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
         k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
-        return self.attention.finish_keys(k, positions, starts[None]), v
+        return self.attention.rotate_keys(k, positions), v
 
     def attend(
         self,
@@ -196,17 +181,13 @@ class Retro(nn.Module):
             return attention(
                 key_width=width,
                 scheme=settings.attention.positions,
-                smeared_tokens=settings.smeared_tokens,
+                smeared_tokens=settings.attention.smeared_tokens,
                 bias=settings.attention.bias,
                 norm_eps=settings.norm_eps,
             )
 
         def cross_attention() -> ChunkedCrossAttention:
-            block = attention(
-                key_width=settings.encoder.d_model,
-                scheme=settings.retrieval_positions,
-                smeared_tokens=settings.smeared_tokens,
-            )
+            block = attention(key_width=settings.encoder.d_model, scheme=settings.retrieval_positions)
             return ChunkedCrossAttention(block, settings.chunk_length)
 
         def feed_forward(layer: int) -> nn.Module:
@@ -265,17 +246,11 @@ class Retro(nn.Module):
                 for bias in ("content_bias", "distance_bias"):
                     if hasattr(module, bias):
                         nn.init.zeros_(getattr(module, bias).weight)
-                if hasattr(module, "key_taps"):
-                    module.key_taps.weight.copy_(initial_taps(*module.key_taps.weight.shape, of_queries=False))
-                    module.query_taps.weight.copy_(initial_taps(*module.query_taps.weight.shape, of_queries=True))
-                if hasattr(module, "smear"):  # from heads that match preceding tokens to heads that match the token
-                    smear = module.smear.weight
-                    smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        for name, module in self.named_modules():
-            if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
-                module.initialize_copying(self.encoder.project.weight if name.startswith("cross.") else None)
+        if self.settings.attention.smeared_tokens:
+            for layer in self.layers:  # after all weights are drawn: these are made of others
+                layer.attention.block.initialize_copying()
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Compute the logits of every next token, [B, T, V].

@@ -38,7 +38,7 @@ from retro.device import choose_training_placement
 from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
+from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
 from retro.training.fitted_copy_head import fit_sources_of_run, new_sources
@@ -324,9 +324,8 @@ class Trainer:
         }
 
     def _last_checkpoint(self) -> Checkpoint | None:
-        defaults = RunSettings(ModelSettings(copy_head=NO_COPY_HEAD)).recorded(
-            {name: type(section)() for name, section in self.task.extra_sections.items()}
-        )
+        extra = {name: type(section)() for name, section in self.task.extra_sections.items()}
+        defaults = RunSettings().recorded(extra)
         return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:
