@@ -42,8 +42,7 @@ class Cache:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(1, *shape, dtype=dtype, device=device)
 
-        layers, cca_layers = s.num_layers, len(s.retrieval.cca_layers)
-        reading_layers = layers if s.decoder_reads else cca_layers
+        layers = s.num_layers
         head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
 
         def with_draft(width: int) -> int:
@@ -55,8 +54,8 @@ class Cache:
             last_keys=zeros(layers, with_draft(s.attention.smeared_tokens), kv_heads, head_dim),
             last_queries=zeros(layers, with_draft(s.attention.smeared_tokens - 1), heads, head_dim),
             chunk=zeros(s.chunk_length, s.d_model).float(),
-            neighbor_keys=zeros(reading_layers, kv_heads, 0, head_dim),
-            neighbor_values=zeros(reading_layers, kv_heads, 0, head_dim),
+            neighbor_keys=zeros(s.reading_layers, kv_heads, 0, head_dim),
+            neighbor_values=zeros(s.reading_layers, kv_heads, 0, head_dim),
             readable=zeros(0, 0).bool(),
         )
 

@@ -148,6 +148,7 @@ class Attention(nn.Module):
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""
         q = self._split_heads(self.q_proj(x))
+        # Norms in float32, as everywhere: a sum of squares in 16 bits is too coarse.
         return q if self.q_norm is None else self.q_norm(q.float()).to(q.dtype)
 
     def project_keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +180,7 @@ class Attention(nn.Module):
         Mask and causal are those of `forward`. A caller that attends repeatedly can pass the `distance_keys` of the same
         positions, which are computed otherwise.
         """
-        bias = mask
+        bias = mask  # what is added to the scores; a bool mask can stay as it is
         if isinstance(positions, RopePositions):
             q = rotate(q, positions.query)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, G, S, C] twice
@@ -187,7 +188,7 @@ class Attention(nn.Module):
             if distance_keys is None:
                 distance_keys = self.distance_keys(positions.waves.to(q.dtype))
             bias = masked_bias(self.distance_scores(q, distance_keys, positions.lookup), mask, causal)
-            q = q + self.content_bias().to(q.dtype)
+            q = q + self.content_bias().to(q.dtype)  # after the scores of distances, which have a bias of their own
         elif isinstance(positions, AlibiPositions):
             bias = masked_bias((positions.distances * -self.slopes(q)).to(q.dtype), mask, causal)
         y = dot_product_attention(q, k, v, bias, causal, self.scale)
@@ -214,8 +215,8 @@ class Attention(nn.Module):
 
     def slopes(self, q: Tensor) -> Tensor:
         """ALiBi's decrease of the scores per token of distance, for each head of q [N, H, Q, C]: [H, 1, 1]."""
-        number = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
-        return (number * (-8 / self.num_heads)).exp2()[:, None, None]
+        heads = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
+        return (heads * (-8 / self.num_heads)).exp2()[:, None, None]
 
     def distance_keys(self, waves: Tensor) -> Tensor:
         """Project the sinusoids [X, D] of all distances: W_kR R, [H, C, X]."""
@@ -253,6 +254,7 @@ def weighted_sums(x: Tensor, taps: Tensor, starts: Tensor | None = None, before:
     num_tokens, width = x.shape[1], taps.shape[1] - 1
     padded = torch.cat((x.new_zeros(len(x), width, *x.shape[2:]) if before is None else before, x), dim=1)
     out, crossed = x * taps[:, :1], starts
+    # One product for each tap, not a convolution: W is about 3, and the weights differ by head, not by feature.
     for back in range(1, width + 1):
         earlier = padded[:, width - back : width - back + num_tokens]
         if starts is not None and crossed is not None:  # a document starts among the last `back` tokens

@@ -319,22 +319,32 @@ class ModelSettings(_Section):
         every = self.experts.every
         return tuple(range(every, self.num_layers + 1, every)) if self.experts.num_experts else ()
 
+    @property
+    def reading_layers(self) -> int:
+        """Number of decoder layers that read neighbors."""
+        return self.num_layers if self.decoder_reads else len(self.retrieval.cca_layers)
+
+    def attention_scale(self, head_dim: int) -> float | None:
+        """Factor of the products of queries and keys; None = the usual 1/sqrt(head_dim)."""
+        return 1 / head_dim if self.init == "mup" else None
+
     def check_length(self, num_tokens: int) -> None:
         """Raise InputError if sequences of `num_tokens` tokens are longer than the table of learned positions."""
         if self.attention.positions == "learned" and num_tokens > self.attention.max_positions:
             self.attention.refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
 
     def _check_positions(self) -> None:
-        own, retrieval = self.attention.positions, self.retrieval_positions
-        if retrieval == "learned" and own != "learned":
+        decoder_scheme, retrieval = self.attention.positions, self.retrieval_positions
+        if retrieval == "learned" and decoder_scheme != "learned":
             self.retrieval.refuse("positions", "another scheme: 'learned' needs model.attention.positions = 'learned'")
         # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
         decoder: tuple[_Section, _Section] = self, self.attention
-        for scheme, (wide, narrow) in ((own, decoder), (retrieval, decoder), (retrieval, (self.encoder, self.encoder))):
+        encoder: tuple[_Section, _Section] = self.encoder, self.encoder
+        for scheme, (wide, narrow) in ((decoder_scheme, decoder), (retrieval, decoder), (retrieval, encoder)):
             section, name = (wide, "d_model") if scheme == "transformer-xl" else (narrow, "head_dim")
             if scheme in ("rope", "transformer-xl") and getattr(section, name) % 2:
                 section.refuse(name, f"an even number: positions = {scheme!r} pairs features")
-        if own == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+        if decoder_scheme == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
             accepted = f"a fraction of model.attention.head_dim = {self.attention.head_dim} that is an even number"
             self.rope.refuse("partial_rotary_factor", accepted)
 
@@ -393,8 +403,8 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = value
-    own = sections.pop("", {})
-    return replace(settings, **own, **{name: replace(getattr(settings, name), **sections[name]) for name in sections})
+    top = sections.pop("", {})
+    return replace(settings, **top, **{name: replace(getattr(settings, name), **sections[name]) for name in sections})
 
 
 def as_json(settings: ModelSettings) -> dict[str, Any]:
@@ -434,10 +444,8 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
     if smeared is False:
         attention["smeared_tokens"] = 0
     sections["copy_head"] = asdict(NO_COPY_HEAD) | sections["copy_head"]
-    others = {
-        name: value for name, value in values.items() if name != "copying_init"
-    }  # it decided initial weights only
-    return ModelSettings(**{**others, **sections})
+    # `copying_init` decided initial weights only.
+    return ModelSettings(**{name: value for name, value in {**values, **sections}.items() if name != "copying_init"})
 
 
 def keys_with(role: str, *values: Any) -> set[str]:

@@ -65,9 +65,9 @@ class Stage(nn.Module):
             The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last stage: the
             hidden states, followed by the mixture if there is something to copy from, and by the routing statistics.
         """
-        batch, kept = Inputs(**inputs), list(received)
-        routing_before = kept.pop() if self.receives_routing else None
-        encoded = kept.pop() if kept else None
+        batch, tensors = Inputs(**inputs), list(received)
+        routing_before = tensors.pop() if self.receives_routing else None
+        encoded = tensors.pop() if tensors else None
         if self.is_first:
             h = self.model.embed(x, batch.documents)
         else:

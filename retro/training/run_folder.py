@@ -180,9 +180,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     whole = path.read_text().split("\n")[:-1] if path.exists() else []
     out = []
-    for number, line in enumerate(whole, start=1):
+    for line_number, line in enumerate(whole, start=1):
         try:
             out.append(parse_json(line))
         except ValueError as error:
-            raise InputError(f"{path}:{number}: not JSON ({error}). Remove the line.") from error
+            raise InputError(f"{path}:{line_number}: not JSON ({error}). Remove the line.") from error
     return out

@@ -120,9 +120,11 @@ class Trainer:
         """
         settings.check()
         status("opening the data and the model")
-        if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
+        if (warmup := settings.train.warmup) != (warmup_steps := settings.train.warmup_steps):
             log.warning(
-                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead", wanted, warmup
+                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead",
+                warmup_steps,
+                warmup,
             )
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
@@ -136,9 +138,8 @@ class Trainer:
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))
         self.settings = settings = self.task.settings
         settings.model.check_length(settings.data.sequence_length)
-        self.metadata = self._metadata(initial)
         last = on_first(self.group, self._last_checkpoint)
-        self.metadata["settings"] |= _imported(last or initial)
+        self.metadata = self._metadata(initial, last)
         model = self._initial_model(initial)
         factors = learning_rate_factors(model)
         flops = settings.train.steps * settings.flops_per_step / self.processes.count
@@ -306,27 +307,30 @@ class Trainer:
         self.optimizer_step.scaler.load_state_dict(checkpoint.scaler)
         self.step, self.tokens, self.saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.skipped, self.meter = checkpoint.skipped, Meter(**checkpoint.unlogged)
-        self.metadata["started_from"] = checkpoint.started_from
         self.advance(FinishedBefore(checkpoint.tokens))
         log.info("%s: resuming from step %d", self.run, checkpoint.step)
 
     # --- preparation -------------------------------------------------------------------------------------------------
 
-    def _metadata(self, initial: Checkpoint | None) -> dict[str, Any]:
+    def _metadata(self, initial: Checkpoint | None, last: Checkpoint | None) -> dict[str, Any]:
         """What checkpoints record of the run in addition to its progress."""
+        started_from = last.started_from if last else initial and initial.fingerprint
         return {
-            "settings": self.settings.recorded(self.task.extra_sections),
+            "settings": self._recorded_settings() | _imported(last or initial),
             "datastores": self.task.data.fingerprints,
             "mesh_dims": self.processes.mesh_dims,
-            "started_from": initial and initial.fingerprint,
+            "started_from": started_from,
             "num_ids": self.task.num_ids,
             "tokenizer": self.task.tokenizer,
         }
 
+    def _recorded_settings(self) -> dict[str, dict[str, Any]]:
+        return self.settings.recorded(self.task.extra_sections)
+
     def _last_checkpoint(self) -> Checkpoint | None:
         extra = {name: type(section)() for name, section in self.task.extra_sections.items()}
-        defaults = RunSettings().recorded(extra)
-        return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
+        defaults, fingerprints = RunSettings().recorded(extra), self.task.data.fingerprints
+        return last_checkpoint(self.run, self._recorded_settings(), defaults, fingerprints)
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:
         """A model with weights drawn from the seed or read from `train.init_from`, and its adapter."""

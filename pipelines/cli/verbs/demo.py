@@ -309,9 +309,7 @@ def _config(options: DemoOptions) -> Config:
         model=ModelSettings(
             d_model=192,
             d_ffw=768,
-            attention=AttentionSettings(
-                num_heads=3, smeared_tokens=3
-            ),  # gains 1% to 2%: docs/results/retrieval-gain.md
+            attention=AttentionSettings(num_heads=3, smeared_tokens=3),  # docs/results/retrieval-gain.md
             num_layers=4,
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
