@@ -439,7 +439,7 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
     if smeared and (reads or attention.get("smeared_tokens", 1) == 1):
         raise InputError(
             "model.attention.smeared_keys = True of one token, or with cross-attention, was removed; commit f9664737 is the last one "
-            "that reads it. model.attention.smeared_tokens = 3 smears the keys of self-attention."
+            "that reads it. Train the model again with model.attention.smeared_tokens = 3."
         )
     if smeared is False:
         attention["smeared_tokens"] = 0
