@@ -128,7 +128,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self._service.admission
-        # A second signal stops it at once.
+        # The second signal stops at once.
         seconds = 0.0 if admission.draining else self._service.settings.shutdown_seconds
         self._stop_at, admission.draining = time.monotonic() + seconds, True
 
