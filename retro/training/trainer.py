@@ -120,12 +120,7 @@ class Trainer:
         """
         settings.check()
         status("opening the data and the model")
-        if (warmup := settings.train.warmup) != (warmup_steps := settings.train.warmup_steps):
-            log.warning(
-                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead",
-                warmup_steps,
-                warmup,
-            )
+        _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(
             settings.train.device, settings.train.precision, settings.train.num_threads
@@ -133,20 +128,22 @@ class Trainer:
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
         check_parallel(settings.tuning, settings.parallel)
+        # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes them.
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))
         self.settings = settings = self.task.settings
         settings.model.check_length(settings.data.sequence_length)
+        # A run with other settings is refused before a model takes memory.
         last = on_first(self.group, self._last_checkpoint)
         self.metadata = self._metadata(initial, last)
         model = self._initial_model(initial)
-        factors = learning_rate_factors(model)
+        factors = learning_rate_factors(model)  # of whole matrices, before they are divided
         flops = settings.train.steps * settings.flops_per_step / self.processes.count
         self.model = distributed_model(model, self.processes, self.placement, settings.train, flops)
         self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
-        on_first(self.group, self._write_settings)
+        on_first(self.group, self._write_settings)  # after all checks of them
         self.step, self.tokens, self.saved = 0, 0, -1
         self.evaluated = True  # there is no step to evaluate
         self.best: dict[str, Any] | None = None
@@ -423,6 +420,12 @@ class Trainer:
         figures = {name: str(result.metrics[name]) for name in ("loss", "gradient_norm")}  # JSON has no NaN
         write_json(path, {"step": step, **figures, "sequences": [self.task.data.origin(sample) for sample in samples]})
         return path
+
+
+def _warn_of_short_warmup(settings: TrainSettings) -> None:
+    if settings.warmup != settings.warmup_steps:
+        text = "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead"
+        log.warning(text, settings.warmup_steps, settings.warmup)
 
 
 def _advice(on_nan: OnNan, step: int) -> str:
