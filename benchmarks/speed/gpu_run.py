@@ -38,7 +38,8 @@ from pipelines.terminal.logger import setup_logging
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.presets import resolve
@@ -151,15 +152,14 @@ def train_within(config: Config, steps_file: Path, seconds: float, most_steps: i
 def scores(config: Config, baseline: Path, tokens: int) -> Iterator[Figures]:
     """Bits per byte of both models, and changes against the decoder with intervals over documents."""
     place, held_out = placement(), EvaluationSet("valid", Datastore.open(config.datastore))
-    settings = EvaluationSettings(max_tokens=tokens, batch_size=8)
+    settings = EvaluationSettings(window=config.data.sequence_length, max_tokens=tokens, batch_size=8)
     reference: SetResult | None = None
     for name, run in (("decoder", baseline), ("RETRO", config.run)):
         checkpoint = open_checkpoint(run)
-        model = load_model(checkpoint, place.device)
+        evaluator = Evaluator(load_model(checkpoint, place.device), place, settings)
         yield {f"{name}, step": checkpoint.step}
         for mode, use in MODES.items() if reference else [("own context", NeighborUse(0))]:
-            length = config.data.sequence_length
-            result = evaluate(model, held_out, settings, place, use=use, sequence_length=length)
+            result = evaluator.score(held_out, use)
             change = "" if reference is None else f"  {percent(compare(result, reference))}"
             yield {f"{name}, {mode}": f"{result.bits_per_byte:.4f}{change}"}
             reference = reference or result

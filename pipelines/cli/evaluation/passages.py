@@ -26,7 +26,7 @@ from retro.evaluation.token_gains import Passage
 from retro.server.spans import character_groups, characters, token_ends
 
 if TYPE_CHECKING:
-    from retro.evaluation.bits_per_byte import ChunkScores
+    from retro.evaluation.bits_per_byte import TokenScores
 
 _QUANTILES = (0.9, 0.5, 0.1)
 """Of the gains of all chunks: a passage is shown from around each of them. The terminal shows the first one."""
@@ -58,12 +58,12 @@ class ShownChunk:
 
 
 def chosen_chunks(
-    off: "ChunkScores", on: "ChunkScores", datastore: Datastore, tokenizer: Tokenizer, k: int
+    off: "TokenScores", on: "TokenScores", datastore: Datastore, tokenizer: Tokenizer, k: int
 ) -> list[ShownChunk]:
     """Choose a held-out chunk around each quantile of the gain, of different documents if possible.
 
     Args:
-        off: scores of the held-out chunks, retrieval OFF.
+        off: scores of the held-out tokens, retrieval OFF.
         on: retrieval ON.
         datastore: with the held-out documents.
         tokenizer: of the datastore.

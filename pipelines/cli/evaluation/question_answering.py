@@ -11,7 +11,7 @@ prompts of a mode, neighbors ─► LanguageModel ─► answers ─► Answered
 A model with a chat template is asked in its template, all others in lines and in the paper's prompt.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,13 +23,12 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from pipelines.cli.evaluation.settings import QaSettings
-from pipelines.cli.results import Table
 from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
+from retro.evaluation.settings import QaSettings
 from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS, PromptBuilder, room_for_prompts
 from retro.finetuning.chat_template import ChatTemplate, stored_template
 from retro.finetuning.conversations import Message
@@ -395,19 +394,6 @@ def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequenc
         for question, texts in zip(questions, passages, strict=True)
     ]
     return float(np.mean(held))
-
-
-def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each mode, from rows of `Answered.as_json`."""
-    cells = []
-    for row in rows:
-        figures = [
-            f"{100 * row[name]:.2f} ({100 * row[f'{name}_low']:.2f} to {100 * row[f'{name}_high']:.2f})"
-            for name in ("exact_match", "f1")
-        ]
-        held = row["answer_in_passages"]
-        cells.append([row["mode"], *figures, "–" if held is None else f"{100 * held:.1f}", f"{row['questions']:,}"])
-    return Table(["mode", "exact match", "F1", "answer in passages", "questions"], cells)
 
 
 def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) -> dict[str, Any]:

@@ -23,22 +23,21 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.settings import settings
-from pipelines.cli.evaluation.settings import PerplexitySettings
 from pipelines.cli.reports import html as report
 from pipelines.cli.results import Table
 from pipelines.cli.verbs.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
 from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, one_line
+from pipelines.terminal.progress import progress
 from pipelines.terminal.units import counted
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings
 
 if TYPE_CHECKING:
-    from retro.device import Placement
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
-    from retro.model.retro import Retro
 
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
@@ -146,45 +145,41 @@ def demo(options: DemoOptions) -> int:
 
 def _compare(trained: Trained, folder: Path, deadline: float) -> Compared:
     """Score all models on held-out documents until the deadline; writes `results.json`."""
-    from pipelines.cli.evaluation.bits_per_byte import measure_all
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.device import choose_placement
     from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.evaluator import Evaluator, uses_of
     from retro.evaluation.sets import EvaluationSet
 
     config = trained.config
     placement = choose_placement(config.train.device, config.train.precision)
     held_out = EvaluationSet("valid", Datastore.open(config.datastore))
-    models = {
-        name: load_model(open_checkpoint(outcome.checkpoint), placement.device)
+    settings = config.evaluation.in_windows_of(config.data.sequence_length)
+    evaluators = {
+        name: Evaluator(
+            load_model(open_checkpoint(outcome.checkpoint), placement.device), placement, settings, NAMES[name]
+        )
         for name, outcome in trained.outcomes.items()
     }
     with during("a trial of the evaluation"):
-        tokens = tokens_until(deadline, list(models.values()), held_out, config, placement, folder / "demo.json")
-    echo(f"   measured next: {tokens:,} of {held_out.tokens:,} held-out tokens, by each model in all its ways to read")
-    limited = replace(config.evaluation, max_tokens=tokens)
-    settings, length = PerplexitySettings(**vars(limited), k=(K,)), config.data.sequence_length
-    use = config.data.neighbor_use
-    echo()
+        tokens = tokens_until(deadline, list(evaluators.values()), held_out, folder / "demo.json")
+    echo(
+        f"   measured next: {tokens:,} of {held_out.tokens:,} held-out tokens, by each model in all its ways to read\n"
+    )
+    settings = replace(settings, max_tokens=tokens)
     results = {
-        name: measure_all(
-            model,
-            held_out,
-            settings,
-            placement,
-            sequence_length=length,
-            use=use,
-            by_chunk=model.settings.retrieves,
-            note=f", {NAMES[name]},",
-        )
-        for name, model in models.items()
+        name: [
+            replace(one, settings=settings, progress=progress).score(held_out, use)
+            for use in uses_of(one.model.settings, config.data.neighbor_use, (K,))
+        ]
+        for name, one in evaluators.items()
     }
     plain, copying, off, near, _, on = results["plain"] + results["baseline"] + results["retro"]
     verdict = difference("RETRO", "a baseline that copies from its own context", compare(on, copying), on.documents)
     rows = {NAMES[name]: [result.as_json() for result in of_model] for name, of_model in results.items()}
     write_json(folder / "results.json", {"results": rows, "verdict": verdict})
     with during("scoring passages by token"):
-        passages, _ = passages_by_gain(models["retro"], off, on, held_out, placement, config)
+        passages, _ = passages_by_gain(evaluators["retro"], off, on, held_out)
     return Compared(plain, copying, off, near, on, verdict, _words(on), passages)
 
 
@@ -224,26 +219,17 @@ def _words(on: "SetResult") -> dict[str, str]:
     return words | {"measured on": f"{on.tokens:,} tokens of {documents}; another seed gives other figures"}
 
 
-def tokens_until(
-    deadline: float,
-    models: "list[Retro]",
-    held_out: "EvaluationSet",
-    config: Config,
-    placement: "Placement",
-    stored: Path,
-) -> int:
+def tokens_until(deadline: float, evaluators: "list[Evaluator]", held_out: "EvaluationSet", stored: Path) -> int:
     """The number of held-out tokens that all models can score until the deadline, from a trial. It is stored for a rerun."""
-    from pipelines.cli.evaluation.bits_per_byte import uses_of
-    from retro.evaluation.bits_per_byte import evaluate
+    from retro.evaluation.evaluator import uses_of
 
     demo = read_json(stored)
     if "held_out_tokens" not in demo:
-        started, trial, scored = time.monotonic(), replace(config.evaluation, max_tokens=1), 1
-        for model in models:
-            for use in uses_of(model.settings, NeighborUse(0), (K,)):
-                scored = evaluate(
-                    model, held_out, trial, placement, use=use, sequence_length=config.data.sequence_length
-                ).tokens
+        started, scored = time.monotonic(), 1
+        for evaluator in evaluators:
+            trial = replace(evaluator, settings=replace(evaluator.settings, max_tokens=1))
+            for use in uses_of(evaluator.model.settings, NeighborUse(0), (K,)):
+                scored = trial.score(held_out, use).tokens
         per_token = (time.monotonic() - started) / scored
         fitting = int(0.8 * (deadline - time.monotonic()) / per_token)
         demo |= {"held_out_tokens": min(held_out.tokens, max(_LEAST_TOKENS, fitting))}
@@ -252,12 +238,7 @@ def tokens_until(
 
 
 def passages_by_gain(
-    model: "Retro",
-    off: "SetResult",
-    on: "SetResult",
-    held_out: "EvaluationSet",
-    placement: "Placement",
-    config: Config,
+    evaluator: "Evaluator", off: "SetResult", on: "SetResult", held_out: "EvaluationSet"
 ) -> tuple[list[report.ColoredPassage], list[int]]:
     """Held-out chunks from around quantiles of the gain, scored by token, and their ids."""
     from indexing.store.retrieval_set import RetrievalSet
@@ -267,12 +248,11 @@ def passages_by_gain(
     from retro.evaluation.token_gains import score_passage
 
     datastore = held_out.datastore
-    tokenizer, retrieval = Tokenizer.open(config.datastore / "tokenizer"), RetrievalSet.of(datastore)
-    window, index = config.data.sequence_length // held_out.split.chunk_length, SuffixIndex.open(datastore.folder)
+    tokenizer, retrieval = Tokenizer.open(datastore.folder / "tokenizer"), RetrievalSet.of(datastore)
+    window, index = evaluator.settings.window // held_out.split.chunk_length, SuffixIndex.open(datastore.folder)
     passages, chunks = [], []
-    assert off.chunks is not None and on.chunks is not None  # noqa: PT018
-    for shown in chosen_chunks(off.chunks, on.chunks, datastore, tokenizer, on.k):
-        passage = score_passage(model, held_out, shown.chunk, placement, k=on.k, window=window)
+    for shown in chosen_chunks(off.token_scores, on.token_scores, datastore, tokenizer, on.k):
+        passage = score_passage(evaluator.model, held_out, shown.chunk, evaluator.placement, k=on.k, window=window)
         (document,) = held_out.split.metadata(held_out.split.documents_of(np.array([shown.chunk]))[0].tolist())
         title = (
             f"{one_line(str(document['id']))}, a passage of {len(passage.tokens)} tokens: {-passage.off.sum():.0f} bits without "

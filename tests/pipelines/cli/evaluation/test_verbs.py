@@ -21,11 +21,11 @@ from pipelines.cli.evaluation.question_answering import (
     open_model,
     select,
 )
-from pipelines.cli.evaluation.settings import QaSettings
 from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import Question
+from retro.evaluation.settings import QaSettings
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
