@@ -40,7 +40,8 @@ from indexing.neighbors.search import Index, NeighborSettings, neighbors_of
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from pipelines.cli.reports.html import PlotLine, Section, line_plot, write_report
+from pipelines.cli.reports.html import Section, write_report
+from pipelines.cli.reports.pictures import Picture, Plot, PlotLine, line_plots
 from pipelines.cli.results import Table
 from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
@@ -221,7 +222,7 @@ def table_of(results: RunResults, found: Sequence[Search], ks: Sequence[int]) ->
     return Table(header, rows)
 
 
-def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> str:
+def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> Picture:
     """Plot the share of the gain kept against recall@2, a line for each run."""
     lines = {}
     for results, found in measured:
@@ -232,7 +233,7 @@ def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> str:
             if off and exact and (on := results.get(each.name, k)) is not None
         )
         lines[results.name] = PlotLine([x for x, _ in points], [y for _, y in points])
-    return line_plot(lines, "recall@2 of the search", "share of the gain kept", f"k = {k}")
+    return line_plots(Plot(lines, "recall@2 of the search", "share of the gain kept", f"k = {k}"))
 
 
 def main() -> None:

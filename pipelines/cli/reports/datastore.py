@@ -25,6 +25,7 @@ from indexing.store.files import write_checked
 from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.reports import html as report
+from pipelines.cli.reports.pictures import Picture, Plot, histogram, line_plots
 from pipelines.cli.results import Table
 from pipelines.stages.index import sample_queries
 from pipelines.terminal.stages import Step, summary_rows
@@ -210,18 +211,18 @@ def _candidates(retriever: Retriever, split: Split, ids: np.ndarray) -> list[Can
     ]
 
 
-def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
+def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[Picture]:
     """A histogram of distances, and the recall curve of an index with nprobe."""
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
     distances = split.neighbor_distances.gather(ids)
     ranks = [rank for rank in sorted({0, 1, distances.shape[1] - 1}) if rank < distances.shape[1]]
     finite = {f"neighbor {rank + 1}": distances[np.isfinite(distances[:, rank]), rank] for rank in ranks}
-    plots = [report.histogram(finite, "squared L2 distance", "Distance to the neighbors")]
+    plots = [histogram(finite, "squared L2 distance", "Distance to the neighbors")]
     curve = measured["index"]["curve"]
     if len(curve) > 1:
         points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}
-        plots.append(report.line_plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True))
+        plots.append(line_plots(Plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True)))
     return plots
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes
-from pipelines.cli.reports.html import Plot, PlotLine, plots_file
+from pipelines.cli.reports.pictures import Plot, PlotLine, line_plots
 from pipelines.cli.results import Table
 from retro.evaluation.sets import short_names
 from retro.training.run_folder import read_metrics
@@ -95,7 +95,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Table:
     }
     plots = [Plot(losses, "tokens", "nats per token", "Training loss")]
     plots += [_held_out_plot(runs, name, figure) for name, figure in _sets_of(runs).items()]
-    write_bytes(path, plots_file(plots, ", ".join(run.name for run in runs)).encode())
+    write_bytes(path, line_plots(*plots).light.encode())
     return _table(runs)
 
 

@@ -24,6 +24,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.settings import settings
 from pipelines.cli.reports import html as report
+from pipelines.cli.reports.pictures import Bar, Picture, Plot, PlotLine, bar_chart, line_plots
 from pipelines.cli.results import Table
 from pipelines.cli.verbs.demo_training import Trained, runs_of, train_models
 from pipelines.config import Config
@@ -94,16 +95,14 @@ class Compared:
     passages: list[report.ColoredPassage]
 
     @property
-    def bars(self) -> list[report.Bar]:
+    def bars(self) -> list[Bar]:
         """Bits per byte of each row with their intervals; blue are those with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
         results = {"plain baseline": self.plain, "copying baseline": self.copying, _OFF: self.off}
         with_retrieval = {_NEAR: self.near, _ON: self.on}
         results |= with_retrieval
-        return [
-            report.Bar(name, row.bits_per_byte, interval(row), name in with_retrieval) for name, row in results.items()
-        ]
+        return [Bar(name, row.bits_per_byte, interval(row), name in with_retrieval) for name, row in results.items()]
 
     @property
     def table(self) -> Table:
@@ -367,7 +366,7 @@ def build_datastore(config: Config) -> dict[str, Any]:
     return measured
 
 
-def print_chart(bars: Sequence[report.Bar], table: Table, words: Mapping[str, str]) -> None:
+def print_chart(bars: Sequence[Bar], table: Table, words: Mapping[str, str]) -> None:
     """Print the table with a bar in each row, and what its words mean."""
     scale = _BAR_CELLS / max(bar.end for bar in bars)
     drawn = []
@@ -392,8 +391,8 @@ def _write_report(path: Path, trained: Trained, compared: Compared, measured: di
     from pipelines.cli.reports.datastore import plots_of, summary_table
 
     retriever = Retriever.open(trained.config.datastore)
-    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
-    write_bytes(path.with_name("bits_per_byte.svg"), chart.encode())
+    chart = bar_chart(compared.bars, "Bits per byte of held-out text")
+    write_bytes(path.with_name("bits_per_byte.svg"), chart.light.encode())
     words = Table(["word", "meaning"], [[name, text] for name, text in compared.words.items()])
     report.write_report(
         path,
@@ -410,14 +409,14 @@ def _write_report(path: Path, trained: Trained, compared: Compared, measured: di
     )
 
 
-def _training_plots(outcomes: dict[str, Any]) -> list[str]:
+def _training_plots(outcomes: dict[str, Any]) -> list[Picture]:
     """Training loss of all models, on the same batches."""
     losses, colors = {}, {"retro": 0, "baseline": 1, "plain": 1}
     for name, outcome in outcomes.items():
         lines = [line for line in outcome.metrics if "loss" in line]
         tokens, values = ([line[key] for line in lines] for key in ("tokens", "loss"))
-        losses[NAMES[name]] = report.PlotLine(tokens, values, colors[name], dashed=name == "plain")
-    return [report.line_plot(losses, "tokens", "nats per token", "Training loss")]
+        losses[NAMES[name]] = PlotLine(tokens, values, colors[name], dashed=name == "plain")
+    return [line_plots(Plot(losses, "tokens", "nats per token", "Training loss"))]
 
 
 def _print_next(options: DemoOptions, datastore: Path, checkpoint: Path) -> None:

@@ -27,6 +27,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli.reports import html as report
+from pipelines.cli.reports.pictures import Bar, bar_chart
 from pipelines.cli.results import Table
 from pipelines.cli.verbs.demo import (
     DemoOptions,
@@ -146,12 +147,12 @@ class Compared(NamedTuple):
     chunk: int
 
     @property
-    def bars(self) -> list[report.Bar]:
+    def bars(self) -> list[Bar]:
         """Bits per byte with their intervals; blue are those with retrieval."""
         from retro.evaluation.bits_per_byte import interval
 
         rows = {"retrieval OFF": self.off, "neighbors": self.near, "retrieval ON": self.on}
-        return [report.Bar(name, row.bits_per_byte, interval(row), row is not self.off) for name, row in rows.items()]
+        return [Bar(name, row.bits_per_byte, interval(row), row is not self.off) for name, row in rows.items()]
 
     @property
     def table(self) -> Table:
@@ -170,8 +171,8 @@ def _write_results(out: Path, name: str, compared: Compared, written: "Written",
     figures = [result.as_json() for result in (compared.off, compared.near, compared.on)]
     results = {"model": name, "verdict": compared.verdict, "results": figures, "continuations": written._asdict()}
     write_json(out / "results.json", results)
-    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
-    write_bytes(out / "bits_per_byte.svg", chart.encode())
+    chart = bar_chart(compared.bars, "Bits per byte of held-out text")
+    write_bytes(out / "bits_per_byte.svg", chart.light.encode())
     words = Table(["word", "meaning"], [[*row] for row in compared.words.items()])
     texts = Table(["retrieval OFF", "retrieval ON"], [[written.off, written.on]])
     report.write_report(

@@ -1,5 +1,6 @@
 """`retro demo`: its models train for the same steps, as many as fit; a stopped demo resumes; a passage shows what was copied."""
 
+import base64
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.evaluation.passages import CopiedRun, colored, copied_runs
 from pipelines.cli.main import main
-from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece, Section, bar_chart, write_report
+from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece, Section, write_report
+from pipelines.cli.reports.pictures import bar_chart
 from pipelines.cli.verbs import demo_training
 from pipelines.cli.verbs.demo import Compared, DemoOptions, _words, demo, difference, print_chart
 from pipelines.cli.verbs.demo_training import runs_of, train_models
@@ -155,7 +157,7 @@ def test_a_single_document_has_no_interval(capsys) -> None:
     shown = capsys.readouterr().out
     assert "95% interval" not in shown
     assert " to " not in shown.partition("\n\n")[0]
-    assert "no interval" in bar_chart(one.bars, "T")
+    assert "no interval" in bar_chart(one.bars, "T").light
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
@@ -251,7 +253,7 @@ def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path:
     assert re.match(r"With retrieval, RETRO needs .* bits per byte .*interval", written["verdict"])
     assert "{+" in result[result.index("\n4. ") :]
     html, picture = ((tmp_path / "demo" / name).read_text() for name in ("report.html", "bits_per_byte.svg"))
-    assert html.count('<svg xmlns="http://www.w3.org/2000/svg" class="bars"') == html.count(picture) == 1
+    assert html.count(base64.b64encode(picture.encode()).decode()) == 1
     assert html.count(escape(written["verdict"])) == 1
     numbers = {name: len(rows) for name, rows in written["results"].items()}
     assert numbers == {"plain baseline": 1, "copying baseline": 1, "RETRO": 4}
