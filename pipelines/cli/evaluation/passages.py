@@ -1,11 +1,9 @@
 """Held-out passages colored by what retrieval brings to each token, with the sources that runs of tokens were copied from.
 
 chunks by their gain ─► near three quantiles ─► `choose_passages` ─► token gains, copied runs
-runs copied from one neighbor, or from a place in the datastore ─┬─ a few lines on the terminal
-                                                                 └─ a card of a report
+runs copied from one neighbor, or from a place in the datastore ─► pieces of text and sources, for a terminal or a page
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +19,6 @@ from indexing.suffixes.search import Place, SuffixIndex
 from indexing.suffixes.votes import LONGEST
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece
-from pipelines.terminal.output import echo_shaded, one_line
 from retro.evaluation.token_gains import Passage
 from retro.server.spans import character_groups, characters, token_ends
 
@@ -38,14 +35,6 @@ _SHORTEST_ANYWHERE = 4  # in the whole datastore, where shorter runs occur in ma
 _BEFORE = 48  # tokens of the text before a passage that are shown
 _TOKENS_AROUND = 24  # a run in the whole datastore
 _PLACES = 8  # of a run, among which one is chosen
-_AROUND = 60  # characters around a copied run that are shown on the terminal
-_LEGEND = [
-    ("   With retrieval, tokens are ", 0),
-    ("likelier", 2),
-    (" or ", 0),
-    ("less likely", -2),
-    (". [n] ends a run that is copied from source n.\n", 0),
-]
 
 
 @dataclass(frozen=True)
@@ -252,30 +241,3 @@ def _parts(tokenizer: Tokenizer, tokens: np.ndarray, runs: Sequence[tuple[int, i
         copied[begin:end] = True
     borders = [0, *(np.flatnonzero(copied[1:-1] != copied[:-2]) + 1).tolist(), len(text)]
     return [(text[a:b], bool(copied[a])) for a, b in pairwise(borders) if b > a]
-
-
-def print_passage(passage: ColoredPassage) -> None:
-    """Print the legend, a passage in color, and the part of each source around its longest copied run."""
-    echo_shaded(_LEGEND)
-    pieces: list[tuple[str, int]] = []
-    for piece in passage.pieces:
-        pieces += [(piece.text, piece.shade), *([(f"[{piece.source}]", 0)] if piece.source else [])]
-    echo_shaded(_indented([("   ", 0), *pieces]))
-    for source in passage.used:
-        whole = "" if source.is_neighbor else ", in the whole datastore"
-        echo_shaded([(f"   [{source.number}] {one_line(source.document)}{whole}: ", 0), *_excerpt(source.parts)])
-
-
-def _indented(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [(text.replace("\n", "\n   "), shade) for text, shade in pieces]
-
-
-def _excerpt(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, int]]:
-    """The longest copied part in one line, with a few characters before and after it."""
-    longest = max(
-        (part_index for part_index, part in enumerate(parts) if part[1]),
-        key=lambda part_index: len(parts[part_index][0]),
-    )
-    before, after = ("".join(text for text, _ in group) for group in (parts[:longest], parts[longest + 1 :]))
-    texts = ("…" + before[-_AROUND:], parts[longest][0], after[:_AROUND] + "…")
-    return [(re.sub(r"\s*\n\s*", " ⏎ ", text), shade) for text, shade in zip(texts, (0, 2, 0), strict=True)]

@@ -182,6 +182,7 @@ def _picture(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, 
 def _svg(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, float], theme: Theme) -> str:
     """Draw a figure. Text stays text and ids are fixed, so pictures are small, and equal for equal data."""
     import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure
 
     style = {
@@ -191,7 +192,7 @@ def _svg(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, floa
         "text.color": theme["ink"],
         "figure.facecolor": theme["card"],
         "axes.facecolor": theme["card"],
-        "axes.prop_cycle": matplotlib.cycler(color=[theme["helped-ink"], theme["hurt-ink"], *_MORE_COLORS]),
+        "axes.prop_cycle": cycler(color=[theme["helped-ink"], theme["hurt-ink"], *_MORE_COLORS]),
         "grid.color": theme["line"],
         **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme["soft"]),
     }

@@ -20,12 +20,12 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.evaluation.passages import CopiedRun, colored, copied_runs
 from pipelines.cli.main import main
 from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece, Section, write_report
-from pipelines.cli.reports.pictures import bar_chart
 from pipelines.cli.verbs import demo_training
-from pipelines.cli.verbs.demo import Compared, DemoOptions, _words, demo, difference, print_chart
-from pipelines.cli.verbs.demo_training import runs_of, train_models
+from pipelines.cli.verbs.comparison import Comparison, difference
+from pipelines.cli.verbs.demo import DemoOptions
+from pipelines.cli.verbs.demo_training import compared, demo, runs_of, train_models
 from pipelines.config import Config
-from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.bits_per_byte import SetResult
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
@@ -134,30 +134,37 @@ def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[floa
     assert said in difference("RETRO", "a plain baseline", change, 20)
 
 
-def measured(*nats: float, k: int = 0) -> SetResult:
+def measured(*nats: float, k: int = 0, votes: bool = False) -> SetResult:
     """A measurement of documents of 1,000 bytes."""
     size = len(nats)
-    return SetResult("valid", k, 250 * size, 1.0, 1000 * np.array(nats), np.full(size, 1000.0))
+    return SetResult("valid", k, 250 * size, 1.0, 1000 * np.array(nats), np.full(size, 1000.0), votes)
 
 
-def compared(documents: int) -> Compared:
-    rows = [
-        measured(*(part * np.linspace(1, 2, documents)), k=k)
-        for part, k in ((2, 0), (1.5, 0), (1.6, 0), (1.2, 4), (1, 4))
-    ]
-    verdict = difference("RETRO", "a baseline", compare(rows[4], rows[1]), documents)
-    return Compared(*rows, verdict, _words(rows[4]), [])
+def compared_on(documents: int) -> Comparison:
+    plain, copying, off, near, on = (
+        measured(*(part * np.linspace(1, 2, documents)), k=k, votes=votes)
+        for part, k, votes in ((2, 0, False), (1.5, 0, False), (1.6, 0, False), (1.2, 4, False), (1, 4, True))
+    )
+    return compared(plain, copying, [off, near, measured(*off.nats_by_document, votes=True), on])
+
+
+def test_rows_with_retrieval_are_blue_and_all_others_are_compared_with_the_last() -> None:
+    rows = compared_on(20)
+    assert [bar.is_blue for bar in rows.bars] == [False, False, False, True, True]
+    assert [row[2].split()[0] for row in rows.table.rows if row[2]] == ["-50.0%", "-33.3%", "-37.5%", "-16.7%"]
+    assert rows.table.rows[-1][1:] == [f"{rows.bars[-1].value:.4f}", ""]
+    assert "33.3% fewer bits per byte" in rows.verdict
 
 
 def test_a_single_document_has_no_interval(capsys) -> None:
-    one = compared(1)
+    one = compared_on(1)
     assert "no interval" in one.verdict
     assert [bar.interval for bar in one.bars] == [None] * 5
-    print_chart(one.bars, one.table, one.words)
+    one.print_rows()
     shown = capsys.readouterr().out
     assert "95% interval" not in shown
     assert " to " not in shown.partition("\n\n")[0]
-    assert "no interval" in bar_chart(one.bars, "T").light
+    assert "no interval" in one.chart.light
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
