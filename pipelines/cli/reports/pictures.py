@@ -156,30 +156,35 @@ def bar_chart(bars: Sequence[Bar], title: str) -> Picture:
     note = "line: 95% interval" if any(bar.interval for bar in bars) else "one document: no interval"
 
     def draw(figure: Any, theme: Theme) -> None:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
+        figure.suptitle(title, x=0.015, ha="left", fontsize="large", fontweight="bold")
         axes, rows = figure.add_subplot(), range(len(bars))
-        axes.set_title(f"shorter is better; {note}", loc="left", fontsize=9, color=theme["soft"])
+        axes.set_title(f"shorter is better; {note}", loc="left", fontsize="medium", color=theme["soft"])
         colors = [theme["helped" if bar.is_blue else "hurt"] for bar in bars]
         axes.barh(rows, [bar.value for bar in bars], height=0.55, color=colors)
         for row, bar in enumerate(bars):
             if bar.interval:
                 ends = np.abs(np.array([bar.interval]).T - bar.value)
-                axes.errorbar(bar.value, row, xerr=ends, color=theme["ink"], linewidth=1.4, capsize=3)
-            axes.annotate(bar.figure, (bar.end, row), (6, 0), textcoords="offset points", va="center")
+                axes.errorbar(bar.value, row, xerr=ends, color=theme["ink"], linewidth=2, capsize=5, capthick=2)
+            axes.annotate(bar.figure, (bar.end, row), (10, 0), textcoords="offset points", va="center")
         axes.set_yticks(rows, [bar.name for bar in bars])
         axes.invert_yaxis()
         axes.set_xlim(0, max(bar.end for bar in bars) * 1.4)  # room for the figures
         axes.tick_params(length=0, labelcolor=theme["ink"], labelbottom=False)
         axes.spines[:].set_visible(False)
 
-    return _picture(title, draw, (6.4, 0.8 + 0.38 * len(bars)))
+    return _picture(title, draw, (10, 1.4 + 0.6 * len(bars)), font_size=15)
 
 
-def _picture(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, float]) -> Picture:
-    return Picture(title, **{name: _svg(title, draw, size, theme) for name, theme in THEMES.items()})
+def _picture(
+    title: str, draw: Callable[[Any, Theme], None], size: tuple[float, float], font_size: float = 9.5
+) -> Picture:
+    return Picture(title, **{name: _svg(title, draw, size, font_size, theme) for name, theme in THEMES.items()})
 
 
-def _svg(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, float], theme: Theme) -> str:
+def _svg(
+    title: str, draw: Callable[[Any, Theme], None], size: tuple[float, float], font_size: float, theme: Theme
+) -> str:
     """Draw a figure. Text stays text and ids are fixed, so pictures are small, and equal for equal data."""
     import matplotlib
     from cycler import cycler
@@ -188,7 +193,7 @@ def _svg(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, floa
     style = {
         "svg.fonttype": "none",
         "svg.hashsalt": title,
-        "font.size": 9.5,
+        "font.size": font_size,
         "text.color": theme["ink"],
         "figure.facecolor": theme["card"],
         "axes.facecolor": theme["card"],
@@ -204,7 +209,7 @@ def _svg(title: str, draw: Callable[[Any, Theme], None], size: tuple[float, floa
 
 
 def _axes(figure: Any, x_label: str, y_label: str, title: str) -> Any:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize="large", fontweight="bold")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label, labelpad=7)  # the fonts of readers may be wider

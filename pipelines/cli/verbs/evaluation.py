@@ -162,7 +162,7 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
 
 @settings
 class EvalHarnessOptions(ResultOptions):
-    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
+    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.evaluation.lm_eval_adapter` has all options
     of the harness."""
 
     tasks: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
-        from retro.inference.lm_eval_adapter import RetroLM
+        from retro.evaluation.lm_eval_adapter import RetroLM
     except ImportError as error:
         raise InputError(
             f"retro eval harness needs the package lm-eval ({error}): pip install 'retro[lm-eval]'."
