@@ -16,11 +16,11 @@ from starlette.responses import Response, StreamingResponse
 
 from retro.inference.language_model import Scores
 from retro.inference.settings import GenerationSettings
+from retro.inference.source_texts import joined, sources_of_scores
+from retro.inference.spans import character_groups, token_ends
 from retro.server import schemas
 from retro.server.errors import as_api_error, error_json, error_responses
-from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
-from retro.server.sources import Sourced, joined, sources_of_scores, with_sources
-from retro.server.spans import character_groups, token_ends
+from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency, Sourced
 
 T = TypeVar("T")
 
@@ -109,8 +109,7 @@ async def generate(request: schemas.GenerateRequest, service: ServiceDependency)
     )
     k = service.check("max_model_k", request.k, "k") if request.retrieval and service.retrieves else 0
     service.check_generation([prompt], request.max_tokens, k, "prompt")
-    tokens = service.generate([prompt], settings, k, sources=request.return_sources)
-    steps = await with_first_step(with_sources(tokens, service if request.return_sources else None, [prompt], [0]))
+    steps = await with_first_step(service.generate([prompt], settings, k, sources=request.return_sources))
     if request.stream:
         return event_stream(_events(steps))
     generated, sources = zip(*[sourced async for step in steps for sourced in step], strict=True)

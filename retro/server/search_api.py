@@ -17,16 +17,16 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.retrieval.results import Hit, StoredChunk, StoredDocument
+from indexing.retrieval.results import StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.inference.spans import ChunkTexts, characters, shared_runs, token_ends
 from retro.model.presets import count_parameters
 from retro.server import schemas
-from retro.server.chunk_texts import ChunkTexts
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.service import (
     BareHit,
@@ -37,7 +37,6 @@ from retro.server.service import (
     Service,
     ServiceDependency,
 )
-from retro.server.spans import characters, shared_runs, token_ends
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -55,7 +54,9 @@ _NO_TEXT = {
 async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
     """Find the nearest chunks of texts, token ids or vectors."""
     results = await search_for(service, request)
-    hits = [[hit_fields(hit) for hit in result.hits] for result in results]
+    hits = [
+        [_NO_TEXT | hit._asdict() if isinstance(hit, BareHit) else hit for hit in result.hits] for result in results
+    ]
     # Without a pydantic model for each hit, which would take longer than the search.
     return Response(to_json({"results": hits} | _missing(results)), media_type="application/json")
 
@@ -113,19 +114,6 @@ def decoded_vectors(received: Sequence[schemas.Vector], dimension: int) -> list[
 def _missing(results: Iterable[SearchResult]) -> dict[str, Any]:
     names = sorted({name for result in results for name in result.missing})
     return {"partial": bool(names), "missing": names}
-
-
-def _of_document(stored: Hit | StoredChunk | StoredDocument) -> dict[str, Any]:
-    names = {"document_id": stored.document_id, "title": stored.title, "source": stored.source}
-    return names | {"metadata": stored.document}
-
-
-def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
-    """Return the fields of `schemas.Hit`."""
-    if isinstance(hit, BareHit):
-        return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    ranked = {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    return ranked | {"text": hit.text, "continuation": hit.continuation} | _of_document(hit)
 
 
 @router.post("/embed", responses=error_responses(413, 422), tags=["search"])
@@ -213,7 +201,7 @@ def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: 
             )
             for i, j, n in shared_runs(tokens, row[:length])
         ]
-        neighbors.append(schemas.NeighborHit(**hit_fields(hit), overlap=share, spans=spans))
+        neighbors.append(schemas.NeighborHit(**vars(hit), overlap=float(share), spans=spans))
     return schemas.Chunk(text=text, tokens=len(tokens), neighbors=neighbors)
 
 
@@ -221,9 +209,9 @@ def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: 
 
 
 @router.get("/chunks/{chunk_id}", responses=error_responses(404, 422), tags=["by id"])
-def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> schemas.StoredChunk:
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> StoredChunk:
     """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
-    return _stored_chunk(service.retriever.chunk(chunk_id))
+    return service.retriever.chunk(chunk_id)
 
 
 First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
@@ -238,34 +226,15 @@ def document_by_query(
     service: ServiceDependency,
     first: First = 0,
     count: Count = 8,
-) -> schemas.StoredDocument:
+) -> StoredDocument:
     """Return a document by its id, with a range of its chunks."""
     return document(id, service, first, count)
 
 
 @router.get("/documents/{document_id:path}", responses=error_responses(404, 422), tags=["by id"])
-def document(
-    document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8
-) -> schemas.StoredDocument:
+def document(document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8) -> StoredDocument:
     """Return a document by its id in the path, with a range of its chunks."""
-    stored = service.retriever.document(document_id, first, count)
-    return schemas.StoredDocument(
-        num_chunks=stored.num_chunks,
-        first=stored.first,
-        chunks=[_stored_chunk(chunk) for chunk in stored.chunks],
-        **_of_document(stored),
-    )
-
-
-def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
-    return schemas.StoredChunk(
-        chunk_id=chunk.chunk_id,
-        text=chunk.text,
-        continuation=chunk.continuation,
-        previous_chunk_id=chunk.previous_chunk_id,
-        next_chunk_id=chunk.next_chunk_id,
-        **_of_document(chunk),
-    )
+    return service.retriever.document(document_id, first, count)
 
 
 # --- what is served --------------------------------------------------------------------------------------------------

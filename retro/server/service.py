@@ -26,11 +26,14 @@ from indexing.store.errors import DamagedFile, InputError
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
 from indexing.store.watch import Watch
-from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
+from retro.inference.chat_template import ChatTemplate, read_template, stored_template
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.scoring import Window
 from retro.inference.settings import GenerationSettings
+from retro.inference.source_texts import SourceFinder, Sources
+from retro.inference.spans import ChunkTexts
+from retro.inference.verbatim_runs import GeneratedRuns, TracedDatastore, is_traced, traced_datastores
 from retro.server import schemas
 from retro.server.batching import Batcher
 from retro.server.errors import ApiError, InvalidRequest
@@ -38,7 +41,6 @@ from retro.server.generation_queue import GenerationQueue
 from retro.server.limits import Admission
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
-from retro.server.verbatim_runs import TracedDatastore, is_traced, traced_datastores
 from retro.server.watched_files import WatchedFiles
 
 Key = TypeVar("Key")
@@ -75,6 +77,10 @@ class ScoreKey(NamedTuple):
     k: int
     top: int = 0
     sources: bool = False
+
+
+Sourced = tuple[GeneratedToken, Sources | None]
+"""A token, and what is new in the sources of its continuation."""
 
 
 class BareHit(NamedTuple):
@@ -225,7 +231,7 @@ class Service:
         await self.score(key, [window for sequence in begun for window in sequence.windows])
         return [sequence.scores for sequence in begun]
 
-    def generate(
+    async def generate(
         self,
         prompts: Sequence[np.ndarray],
         settings: GenerationSettings,
@@ -233,12 +239,30 @@ class Service:
         *,
         n: int = 1,
         sources: bool = False,
-    ) -> AsyncIterator[list[GeneratedToken]]:
-        """See `GenerationQueue.generate`."""
+        starts: Sequence[int] = (),
+    ) -> AsyncIterator[list[Sourced]]:
+        """Yield the steps of `GenerationQueue.generate`; with `sources`, each token has what is new in those of its continuation.
+
+        `starts` are the characters of each answer before its continuation; empty = 0.
+        """
         self.model()
         assert self.generations is not None
         seconds = self.settings.request_seconds
-        return self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources)
+        rows = [prompt for prompt in prompts for _ in range(n)]
+        finders = await asyncio.to_thread(self._finders, rows, starts or [0] * len(rows)) if sources else []
+
+        def of_step(step: list[GeneratedToken]) -> list[Sourced]:
+            return [(token, finders[token.row].add_generated(token)) for token in step]
+
+        async for step in self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources):
+            yield await asyncio.to_thread(of_step, step) if sources else [(token, None) for token in step]
+
+    def _finders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
+        texts, traced = ChunkTexts(self.retriever), self.traced() if self.traces else []
+        return [
+            SourceFinder(self.retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
 
     # --- limits -----------------------------------------------------------------------------------------------------
 

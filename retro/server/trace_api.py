@@ -12,12 +12,11 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
 from indexing.suffixes.search import Match, Run, Tracer
+from retro.inference.spans import ChunkTexts, characters, token_ends
+from retro.inference.verbatim_runs import Place, PlaceFinder, TracedDatastore, TracedRun, in_order, tokens_in
 from retro.server import schemas
-from retro.server.chunk_texts import ChunkTexts
 from retro.server.errors import error_responses
 from retro.server.service import JsonRoute, Service, ServiceDependency
-from retro.server.spans import characters, token_ends
-from retro.server.verbatim_runs import PlaceFinder, TracedDatastore, in_order, tokens_in
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -32,7 +31,7 @@ class _Found(NamedTuple):
     """How often a match occurs, and some of the places."""
 
     occurrences: int
-    places: list[schemas.Place]
+    places: list[Place]
 
 
 @router.post("/trace", responses=error_responses(404, 413, 422), tags=["search"])
@@ -86,9 +85,9 @@ async def _matches(service: Service, keys: set[_Key], documents: int) -> dict[_K
     return dict(zip(longest, chain.from_iterable(await service.trace(None, parts)), strict=True))
 
 
-def _traced(datastore: TracedDatastore, run: Run, ends: list[int], found: _Found) -> schemas.TracedRun:
+def _traced(datastore: TracedDatastore, run: Run, ends: list[int], found: _Found) -> TracedRun:
     """Return a run of a text whose tokens end at these characters."""
-    return schemas.TracedRun(
+    return TracedRun(
         text=characters(ends, run.first, run.stop),
         tokens=run.stop - run.first,
         occurrences=found.occurrences,

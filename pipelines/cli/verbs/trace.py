@@ -20,10 +20,10 @@ from pipelines.cli.results import Format, print_result
 from pipelines.cli.verbs.datastore import indented
 from pipelines.terminal.output import one_line
 from pipelines.terminal.units import counted, times
-from retro.server.spans import characters, token_ends
+from retro.inference.spans import characters, token_ends
 
 if TYPE_CHECKING:
-    from retro.server.verbatim_runs import TracedDatastore
+    from retro.inference.verbatim_runs import TracedDatastore
 
 log = logging.getLogger("retro")
 
@@ -76,7 +76,7 @@ class TracedRun:
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     """`retro trace DATASTORE "text"`."""
-    from retro.server.verbatim_runs import in_order, tokens_in, traced_datastores
+    from retro.inference.verbatim_runs import in_order, tokens_in, traced_datastores
 
     opened = Datastore.open(datastore)
     retrieval, tokenizer = RetrievalSet.of(opened), Tokenizer.open(opened.folder / "tokenizer")

@@ -27,7 +27,6 @@ from retro.server.openai.requests import (
 )
 from retro.server.search_api import encoded
 from retro.server.service import JsonRoute, ScoreKey, Service, ServiceDependency
-from retro.server.sources import with_sources
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 tokenizer_router = APIRouter(route_class=JsonRoute, tags=["tokenizer"])
@@ -94,10 +93,8 @@ async def _steps(
     if settings is None:
         yield [builder.end(index) for index in range(len(rows) * n)]
         return
-    tokens = service.generate(rows, settings, k, n=n, sources=request.return_sources)
-    texts = [row for row in rows for _ in range(n)]
-    starts = [builder.length(index) for index in range(len(texts))]
-    async for step in with_sources(tokens, service if request.return_sources else None, texts, starts):
+    starts = [builder.length(index) for index in range(len(rows) * n)]
+    async for step in service.generate(rows, settings, k, n=n, sources=request.return_sources, starts=starts):
         yield [builder.add(token, sources) for token, sources in step]
 
 

@@ -16,16 +16,15 @@ from starlette.responses import Response
 
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.generation import GeneratedToken
+from retro.inference.source_texts import joined
 from retro.server.errors import InvalidRequest
 from retro.server.model_api import event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import GeneratedCount, token_name, usage_of
 from retro.server.openai.requests import continuations, generation_settings, identity_of, lenient, neighbors_of
-from retro.server.service import JsonRoute, Service, ServiceDependency
-from retro.server.sources import Sourced, joined, with_sources
+from retro.server.service import JsonRoute, Service, ServiceDependency, Sourced
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
@@ -53,9 +52,7 @@ async def chat_completions(
     )
     n = continuations(service, request, 1)
     service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
-    tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
-    wanted = service if request.return_sources else None
-    steps = await with_first_step(with_sources(tokens, wanted, [prompt] * n, [0] * n))
+    steps = await with_first_step(service.generate([prompt], settings, k, n=n, sources=request.return_sources))
     identity = identity_of(service, request.model, "chatcmpl")
     tokenizer = service.retriever.tokenizer
     if request.stream:

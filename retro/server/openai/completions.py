@@ -14,10 +14,9 @@ import numpy as np
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
+from retro.inference.source_texts import Sources, joined
+from retro.inference.spans import token_ends
 from retro.server.openai.schemas import CompletionChoice, CompletionTokensDetails, Logprobs, Usage
-from retro.server.schemas import Sources
-from retro.server.sources import joined
-from retro.server.spans import token_ends
 
 LikeliestTokens = Sequence[tuple[int, float]]
 """Token ids with log-probabilities, likeliest first."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from retro.inference.source_texts import Sources
 from retro.server.schemas import (
     INTEGER,
     LONGEST_STOP,
@@ -18,7 +19,6 @@ from retro.server.schemas import (
     Positive,
     Request,
     Seed,
-    Sources,
     TokenId,
     absent_if_none,
     bounded,

@@ -21,8 +21,8 @@ from retro.device import choose_placement
 from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.inference.verbatim_runs import GeneratedRun, Place
 from retro.model.retro import Retro
-from retro.server.schemas import GeneratedRun, Place
 from tests.retro.huggingface.small_gguf import write_gguf
 
 pytest.importorskip("transformers")
