@@ -31,7 +31,6 @@ LEVELS = (
     ("pipelines/launch", "pipelines/stages"),
     ("pipelines/cli/settings", "pipelines/cli/results.py"),
     ("pipelines/cli/planning", "pipelines/cli/reports"),
-    ("pipelines/cli/evaluation",),
     ("pipelines/cli/verbs",),
     ("pipelines/cli/main.py",),
     ("pipelines/cli/__main__.py", "pipelines/index.py", "pipelines/train.py"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +16,13 @@ from indexing.store.files import write_bytes
 from pipelines.cli.reports.pictures import THEMES, Picture
 from pipelines.cli.results import Table
 
+if TYPE_CHECKING:
+    from retro.evaluation.passages import ColoredPassage
+
 _TEMPLATES = Path(__file__).parent / "templates"
 # Shorter runs of shared words are likely to be chance. A Chinese character counts less than a word.
 _MARKED_WORDS = 3
 _CHARACTER = 0.75
-SHADE_BITS = (0.5, 2.0)
-"""Gains from which a token has a pale and a strong color."""
-_AROUND = 160  # characters around the copied parts of a source
 _SHADES = {2: "up2", 1: "up1", -1: "down1", -2: "down2"}  # classes of the page
 
 
@@ -47,84 +47,6 @@ class NeighborExample:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A few characters of a text.
-
-    Attributes:
-        text: the characters.
-        gain: bits that retrieval saves for them; negative = it costs bits.
-        source: number of the source that the run of pieces ending here was copied from; 0 = none.
-    """
-
-    text: str
-    gain: float = 0.0
-    source: int = 0
-
-    @property
-    def shade(self) -> int:
-        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only blanks."""
-        if self.text.isspace():
-            return 0
-        return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
-
-
-@dataclass(frozen=True)
-class CopiedFrom:
-    """A source as text, cut into parts that were copied (True) and others.
-
-    Attributes:
-        number: of the source.
-        document: its document.
-        parts: the text.
-        is_neighbor: False = the source was found in the whole datastore.
-    """
-
-    number: int
-    document: str
-    parts: list[tuple[str, bool]]
-    is_neighbor: bool = True
-
-    @property
-    def shortened(self) -> list[tuple[str, bool]]:
-        """The parts, of the others only the characters next to copied ones."""
-        out, last = list[tuple[str, bool]](), len(self.parts) - 1
-        for number, (text, copied) in enumerate(self.parts):
-            before = "" if number == 0 else text[:_AROUND]
-            after = "" if number == last else text[-_AROUND:]
-            is_short = copied or len(text) <= len(before) + len(after) + len("…")
-            out.append((text, copied) if is_short else (f"{before}…{after}", False))
-        return out
-
-
-@dataclass(frozen=True)
-class ColoredPassage:
-    """A passage colored by the gain of its tokens, and the sources that it could copy from.
-
-    Attributes:
-        title: which passage it is.
-        before: the end of the text before it.
-        pieces: its text.
-        sources: the neighbors, and documents of the datastore that it was copied from.
-    """
-
-    title: str
-    before: str
-    pieces: list[Piece]
-    sources: list[CopiedFrom]
-
-    @property
-    def used(self) -> list[CopiedFrom]:
-        """The sources that a piece names."""
-        numbers = {piece.source for piece in self.pieces}
-        return [source for source in self.sources if source.number in numbers]
-
-    @property
-    def unused(self) -> list[CopiedFrom]:
-        """The other sources: neighbors without a copied run."""
-        return [source for source in self.sources if source not in self.used]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a report; empty parts are not shown."""
 
@@ -133,7 +55,7 @@ class Section:
     table: Table | None = None
     plots: list[Picture] = field(default_factory=list)
     examples: list[NeighborExample] = field(default_factory=list)
-    passages: list[ColoredPassage] = field(default_factory=list)
+    passages: "list[ColoredPassage]" = field(default_factory=list)
 
 
 def write_report(

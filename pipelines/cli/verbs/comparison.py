@@ -15,8 +15,7 @@ import numpy as np
 
 from indexing.progress import during
 from indexing.store.files import write_bytes
-from pipelines.cli.evaluation.passages import chosen_chunks, colored
-from pipelines.cli.reports.html import ColoredPassage, Section, write_report
+from pipelines.cli.reports.html import Section, write_report
 from pipelines.cli.reports.pictures import Bar, Picture, bar_chart
 from pipelines.cli.results import Table
 from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, one_line
@@ -24,6 +23,7 @@ from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, on
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.evaluator import Evaluator
+    from retro.evaluation.passages import ColoredPassage
     from retro.evaluation.sets import EvaluationSet
 
 Change = tuple[float, float, float]
@@ -58,7 +58,7 @@ class Comparison:
     changes: dict[str, Change]
     verdict: str
     words: dict[str, str]
-    passages: dict[int, ColoredPassage]
+    passages: "dict[int, ColoredPassage]"
 
     @property
     def bars(self) -> list[Bar]:
@@ -154,11 +154,12 @@ def percent(change: Change) -> str:
 
 def passages_by_gain(
     evaluator: "Evaluator", off: "SetResult", on: "SetResult", held_out: "EvaluationSet"
-) -> dict[int, ColoredPassage]:
+) -> "dict[int, ColoredPassage]":
     """Held-out chunks from around quantiles of the gain, scored by token, by their ids."""
     from indexing.store.retrieval_set import RetrievalSet
     from indexing.suffixes.search import SuffixIndex
     from indexing.tokenization.tokenizer import Tokenizer
+    from retro.evaluation.passages import ColoredPassage, chosen_chunks, colored
     from retro.evaluation.token_gains import score_passage
 
     datastore, passages = held_out.datastore, dict[int, ColoredPassage]()
@@ -176,7 +177,7 @@ def passages_by_gain(
     return passages
 
 
-def print_passage(passage: ColoredPassage) -> None:
+def print_passage(passage: "ColoredPassage") -> None:
     """Print the legend, a passage in color, and the part of each source around its longest copied run."""
     echo_shaded(_LEGEND)
     pieces: list[tuple[str, int]] = []

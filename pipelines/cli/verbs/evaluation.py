@@ -106,24 +106,22 @@ class EvalQaOptions(QaSettings, ResultOptions):
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     """`retro eval qa CHECKPOINT QUESTIONS`."""
-    from pipelines.cli.evaluation import question_answering
     from pipelines.cli.verbs.evaluation_tables import answers_table
+    from retro.evaluation import question_answering as answering
     from retro.evaluation.question_sets import read_questions
 
     path = Path(questions)
-    shots, chosen = question_answering.select(read_questions(path), options, path)
-    language = question_answering.language_for(chosen, options)
-    model, retriever = question_answering.open_model(
-        Path(checkpoint), options.passages or None, options, options.device
-    )
-    passages = question_answering.found_passages(retriever, chosen, options) if retriever else None
-    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
-    rows = question_answering.measure_answers(model, modes, chosen, options, language)
+    shots, chosen = answering.select(read_questions(path), options, path)
+    language = answering.language_for(chosen, options)
+    model, retriever = answering.open_model(Path(checkpoint), options.passages or None, options, options.device)
+    passages = answering.found_passages(retriever, chosen, options, progress) if retriever else None
+    modes = answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
+    rows = answering.measure_answers(model, modes, chosen, options, language, progress)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
-    answers = question_answering.as_json(rows, chosen, options.seed)
+    answers = answering.as_json(rows, chosen, options.seed)
     results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
     options.deliver(results, answers_table(results["results"]).text)
     return 0

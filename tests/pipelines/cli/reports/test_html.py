@@ -6,19 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.cli.reports.html import (
-    ColoredPassage,
-    CopiedFrom,
-    NeighborExample,
-    NeighborText,
-    Piece,
-    Section,
-    mark,
-    marked,
-    write_report,
-)
+from pipelines.cli.reports.html import NeighborExample, NeighborText, Section, mark, marked, write_report
 from pipelines.cli.reports.pictures import THEMES, Bar, Plot, bar_chart, histogram, line_plots
 from pipelines.cli.results import Table
+from retro.evaluation.passages import ColoredPassage, CopiedFrom, Piece
 
 ROOT = Path(__file__).resolve().parents[4]
 PLOT = line_plots(Plot({"s": ([1, 2], [3, 4])}, "x", "y", "t"))

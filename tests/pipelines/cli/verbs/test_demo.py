@@ -17,15 +17,15 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.evaluation.passages import CopiedRun, colored, copied_runs
 from pipelines.cli.main import main
-from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece, Section, write_report
+from pipelines.cli.reports.html import Section, write_report
 from pipelines.cli.verbs import demo_training
 from pipelines.cli.verbs.comparison import Comparison, difference
 from pipelines.cli.verbs.demo import DemoOptions
 from pipelines.cli.verbs.demo_training import compared, demo, runs_of, train_models
 from pipelines.config import Config
 from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.passages import ColoredPassage, CopiedFrom, CopiedRun, Piece, colored, copied_runs
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro

@@ -6,8 +6,8 @@ from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.evaluation.passages import chosen_chunks, colored, datastore_runs
 from retro.evaluation.bits_per_byte import TokenScores
+from retro.evaluation.passages import chosen_chunks, colored, datastore_runs
 from retro.evaluation.token_gains import Passage
 
 

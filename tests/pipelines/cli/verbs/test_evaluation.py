@@ -12,7 +12,10 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
-from pipelines.cli.evaluation.question_answering import (
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.evaluation.question_answering import (
     Answered,
     QuestionMode,
     all_modes,
@@ -21,9 +24,6 @@ from pipelines.cli.evaluation.question_answering import (
     open_model,
     select,
 )
-from pipelines.cli.main import main
-from pipelines.cli.settings.toml_file import to_toml
-from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import Question
 from retro.evaluation.settings import QaSettings
 from retro.inference.language_model import GivenNeighbors

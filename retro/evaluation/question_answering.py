@@ -18,13 +18,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from indexing.progress import Advance
+from indexing.progress import Advance, Progress, percentage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.language import Language, language_of
-from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
@@ -148,8 +147,10 @@ class FoundPassages(NamedTuple):
     gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
 
 
-def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> FoundPassages | None:
-    """Find the passages that the settings need, with a progress bar; None if they need none.
+def found_passages(
+    retriever: Retriever, questions: Sequence[Question], settings: QaSettings, progress: Progress = percentage
+) -> FoundPassages | None:
+    """Find the passages that the settings need; None if they need none. `progress` shows the searches.
 
     Raises:
         InputError: `gold` is set, and a question names no document of the datastore.
@@ -314,8 +315,9 @@ def measure_answers(
     questions: Sequence[Question],
     settings: QaSettings,
     language: Language,
+    progress: Progress = percentage,
 ) -> list[Answered]:
-    """Answer the questions in every mode, with progress bars.
+    """Answer the questions in every mode.
 
     Args:
         language_model: opened with retrieval, if a mode needs it.
@@ -323,6 +325,7 @@ def measure_answers(
         questions: all with answers.
         settings: lengths.
         language: of the measures.
+        progress: shows the answered questions.
     """
     rows = []
     for prepared in modes:

@@ -7,7 +7,6 @@ runs copied from one neighbor, or from a place in the datastore ─► pieces of
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +17,9 @@ from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.search import Place, SuffixIndex
 from indexing.suffixes.votes import LONGEST
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece
-from retro.evaluation.token_gains import Passage
+from retro.evaluation.bits_per_byte import TokenScores
+from retro.evaluation.token_gains import Passage, chunks_by_gain
 from retro.inference.spans import character_groups, characters, token_ends
-
-if TYPE_CHECKING:
-    from retro.evaluation.bits_per_byte import TokenScores
 
 _QUANTILES = (0.9, 0.5, 0.1)
 """Of the gains of all chunks: a passage is shown from around each of them. The terminal shows the first one."""
@@ -35,6 +31,9 @@ _SHORTEST_ANYWHERE = 4  # in the whole datastore, where shorter runs occur in ma
 _BEFORE = 48  # tokens of the text before a passage that are shown
 _TOKENS_AROUND = 24  # a run in the whole datastore
 _PLACES = 8  # of a run, among which one is chosen
+SHADE_BITS = (0.5, 2.0)
+"""Gains from which a token has a pale and a strong color."""
+_AROUND = 160  # characters around the copied parts of a source
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ShownChunk:
 
 
 def chosen_chunks(
-    off: "TokenScores", on: "TokenScores", datastore: Datastore, tokenizer: Tokenizer, k: int
+    off: TokenScores, on: TokenScores, datastore: Datastore, tokenizer: Tokenizer, k: int
 ) -> list[ShownChunk]:
     """Choose a held-out chunk around each quantile of the gain, of different documents if possible.
 
@@ -58,8 +57,6 @@ def chosen_chunks(
         tokenizer: of the datastore.
         k: neighbors that a chunk reads.
     """
-    from retro.evaluation.token_gains import chunks_by_gain
-
     split, shown, used = datastore.valid, list[ShownChunk](), set[int]()
     by_gain = chunks_by_gain(off, on, split)
     index = SuffixIndex.open(datastore.folder) if datastore.has(SUFFIXES) else None
@@ -145,6 +142,84 @@ def datastore_runs(passage: Passage, index: SuffixIndex) -> list[DatastoreRun]:
 
 
 # --- text ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A few characters of a text.
+
+    Attributes:
+        text: the characters.
+        gain: bits that retrieval saves for them; negative = it costs bits.
+        source: number of the source that the run of pieces ending here was copied from; 0 = none.
+    """
+
+    text: str
+    gain: float = 0.0
+    source: int = 0
+
+    @property
+    def shade(self) -> int:
+        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only blanks."""
+        if self.text.isspace():
+            return 0
+        return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
+
+
+@dataclass(frozen=True)
+class CopiedFrom:
+    """A source as text, cut into parts that were copied (True) and others.
+
+    Attributes:
+        number: of the source.
+        document: its document.
+        parts: the text.
+        is_neighbor: False = the source was found in the whole datastore.
+    """
+
+    number: int
+    document: str
+    parts: list[tuple[str, bool]]
+    is_neighbor: bool = True
+
+    @property
+    def shortened(self) -> list[tuple[str, bool]]:
+        """The parts, of the others only the characters next to copied ones."""
+        out, last = list[tuple[str, bool]](), len(self.parts) - 1
+        for number, (text, copied) in enumerate(self.parts):
+            before = "" if number == 0 else text[:_AROUND]
+            after = "" if number == last else text[-_AROUND:]
+            is_short = copied or len(text) <= len(before) + len(after) + len("…")
+            out.append((text, copied) if is_short else (f"{before}…{after}", False))
+        return out
+
+
+@dataclass(frozen=True)
+class ColoredPassage:
+    """A passage colored by the gain of its tokens, and the sources that it could copy from.
+
+    Attributes:
+        title: which passage it is.
+        before: the end of the text before it.
+        pieces: its text.
+        sources: the neighbors, and documents of the datastore that it was copied from.
+    """
+
+    title: str
+    before: str
+    pieces: list[Piece]
+    sources: list[CopiedFrom]
+
+    @property
+    def used(self) -> list[CopiedFrom]:
+        """The sources that a piece names."""
+        numbers = {piece.source for piece in self.pieces}
+        return [source for source in self.sources if source.number in numbers]
+
+    @property
+    def unused(self) -> list[CopiedFrom]:
+        """The other sources: neighbors without a copied run."""
+        return [source for source in self.sources if source not in self.used]
 
 
 def colored(
