@@ -11,7 +11,6 @@ that zstandard need not be installed. `--tiny` runs everything with little text 
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from indexing.neighbors.search import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import TokenizerSettings
+from pipelines.cli.reports.training_runs import plot_runs
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import STAGES, build
@@ -169,24 +169,7 @@ def scores(config: Config, baseline: Path, tokens: int) -> Iterator[Figures]:
 
 def draw_losses(runs: dict[str, Path], file: Path) -> Iterator[Figures]:
     """Draw the loss of each run by the tokens read."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, run in runs.items():
-        metrics = run / "metrics.jsonl"
-        if not metrics.exists():
-            raise InputError(f"{run} has no metrics.")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        points = [(line["tokens"] / 1e6, line["loss"]) for line in lines if "loss" in line and "tokens" in line]
-        axes.plot(*zip(*points, strict=True), label=name)
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("training loss, nats")
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    plot_runs(list(runs.values()), file)
     yield {"picture": file.name}
 
 
@@ -238,7 +221,7 @@ def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dic
         "train the RETRO": (partial(training, config), 290),
         "train the decoder": (partial(training, decoder), 220),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
-        "loss curves": (partial(draw_losses, runs, output / "loss.png"), 20),
+        "loss curves": (partial(draw_losses, runs, output / "loss.svg"), 20),
     }
     return {name: Case(*one) for name, one in work_of.items()}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Documents drawn together in a bootstrap.
+# Documents, or questions, drawn together in a bootstrap.
 _BUFFERED_DRAWS = 1 << 20
 
 
@@ -191,11 +191,17 @@ def interval(measured: SetResult, seed: int = 0, rounds: int = 1000) -> tuple[fl
 def _bootstrap(measured: SetResult, parts: np.ndarray, seed: int, rounds: int) -> tuple[float, float, float]:
     """The nats over a sum of `parts` [documents], and its 2.5% and 97.5% quantiles over draws of documents."""
     scored = np.flatnonzero(measured.bytes_by_document)
-    nats, parts = measured.nats_by_document[scored], parts[scored]
+    return ratio_with_interval(measured.nats_by_document[scored], parts[scored], seed, rounds)
+
+
+def ratio_with_interval(
+    values: np.ndarray, parts: np.ndarray, seed: int = 0, rounds: int = 1000
+) -> tuple[float, float, float]:
+    """The sum of values [n] over that of parts [n], and its 2.5% and 97.5% quantiles in a bootstrap over the n."""
     generator, ratios = np.random.default_rng(seed), []
-    at_once = max(1, _BUFFERED_DRAWS // len(scored))
+    at_once = max(1, _BUFFERED_DRAWS // len(values))
     for start in range(0, rounds, at_once):
-        drawn = generator.integers(0, len(scored), (min(at_once, rounds - start), len(scored)))
-        ratios.append(nats[drawn].sum(1) / parts[drawn].sum(1))
+        drawn = generator.integers(0, len(values), (min(at_once, rounds - start), len(values)))
+        ratios.append(values[drawn].sum(1) / parts[drawn].sum(1))
     low, high = np.quantile(np.concatenate(ratios), [0.025, 0.975])
-    return float(nats.sum() / parts.sum()), float(low), float(high)
+    return float(values.sum() / parts.sum()), float(low), float(high)

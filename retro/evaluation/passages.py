@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from indexing.retrieval.passage_choice import Candidate, choose_passages
+from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.build import FOLDER as SUFFIXES
@@ -63,7 +63,8 @@ def chosen_chunks(
     for quantile in _QUANTILES:
         low, high = ((quantile + side * _AROUND_QUANTILE) * (len(by_gain) - 1) for side in (-1, 1))
         ranks = np.unique(np.linspace(low, high, _CANDIDATES).round().astype(np.int64))
-        candidates = _candidates(split, RetrievalSet.of(datastore), by_gain[ranks], k)
+        read = split.neighbor_ids.gather(by_gain[ranks] - 1)[:, :k]
+        candidates = candidates_of(split, RetrievalSet.of(datastore), by_gain[ranks], read)
         rows = [row for row, candidate in enumerate(candidates) if candidate.document not in used] or [
             *range(len(ranks))
         ]
@@ -71,19 +72,6 @@ def chosen_chunks(
         used.add(candidates[row].document)
         shown.append(ShownChunk(int(by_gain[ranks[row]]), len(by_gain) - 1 - int(ranks[row]), len(by_gain)))
     return shown
-
-
-def _candidates(split: Split, retrieval: RetrievalSet, chunks: np.ndarray, k: int) -> list[Candidate]:
-    """Chunks [n] with the neighbors of the chunk before each, which it reads."""
-    documents, tokens = split.documents_of(chunks)[0], split.tokens.gather(chunks)
-    ids = split.neighbor_ids.gather(chunks - 1)[:, :k]
-    neighbors, lengths = retrieval.with_continuation(ids.ravel())
-    return [
-        Candidate(own.astype(np.int64), document, [row[:length] for row, length in zip(rows, real, strict=True)])
-        for own, document, rows, real in zip(
-            tokens, documents.tolist(), neighbors.reshape(*ids.shape, -1), lengths.reshape(ids.shape), strict=True
-        )
-    ]
 
 
 # --- sources -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ prompts of a mode, neighbors ─► LanguageModel ─► answers ─► Answered
 A model with a chat template is asked in its template, all others in lines and in the paper's prompt.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -140,34 +140,25 @@ class ModePrompts(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
-class FoundPassages(NamedTuple):
-    """The passages of each question, best first."""
-
-    searched: list[list[Passage]]
-    gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
+Rankings = dict[bool, list[list[Passage]]]
+"""The passages of each question, best first, as found (False), and with those first that the question names (True: gold)."""
 
 
 def found_passages(
     retriever: Retriever, questions: Sequence[Question], settings: QaSettings, progress: Progress = percentage
-) -> FoundPassages | None:
-    """Find the passages that the settings need; None if they need none. `progress` shows the searches.
+) -> Rankings:
+    """Find the passages that the settings need; `progress` shows the searches.
 
     Raises:
         InputError: `gold` is set, and a question names no document of the datastore.
     """
-
-    def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
-        with progress(name, total=len(questions), unit="questions") as advance:
-            return find_passages(
-                retriever, questions, k, retrieval=settings.retrieval, positives_first=positives_first, advance=advance
+    k, rankings = max(settings.prompt_passages, settings.neighbor_passages), Rankings()
+    for gold in (False, True) if settings.gold else (False,) if k else ():
+        with progress("gold" if gold else "search", total=len(questions), unit="questions") as advance:
+            rankings[gold] = find_passages(
+                retriever, questions, k, retrieval=settings.retrieval, positives_first=gold, advance=advance
             )
-
-    k = max(settings.prompt_passages, settings.neighbor_passages)
-    if not k:
-        return None
-    searched = find("search", k, positives_first=False)
-    gold = find("gold", k, positives_first=True) if settings.gold else None
-    return FoundPassages(searched, gold)
+    return rankings
 
 
 def all_modes(
@@ -177,7 +168,7 @@ def all_modes(
     *,
     language: Language,
     shots: Sequence[Question] = (),
-    passages: FoundPassages | None = None,
+    passages: Rankings,
 ) -> Iterator[ModePrompts]:
     """All modes that model, settings and passages allow, closed book first.
 
@@ -187,7 +178,7 @@ def all_modes(
         settings: neighbors, lengths.
         language: of the prompts.
         shots: solved questions before each.
-        passages: of each question; None: no passages.
+        passages: of each question.
 
     Raises:
         InputError: a question is too long for the model.
@@ -206,36 +197,30 @@ def _chat_template(language_model: LanguageModel) -> ChatTemplate | None:
     return stored_template(language_model.tokenizer, settings)
 
 
-def _opening(template: ChatTemplate, language: Language) -> Callable[[str], np.ndarray]:
-    """A function that writes passages as the user's message. The assistant's answer begins after it, with solved questions."""
-
-    def opening(passages: str) -> np.ndarray:
-        lines = [*passages.splitlines(), CHAT_INSTRUCTIONS[language]]
-        return template.prompt([Message("user", "\n".join(lines))])
-
-    return opening
-
-
 def _in_lines(
     language_model: LanguageModel,
     questions: Sequence[Question],
     settings: QaSettings,
     language: Language,
     shots: Sequence[Question],
-    passages: FoundPassages | None,
+    passages: Rankings,
     template: ChatTemplate | None,
 ) -> Iterator[ModePrompts]:
     m = language_model.model.settings.chunk_length
     room = room_for_prompts(language_model.context, m, settings.max_tokens)
-    opening = _opening(template, language) if template else None
-    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m, opening)
+
+    def opening(text: str) -> np.ndarray:
+        """The text of passages as the user's message. The assistant's answer begins after it, with solved questions."""
+        assert template is not None
+        return template.prompt([Message("user", "\n".join([*text.splitlines(), CHAT_INSTRUCTIONS[language]]))])
+
+    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m, opening if template else None)
     form = QuestionFormat(language_model.tokenizer, m, language)
     ends = (template.end_of_turn,) if template else ()
-    rankings = _rankings(passages)
     count, neighbors = settings.prompt_passages, settings.neighbor_passages
-    in_neighbors = rankings if neighbors and template and language_model.model.settings.retrieves else {}
+    in_neighbors = passages if neighbors and template and language_model.model.settings.retrieves else {}
     nothing: list[list[Passage]] = [[] for _ in questions]
-    for gold, ranked in (None, nothing), *(rankings.items() if count else ()):
+    for gold, ranked in (None, nothing), *(passages.items() if count else ()):
         texts = [[passage.text for passage in row[:count]] for row in ranked]
         filled = [prompts.prompt(*pair) for pair in zip(questions, texts, strict=True)]
         mode = QuestionMode("chat" if template else "lines", 0 if gold is None else count, gold=bool(gold))
@@ -246,13 +231,6 @@ def _in_lines(
                 given, read = _as_neighbors(form, row, neighbors)
                 both = [one + other for one, other in zip(texts, read, strict=True)]
                 yield ModePrompts(replace(mode, neighbors=neighbors, gold=is_gold), filled, given, both, ends)
-
-
-def _rankings(passages: FoundPassages | None) -> dict[bool, list[list[Passage]]]:
-    """Whether the gold passages come first → passages of each question."""
-    if passages is None:
-        return {}
-    return {False: passages.searched} | ({True: passages.gold} if passages.gold is not None else {})
 
 
 def _as_neighbors(
@@ -269,13 +247,13 @@ def _as_in_paper(
     questions: Sequence[Question],
     count: int,
     language: Language,
-    passages: FoundPassages | None,
+    passages: Rankings,
 ) -> Iterator[ModePrompts]:
     model = language_model.model.settings
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
     prompts = [form.prompt(each.question) for each in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
-    for gold, ranked in _rankings(passages).items() if model.retrieves else ():
+    for gold, ranked in passages.items() if model.retrieves else ():
         given, texts = _as_neighbors(form, ranked, count)
         yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
 

@@ -16,7 +16,7 @@ from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.search import stored_settings
-from indexing.retrieval.passage_choice import Candidate, choose_passages
+from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import MANIFEST, read_manifest, stored_json
@@ -182,7 +182,9 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     ids = ids[split.without_deleted(ids) >= 0]
     full = ids[split.lengths.gather(ids) == split.chunk_length]
     ids = full if len(full) else ids
-    drawn = ids[choose_passages(_candidates(retriever, split, ids), _EXAMPLES, retriever.tokenizer)]
+    near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
+    candidates = candidates_of(split, retriever.retrieval, ids, near)
+    drawn = ids[choose_passages(candidates, _EXAMPLES, retriever.tokenizer)]
     near, distances = (array.gather(drawn)[:, :2] for array in (split.neighbor_ids, split.neighbor_distances))
     tokens, lengths = split.tokens.gather(drawn), split.lengths.gather(drawn)
     following, _ = split.with_continuation(drawn)
@@ -195,18 +197,6 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
         continuation = retriever.tokenizer.decode(following[row, split.chunk_length :])
         examples.append(report.NeighborExample(str(documents[row]["id"]), text, continuation, neighbors))
     return examples
-
-
-def _candidates(retriever: Retriever, split: Split, ids: np.ndarray) -> list[Candidate]:
-    """Chunks [n] with the neighbors that would be shown."""
-    near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
-    tokens, lengths = retriever.retrieval.with_continuation(near.ravel())
-    sources = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    rows = zip(split.tokens.gather(ids), split.lengths.gather(ids), split.documents_of(ids)[0].tolist(), strict=True)
-    return [
-        Candidate(row[:length].astype(np.int64), document, sources[n * near.shape[1] : (n + 1) * near.shape[1]])
-        for n, (row, length, document) in enumerate(rows)
-    ]
 
 
 def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[Picture]:

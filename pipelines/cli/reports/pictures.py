@@ -12,33 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Theme = Mapping[str, str]
+_COLORS = {  # light, dark
+    "ink": ("#1f2937", "#e5e7eb"),
+    "soft": ("#566275", "#9aa7ba"),
+    "paper": ("#f6f7f9", "#0f172a"),
+    "card": ("#ffffff", "#182235"),
+    "line": ("#e3e6eb", "#2c384d"),
+    "mark": ("#bfdbfe", "#274a86"),
+    "accent": ("#2563eb", "#7db0ff"),
+    "helped": ("#4f9cf9", "#1d55d0"),
+    "hurt": ("#f98b32", "#a3460f"),
+    "helped-ink": ("#1d4ed8", "#7db0ff"),
+    "hurt-ink": ("#b03a05", "#ffa35c"),
+}
 THEMES: dict[str, Theme] = {
-    "light": {
-        "ink": "#1f2937",
-        "soft": "#566275",
-        "paper": "#f6f7f9",
-        "card": "#ffffff",
-        "line": "#e3e6eb",
-        "mark": "#bfdbfe",
-        "accent": "#2563eb",
-        "helped": "#4f9cf9",
-        "hurt": "#f98b32",
-        "helped-ink": "#1d4ed8",
-        "hurt-ink": "#b03a05",
-    },
-    "dark": {
-        "ink": "#e5e7eb",
-        "soft": "#9aa7ba",
-        "paper": "#0f172a",
-        "card": "#182235",
-        "line": "#2c384d",
-        "mark": "#274a86",
-        "accent": "#7db0ff",
-        "helped": "#1d55d0",
-        "hurt": "#a3460f",
-        "helped-ink": "#7db0ff",
-        "hurt-ink": "#ffa35c",
-    },
+    theme: {name: pair[number] for name, pair in _COLORS.items()} for number, theme in enumerate(("light", "dark"))
 }
 """Colors of pages and pictures, as in `retro/server/page/page.css`. Blue: better, with retrieval. Orange: worse, without."""
 _MORE_COLORS = ("#10b981", "#a855f7", "#ec4899", "#06b6d4")  # of medium lightness, for both themes

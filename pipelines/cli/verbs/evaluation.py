@@ -114,7 +114,7 @@ def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     shots, chosen = answering.select(read_questions(path), options, path)
     language = answering.language_for(chosen, options)
     model, retriever = answering.open_model(Path(checkpoint), options.passages or None, options, options.device)
-    passages = answering.found_passages(retriever, chosen, options, progress) if retriever else None
+    passages = answering.found_passages(retriever, chosen, options, progress) if retriever else {}
     modes = answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
     rows = answering.measure_answers(model, modes, chosen, options, language, progress)
     prints = {"checkpoint": model.checkpoint.fingerprint}

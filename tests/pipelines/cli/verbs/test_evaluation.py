@@ -205,12 +205,11 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
     assert retriever is not None
     asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
     found = found_passages(retriever, asked, settings)
-    assert found is not None
     *_, closed, read = all_modes(model, asked, settings, language="en", passages=found)
     assert closed.given is None
     assert read.given is not None
     assert read.texts is not None
-    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found.searched, strict=True):
+    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found[False], strict=True):
         assert tokens.shape == (2, 2 * model.model.settings.chunk_length)
         assert (lengths > 0).all()
         for text, passage in zip(texts, passages, strict=True):
