@@ -35,11 +35,11 @@ def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list
         before, *prefixes, whole = decode_batch([*rows, tokens[first : stop + _AFTER]])
         if stop == len(tokens):
             whole = prefixes[-1]
-        known, block = len(before), list[int]()
+        reached, block = len(before), list[int]()
         for prefix in prefixes:
-            if len(prefix) >= known and whole.startswith(prefix):
-                known = len(prefix)
-            block.append(known)
+            if len(prefix) >= reached and whole.startswith(prefix):
+                reached = len(prefix)
+            block.append(reached)
         # The next block begins at a character: after the last token that completed one.
         clean = [index for index, prefix in enumerate(prefixes) if whole.startswith(prefix)]
         taken = clean[-1] + 1 if clean else len(prefixes)

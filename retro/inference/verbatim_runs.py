@@ -112,17 +112,17 @@ def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None
 
 def in_order(datastores: Sequence[TracedDatastore], runs: Sequence[Sequence[Run]]) -> list[tuple[TracedDatastore, Run]]:
     """The runs of a text in each of the datastores, all in the order of the text."""
-    pairs = [(datastore, run) for datastore, own in zip(datastores, runs, strict=True) for run in own]
+    pairs = [(datastore, run) for datastore, in_it in zip(datastores, runs, strict=True) for run in in_it]
     return sorted(pairs, key=lambda pair: (pair[1].first, pair[1].stop))
 
 
 def tokens_in(runs: Iterable[Run]) -> int:
     """How many tokens of a text are in one of its runs."""
-    number, reached = 0, 0
+    tokens, reached = 0, 0
     for first, stop in sorted((run.first, run.stop) for run in runs):
-        number += max(0, stop - max(first, reached))
+        tokens += max(0, stop - max(first, reached))
         reached = max(reached, stop)
-    return number
+    return tokens
 
 
 class PlaceFinder:
@@ -187,8 +187,8 @@ class GeneratedRuns:
         ended = [(places, run) for places, tracer in self._tracers for run in tracer.add(token.token)]
         if token.finish_reason is not None:
             ended += [(places, run) for places, tracer in self._tracers for run in tracer.rest()]
-        found = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
-        return [run for run in found if run.text[0] < run.text[1] and run.occurrences]
+        generated = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
+        return [run for run in generated if run.text[0] < run.text[1] and run.occurrences]
 
     def _generated(self, places: PlaceFinder, run: Run) -> GeneratedRun:
         first = max(0, run.first - self._prompt)

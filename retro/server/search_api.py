@@ -27,16 +27,10 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.inference.spans import ChunkTexts, characters, shared_runs, token_ends
 from retro.model.presets import count_parameters
 from retro.server import schemas
+from retro.server.batched_search import BareHit, QueryKind, SearchKey, SearchResult
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.service import (
-    BareHit,
-    JsonRoute,
-    QueryKind,
-    SearchKey,
-    SearchResult,
-    Service,
-    ServiceDependency,
-)
+from retro.server.routes import JsonRoute, ServiceDependency
+from retro.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -71,16 +65,16 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
-        service.check("max_characters", sum(map(len, queries)), "texts", "characters")
+        service.limits.characters(queries, "texts")
     elif request.tokens is not None:
         kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
-        service.check("max_input_tokens", sum(map(len, queries)), "tokens", "tokens")
+        service.limits.tokens(queries, "tokens")
     else:
         assert request.vectors is not None
         kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
-    service.check_search(len(queries), request.k, request.retrieval, kind)
+    service.limits.search(len(queries), request.k, request.retrieval, kind)
     filters = json.dumps(request.filters, sort_keys=True)
-    datastore = service.check_datastore(request.datastore)
+    datastore = service.limits.datastore(request.datastore)
     search = SearchKey(kind, request.k, filters, request.retrieval, request.text, datastore)
     return await service.search(search, queries)
 
@@ -119,8 +113,8 @@ def _missing(results: Iterable[SearchResult]) -> dict[str, Any]:
 @router.post("/embed", responses=error_responses(413, 422), tags=["search"])
 async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> schemas.EmbedResponse:
     """Embed texts with the datastore's embedder; returns unit vectors."""
-    service.check("max_queries", len(request.texts), "texts")
-    service.check("max_characters", sum(map(len, request.texts)), "texts", "characters")
+    service.limits.within("max_queries", len(request.texts), "texts")
+    service.limits.characters(request.texts, "texts")
     vectors = await service.embed("texts", request.texts)
     return schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors])
 
@@ -144,9 +138,9 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
-    service.check_search(len(rows), request.k, request.retrieval, "chunks of text")
-    service.check_neighbors([len(rows) * m], request.k, "text")
-    filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
+    service.limits.search(len(rows), request.k, request.retrieval, "chunks of text")
+    service.limits.neighbors([len(rows) * m], request.k, "text")
+    filters, datastore = json.dumps(request.filters, sort_keys=True), service.limits.datastore(request.datastore)
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
     results = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
@@ -164,14 +158,14 @@ async def neighbor_tokens(
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
-    service.check_search(len(request.chunks), request.k, "dense", "chunks")
-    service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
+    service.limits.search(len(request.chunks), request.k, "dense", "chunks")
+    service.limits.tokens(request.chunks, "chunks")
     for index, row in enumerate(request.chunks):
         if len(row) != m:
             raise InvalidRequest(
                 f"chunks[{index}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
-        service.check_ids(row, f"chunks[{index}]", "chunks")
+        service.limits.token_ids(row, f"chunks[{index}]", "chunks")
     search = SearchKey("tokens", request.k, "{}", "dense", text=False, neighbors=True)
     results = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(results), request.k), -1, dtype=np.int64)

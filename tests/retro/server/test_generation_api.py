@@ -16,8 +16,7 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
 from retro.inference.source_texts import joined
 from retro.server import search_api
-from retro.server.model_api import as_document
-from retro.server.service import ScoreKey
+from retro.server.service import ScoreKey, Service
 from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Gate, Make, events_of
 from tests.retro.server.generation_requests import (
     BODIES,
@@ -355,7 +354,7 @@ def test_a_document_begins_once_also_if_lm_evals_client_begins_it(bos: int, eos:
     service: Any = SimpleNamespace(retriever=SimpleNamespace(tokenizer=SimpleNamespace(bos_id=bos, eos_id=eos)))
     prefix = bos or eos  # the rule of lm-eval's client, which takes 0 for a missing token
     for tokens in ([], [7, 8], [bos, 7], [prefix, 7, eos]):
-        row = as_document(service, np.array(tokens, np.int64))
+        row = Service.as_document(service, np.array(tokens, np.int64))
         assert row.tolist() == [bos, *(token for token in tokens[:1] if token not in (bos, prefix)), *tokens[1:]]
         assert row.dtype == np.int64
 
