@@ -358,7 +358,7 @@ def test_ctrl_c_promises_a_resume_only_where_there_is_one(trained, arguments, re
         raise KeyboardInterrupt
 
     verb, path = arguments
-    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
+    monkeypatch.setattr(f"pipelines.cli.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
     names = {"config": trained / "config.toml", "run": trained / "run"}
     assert main([verb, path.format(**names)]) == 130
     assert ("same command again" in capsys.readouterr().err) == resumes
@@ -378,7 +378,7 @@ def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requ
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", run)
+    monkeypatch.setattr(f"pipelines.cli.{VERBS[verb].module}.{VERBS[verb].run}", run)
     assert main([verb, str(trained / "datastore")]) == 0
     assert running == names
 
