@@ -82,10 +82,8 @@ class Evaluator:
                 by_chunk = self._score(batch, split.chunk_length, advance)  # [B, U, m]
                 np.add.at(nats, [window.text for window in part], _sums(by_chunk).sum(1))
                 for window, scores in zip(part, by_chunk, strict=True):
-                    own = slice(
-                        window.scored - window.start, window.stop - window.start
-                    )  # no other window scores these
-                    rows.append((window.scored, scores[own].copy()))
+                    inside = scores[window.scored - window.start : window.stop - window.start]
+                    rows.append((window.scored, inside.copy()))  # no other window scores these chunks
         self.model.train(mode)
         seconds, scores = time.perf_counter() - started, _token_scores(evaluation_set, rows)
         sizes = np.where(scores.scored, scores.bytes, 0).sum(1, dtype=np.float64)
@@ -202,7 +200,7 @@ def _token_scores(evaluation_set: EvaluationSet, rows: Sequence[tuple[int, np.nd
     """Scores of the chunks with a scored token, from the first chunk and the nats [chunks, m] of each window."""
     ids = np.concatenate([np.arange(first, first + len(nats)) for first, nats in rows])
     nats = np.concatenate([nats for _, nats in rows])
-    kept = np.flatnonzero(~np.isnan(nats).all(1))
-    kept = kept[np.argsort(ids[kept])]
-    ids = ids[kept]
-    return TokenScores(ids, evaluation_set.split.documents_of(ids)[0], nats[kept], evaluation_set.text_bytes(ids))
+    scored = np.flatnonzero(~np.isnan(nats).all(1))
+    scored = scored[np.argsort(ids[scored])]
+    ids = ids[scored]
+    return TokenScores(ids, evaluation_set.split.documents_of(ids)[0], nats[scored], evaluation_set.text_bytes(ids))

@@ -137,14 +137,14 @@ def leakage_of(
     source.require("neighbors")
     check_source(evaluation_set, source)
     _warn_if_filtered(source)
-    split, known = evaluation_set.split, source.split(evaluation_set.split_name)
+    split, searched = evaluation_set.split, source.split(evaluation_set.split_name)
     retrieval = RetrievalSet.of(source)
     out = np.zeros(len(ids))
     for start in range(0, len(ids), _BLOCK_CHUNKS):
         block = ids[start : start + _BLOCK_CHUNKS]
         _check_tokens(evaluation_set, source, block)
         tokens, lengths = split.tokens.gather(block), split.lengths.gather(block)
-        near = retrieval.without_deleted(known.neighbor_ids.gather(block)[:, :num_neighbors])
+        near = retrieval.without_deleted(searched.neighbor_ids.gather(block)[:, :num_neighbors])
         rows, columns = np.nonzero(near >= 0)
         neighbors, neighbor_lengths = retrieval.with_continuation(near[rows, columns])
         shared = overlap(tokens[rows], lengths[rows], neighbors, neighbor_lengths)
@@ -157,17 +157,17 @@ def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
     """Raise InputError if a datastore has neither votes nor neighbors, or its sizes show that its chunks differ from the set's."""
     if not _is_searched(source):
         source.require("neighbors")
-    ours, theirs = evaluation_set.datastore.manifest, source.manifest
-    same = all(ours[key] == theirs[key] for key in ("vocab_size", "chunk_length"))
+    manifest, other = evaluation_set.datastore.manifest, source.manifest
+    same = all(manifest[key] == other[key] for key in ("vocab_size", "chunk_length"))
     name = evaluation_set.split_name
-    if not same or sum(theirs["splits"].get(name, {}).get("chunks", ())) != evaluation_set.split.num_chunks:
+    if not same or sum(other["splits"].get(name, {}).get("chunks", ())) != evaluation_set.split.num_chunks:
         raise _other_chunks(source, evaluation_set)
 
 
 def _check_tokens(evaluation_set: EvaluationSet, source: Datastore, ids: np.ndarray) -> None:
     """Raise InputError if some chunks of a datastore differ from the set's."""
-    theirs = source.split(evaluation_set.split_name).tokens.gather(ids)
-    if not np.array_equal(evaluation_set.split.tokens.gather(ids), theirs):
+    tokens = source.split(evaluation_set.split_name).tokens.gather(ids)
+    if not np.array_equal(evaluation_set.split.tokens.gather(ids), tokens):
         raise _other_chunks(source, evaluation_set)
 
 

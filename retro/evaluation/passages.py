@@ -224,11 +224,11 @@ def colored(
     # A source for runs of punctuation alone would say little.
     placed = [run for run in placed if any(map(str.isalnum, text[slice(*characters(ends, run.start, run.stop))]))]
     for document in dict.fromkeys(str(run.place.document["id"]) for run in placed):
-        own = [run for run in placed if str(run.place.document["id"]) == document]
+        of_document = [run for run in placed if str(run.place.document["id"]) == document]
         number = len(passage.neighbor_tokens) + 1 + len([source for source in sources if not source.is_neighbor])
-        numbers |= {run.stop: (run.start, number) for run in own}
+        numbers |= {run.stop: (run.start, number) for run in of_document}
         assert index is not None
-        sources.append(CopiedFrom(number, document, _excerpts(own, index.split, tokenizer), is_neighbor=False))
+        sources.append(CopiedFrom(number, document, _excerpts(of_document, index.split, tokenizer), is_neighbor=False))
     before = tokenizer.decode(passage.before[-_BEFORE:])
     return ColoredPassage(title, before, list(_pieces(passage, text, ends, numbers)), sources)
 
@@ -241,8 +241,8 @@ def _neighbors(
     metadata = retrieval.metadata(passage.neighbor_ids[present]) if present else []
     sources = []
     for neighbor, row in zip(present, metadata, strict=True):
-        own = [(run.position, run.position + run.stop - run.start) for run in runs if run.neighbor == neighbor]
-        parts = _parts(tokenizer, passage.neighbor_tokens[neighbor], own)
+        copied = [(run.position, run.position + run.stop - run.start) for run in runs if run.neighbor == neighbor]
+        parts = _parts(tokenizer, passage.neighbor_tokens[neighbor], copied)
         sources.append(CopiedFrom(neighbor + 1, str(row["id"]), parts))
     return sources
 
@@ -250,7 +250,7 @@ def _neighbors(
 def _excerpts(runs: Sequence[DatastoreRun], split: Split, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """The parts of a document around runs; True = copied."""
     m, (chunk, _) = split.chunk_length, runs[0].place.last
-    _, first, stop = (int(each[0]) for each in split.documents_of(np.array([chunk])))
+    _, first, stop = (int(ids[0]) for ids in split.documents_of(np.array([chunk])))
     end = (stop - 1) * m + int(split.lengths.read(stop - 1, stop)[0])
     # Positions in all tokens of the split; only the last chunk of a document is padded.
     copied = sorted(
@@ -271,8 +271,8 @@ def _excerpts(runs: Sequence[DatastoreRun], split: Split, tokenizer: Tokenizer) 
     for begin, after in windows:
         low = begin // m
         tokens = split.tokens.read(low, -(-after // m)).reshape(-1)[begin - low * m : after - low * m].astype(np.int64)
-        own = [(a - begin, b - begin) for a, b in copied if begin <= a < after]
-        parts += [*_parts(tokenizer, tokens, own), ("…" if after < end else "", False)]
+        inside = [(a - begin, b - begin) for a, b in copied if begin <= a < after]
+        parts += [*_parts(tokenizer, tokens, inside), ("…" if after < end else "", False)]
     return parts
 
 

@@ -97,10 +97,10 @@ def _level(labels: Row, results: Sequence[SetResult | None], seed: int) -> Row:
     ON is compared with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF.
     """
     rows = [result for result in results if result]
-    ours = [row for row in rows if row.model == rows[0].model]
-    theirs = {row.mode: row for row in rows if row.model != rows[0].model}
-    pairs = [(row, ours[0]) for row in ours[1:]]
-    pairs += [(row, theirs.get(row.mode, theirs["OFF"])) for row in ours if theirs]
+    first = [row for row in rows if row.model == rows[0].model]
+    second = {row.mode: row for row in rows if row.model != rows[0].model}
+    pairs = [(row, first[0]) for row in first[1:]]
+    pairs += [(row, second.get(row.mode, second["OFF"])) for row in first if second]
     changes = []
     for row, reference in pairs:
         percent, low, high = compare(row, reference, seed)

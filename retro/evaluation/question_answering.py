@@ -238,8 +238,8 @@ def _as_neighbors(
 ) -> tuple[GivenNeighbors, list[list[str]]]:
     """The first passages of each question as neighbors, and their texts: passages may be cut off, so these are decoded."""
     given = [form.neighbors(row, count) for row in ranked]
-    kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
-    return given, [form.tokenizer.decode_batch(rows) for rows in kept]
+    read = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
+    return given, [form.tokenizer.decode_batch(rows) for rows in read]
 
 
 def _as_in_paper(
@@ -251,7 +251,7 @@ def _as_in_paper(
 ) -> Iterator[ModePrompts]:
     model = language_model.model.settings
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
-    prompts = [form.prompt(each.question) for each in questions]
+    prompts = [form.prompt(question.question) for question in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
     for gold, ranked in passages.items() if model.retrieves else ():
         given, texts = _as_neighbors(form, ranked, count)

@@ -108,15 +108,15 @@ def score_passage(
         origins = origins_of(model, hidden, on, inputs)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
-    own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
+    predicted = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
     read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
-    as_array = {name: each[0, own].cpu().numpy() for name, each in origins._asdict().items()}
+    as_array = {name: table[0, predicted].cpu().numpy() for name, table in origins._asdict().items()}
     return Passage(
         chunk=chunk,
         before=batch.tokens[0, :start],
         tokens=batch.tokens[0, start : start + length],
-        off=-off[0, own].double().cpu().numpy() / np.log(2),
-        on=-on[0, own].double().cpu().numpy() / np.log(2),
+        off=-off[0, predicted].double().cpu().numpy() / np.log(2),
+        on=-on[0, predicted].double().cpu().numpy() / np.log(2),
         copied=as_array["share"],
         neighbors=as_array["neighbors"],
         positions=as_array["positions"],

@@ -89,9 +89,9 @@ def marked(text: str, other: str) -> Any:
     """`text` as HTML, with marks on runs of words that `other` contains too."""
     from markupsafe import Markup, escape
 
-    words, theirs = _words(text), _words(other)
+    words, other_words = _words(text), _words(other)
     shared = np.zeros(len(words), dtype=bool)
-    for match in SequenceMatcher(None, words, theirs, autojunk=False).get_matching_blocks():
+    for match in SequenceMatcher(None, words, other_words, autojunk=False).get_matching_blocks():
         run = range(match.a, match.a + match.size)
         if sum(_weight(words[index]) for index in run) >= _MARKED_WORDS:
             inner = [index for index in run if not words[index].isspace()]

@@ -139,5 +139,5 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def _thinned(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Points of a curve at equal distances, with the first and the last."""
-    kept = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
-    return tokens[kept], values[kept]
+    points = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
+    return tokens[points], values[points]

@@ -47,9 +47,9 @@ def claim_folder(options: DemoOptions) -> dict[str, Any]:
     Raises:
         InputError: the earlier demo had another model, corpus or seed.
     """
-    stored, wanted = options.output / "demo.json", identity(options)
-    earlier = read_json(stored) if stored.exists() else wanted
-    if {key: earlier.get(key, "") for key in wanted} != wanted:
+    stored, new = options.output / "demo.json", identity(options)
+    earlier = read_json(stored) if stored.exists() else new
+    if {key: earlier.get(key, "") for key in new} != new:
         raise InputError(
             f"{options.output} contains a demo with another model, corpus or seed ({stored}). Name another folder: --output NEW."
         )

@@ -223,6 +223,6 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
     )
     assert results is not None  # only processes other than rank 0 get None
     settings = {"checkpoint": checkpoint} | asdict(options)
-    kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
-    options.deliver({**model.get_model_info(), "settings": settings, **kept}, make_table(results))
+    figures = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    options.deliver({**model.get_model_info(), "settings": settings, **figures}, make_table(results))
     return 0

@@ -105,7 +105,9 @@ def _levels_table(
             figures = [_label(row), f"{row['bits_per_byte']:.4f}"]
             if (level["set"], figures[0]) in shown:
                 changes = [change for change in level["changes"] if change["measured"] == figures[0]]
-                compared = [[each["reference"], f"{each['percent']:+.2f}% ({_interval(each)})"] for each in changes]
+                compared = [
+                    [change["reference"], f"{change['percent']:+.2f}% ({_interval(change)})"] for change in changes
+                ]
                 first, *others = compared or [["", ""]]
                 lines += [figures + first, *(["", "", *other] for other in others)]
         rows += [(cells_of_level if line is lines[0] else [""] * len(cells_of_level)) + line for line in lines]
