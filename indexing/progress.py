@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 log = logging.getLogger("retro")
 
@@ -32,3 +33,23 @@ def during(message: str, *arguments: object) -> Iterator[None]:
         yield
     finally:
         status("")
+
+
+class Progress(Protocol):
+    """Shows long work while a block runs. The block receives the function to call with the number of units just finished."""
+
+    def __call__(self, name: str, *, total: int | None, unit: str) -> contextlib.AbstractContextManager[Advance]:
+        """Begin to show work: its name, its number of units (None = unknown), and their plural name."""
+
+
+@contextlib.contextmanager
+def percentage(name: str, *, total: int | None, unit: str) -> Iterator[Advance]:
+    """Progress as the `status` of other work, whose bar is shown: `NAME: 37%`."""
+    done = 0
+
+    def advance(units: int) -> None:
+        nonlocal done
+        done += units
+        status("%s: %d%%", name, min(100, 100 * done // max(1, total or 0)))
+
+    yield advance

@@ -57,7 +57,7 @@ def test_searches_are_ordered_by_recall_and_measurements_are_stored(
     results = RunResults(tmp_path / "out", checkpoint, 0)
     measure_run(results, found, (2,), Budget(math.inf))
     again = RunResults(tmp_path / "out", checkpoint, 0)
-    monkeypatch.setattr(search_quality, "measure", pytest.fail)
+    monkeypatch.setattr(search_quality, "Evaluator", pytest.fail)
     measure_run(again, found, (2,), Budget(math.inf))
     rows = table_of(again, found, (2,)).rows
     assert [row[0] for row in rows] == names

@@ -32,11 +32,11 @@ from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
+from retro.data.windows import ScoringWindow, document_windows, window_batches
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
-from retro.evaluation.longest_matches import LongestMatches
+from retro.evaluation.leakage import LongestMatches
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.windows import ScoringWindow, document_windows, window_batches
 from retro.model.copy_datastore import DatastoreVotes
 from retro.model.copy_head import CopyHead
 from retro.model.inputs import Inputs

@@ -41,15 +41,17 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from pipelines.cli.evaluation.bits_per_byte import measure
-from pipelines.cli.evaluation.settings import PerplexitySettings
-from pipelines.cli.reports.html import PlotLine, Section, line_plot, write_report
+from pipelines.cli.reports.html import Section, write_report
+from pipelines.cli.reports.pictures import Picture, Plot, PlotLine, line_plots
 from pipelines.cli.results import Table
+from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_inference_placement
 from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import open_sets
+from retro.evaluation.settings import EvaluationSettings
 
 RECALL_AT = (2, 4, 10)
 _OFF = NeighborUse(0)
@@ -181,10 +183,11 @@ def measure_run(results: RunResults, found: Sequence[Search], ks: Sequence[int],
     checkpoint = results.checkpoint
     (evaluation_set,) = open_sets((), [Path(checkpoint.folders[0])], checkpoint.model, 0)
     placement = choose_inference_placement("auto", checkpoint.settings["train"]["precision"])
-    model, length = load_model(checkpoint, placement.device), checkpoint.settings["data"]["sequence_length"]
-    settings = PerplexitySettings(k=tuple(ks), max_tokens=results.max_tokens)
+    window = checkpoint.settings["data"]["sequence_length"]
+    settings = EvaluationSettings(window=window, max_tokens=results.max_tokens)
+    evaluator = Evaluator(load_model(checkpoint, placement.device), placement, settings, progress=progress)
     for name, use in limit.each(missing, "measurement"):
-        result = measure(model, evaluation_set, settings, placement, use, length, note=f" {name}")
+        result = evaluator.score(evaluation_set, use, note=name)
         results.add(name, use.k, result)
         say(f"{results.name}, {_key(name, use.k)}: {result.bits_per_byte:.4f} bits per byte")
 
@@ -220,7 +223,7 @@ def table_of(results: RunResults, found: Sequence[Search], ks: Sequence[int]) ->
     return Table(header, rows)
 
 
-def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> str:
+def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> Picture:
     """Plot the share of the gain kept against recall@2, a line for each run."""
     lines = {}
     for results, found in measured:
@@ -231,7 +234,7 @@ def plot_of(measured: Sequence[tuple[RunResults, list[Search]]], k: int) -> str:
             if off and exact and (on := results.get(each.name, k)) is not None
         )
         lines[results.name] = PlotLine([x for x, _ in points], [y for _, y in points])
-    return line_plot(lines, "recall@2 of the search", "share of the gain kept", f"k = {k}")
+    return line_plots(Plot(lines, "recall@2 of the search", "share of the gain kept", f"k = {k}"))
 
 
 def main() -> None:

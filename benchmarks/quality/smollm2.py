@@ -33,7 +33,8 @@ from pipelines.config import Config
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
@@ -94,13 +95,8 @@ def measure(
 ) -> list[SetResult]:
     """Score the first held-out documents with each choice of neighbors."""
     settings = EvaluationSettings(window=window, stride=window * 3 // 4, max_tokens=tokens, batch_size=4)
-    losses = cached_losses(model, place)
-    return [
-        evaluate(
-            model, held_out, settings, place, use=use, sequence_length=window, by_chunk=True, token_losses_of=losses
-        )
-        for use in uses
-    ]
+    evaluator = Evaluator(model, place, settings, token_losses_of=cached_losses(model, place))
+    return [evaluator.score(held_out, use) for use in uses]
 
 
 def rows_of(results: dict[str, SetResult], reference: SetResult) -> list[dict[str, Any]]:
@@ -142,15 +138,15 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
                 zip(uses, measure(model, held_out, uses.values(), WINDOW, options.tokens, place), strict=True)
             )
             off, on = results["OFF"], results["k = 4"]
-            assert off.chunks is not None
-            shared = leakage_of(held_out, off.chunks.ids)
-            filtered = [by_leakage(each, shared, LEAKAGE, held_out.split.chunk_length) for each in (off, on)]
-            leakage = [
-                {"shared_tokens": a.shared_tokens, "share": a.share, "off": a.result.bits_per_byte}
-                | {"on": b.result.bits_per_byte, "change": compare(b.result, a.result)}
-                for a, b in zip(*filtered, strict=True)
-                if a.result and b.result
-            ]
+            leakage = []
+            for tokens, chunks in by_leakage(
+                leakage_of(held_out, off.token_scores.chunks), LEAKAGE, held_out.split.chunk_length
+            ):
+                without, reading = off.part(chunks), on.part(chunks)
+                if without and reading:
+                    figures = {"off": without.bits_per_byte, "on": reading.bits_per_byte}
+                    level = {"shared_tokens": tokens, "share": float(chunks.mean())}
+                    leakage.append(level | figures | {"change": compare(reading, without)})
             keep("k", {"rows": rows_of(results, off), "leakage": leakage}, began)
         for window in CONTEXTS:
             if f"context {window}" in parts:

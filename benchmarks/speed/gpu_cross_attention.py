@@ -34,10 +34,10 @@ from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
+from retro.data.windows import ScoringWindow, window_batches
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.windows import ScoringWindow, window_batches
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.presets import resolve

@@ -11,7 +11,6 @@ that zstandard need not be installed. `--tiny` runs everything with little text 
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.settings import TokenizerSettings
+from pipelines.cli.reports.training_runs import plot_runs
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages.table import STAGES, build
@@ -38,7 +38,8 @@ from pipelines.terminal.logger import setup_logging
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate
+from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.presets import resolve
@@ -151,15 +152,14 @@ def train_within(config: Config, steps_file: Path, seconds: float, most_steps: i
 def scores(config: Config, baseline: Path, tokens: int) -> Iterator[Figures]:
     """Bits per byte of both models, and changes against the decoder with intervals over documents."""
     place, held_out = placement(), EvaluationSet("valid", Datastore.open(config.datastore))
-    settings = EvaluationSettings(max_tokens=tokens, batch_size=8)
+    settings = EvaluationSettings(window=config.data.sequence_length, max_tokens=tokens, batch_size=8)
     reference: SetResult | None = None
     for name, run in (("decoder", baseline), ("RETRO", config.run)):
         checkpoint = open_checkpoint(run)
-        model = load_model(checkpoint, place.device)
+        evaluator = Evaluator(load_model(checkpoint, place.device), place, settings)
         yield {f"{name}, step": checkpoint.step}
         for mode, use in MODES.items() if reference else [("own context", NeighborUse(0))]:
-            length = config.data.sequence_length
-            result = evaluate(model, held_out, settings, place, use=use, sequence_length=length)
+            result = evaluator.score(held_out, use)
             change = "" if reference is None else f"  {percent(compare(result, reference))}"
             yield {f"{name}, {mode}": f"{result.bits_per_byte:.4f}{change}"}
             reference = reference or result
@@ -169,24 +169,7 @@ def scores(config: Config, baseline: Path, tokens: int) -> Iterator[Figures]:
 
 def draw_losses(runs: dict[str, Path], file: Path) -> Iterator[Figures]:
     """Draw the loss of each run by the tokens read."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, run in runs.items():
-        metrics = run / "metrics.jsonl"
-        if not metrics.exists():
-            raise InputError(f"{run} has no metrics.")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        points = [(line["tokens"] / 1e6, line["loss"]) for line in lines if "loss" in line and "tokens" in line]
-        axes.plot(*zip(*points, strict=True), label=name)
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("training loss, nats")
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    plot_runs(list(runs.values()), file)
     yield {"picture": file.name}
 
 
@@ -238,7 +221,7 @@ def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dic
         "train the RETRO": (partial(training, config), 290),
         "train the decoder": (partial(training, decoder), 220),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
-        "loss curves": (partial(draw_losses, runs, output / "loss.png"), 20),
+        "loss curves": (partial(draw_losses, runs, output / "loss.svg"), 20),
     }
     return {name: Case(*one) for name, one in work_of.items()}
 

@@ -14,6 +14,8 @@ from math import log
 
 import numpy as np
 
+from indexing.store.datastore import Split
+from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
 
@@ -39,6 +41,20 @@ class Candidate:
     tokens: np.ndarray
     document: int
     sources: Sequence[np.ndarray] = field(default_factory=tuple)
+
+
+def candidates_of(
+    split: Split, retrieval: RetrievalSet, chunks: np.ndarray, neighbor_ids: np.ndarray
+) -> list[Candidate]:
+    """Chunks as candidates: ids [n] int64 of a split, and ids [n, k] of the neighbors of each in a retrieval set, -1 = none."""
+    k, documents = neighbor_ids.shape[1], split.documents_of(chunks)[0].tolist()
+    texts = zip(split.tokens.gather(chunks), split.lengths.gather(chunks), strict=True)
+    neighbors = zip(*retrieval.with_continuation(neighbor_ids.ravel()), strict=True)
+    sources = [tokens[:length] for tokens, length in neighbors]
+    return [
+        Candidate(tokens[:length].astype(np.int64), document, sources[row * k : (row + 1) * k])
+        for row, ((tokens, length), document) in enumerate(zip(texts, documents, strict=True))
+    ]
 
 
 def choose_passages(

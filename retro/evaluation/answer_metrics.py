@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenization.language import Language
+from retro.evaluation.bits_per_byte import ratio_with_interval
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CHINESE_PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
@@ -44,12 +45,9 @@ def f1(answer: str, right: Sequence[str], language: Language) -> float:
     )
 
 
-def mean_with_interval(values: np.ndarray, seed: int = 0, rounds: int = 1000) -> tuple[float, float, float]:
+def mean_with_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """Return the mean of values [n] and its 2.5% and 97.5% bootstrap quantiles."""
-    generator = np.random.default_rng(seed)
-    means = [values[generator.integers(0, len(values), len(values))].mean() for _ in range(rounds)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(values.mean()), float(low), float(high)
+    return ratio_with_interval(values, np.ones(len(values)), seed)
 
 
 def _best(score: Callable[[str], float], right: Sequence[str]) -> float:

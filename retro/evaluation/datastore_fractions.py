@@ -87,10 +87,10 @@ def votes_in_fractions(
     """
     index, train = SuffixIndex.open(evaluation_set.datastore.folder), evaluation_set.datastore.train
     numbers = np.arange(train.num_documents)
-    points, kept = points_of(numbers, 0, seed), ~np.isin(numbers, train.deleted_documents)
+    points, present = points_of(numbers, 0, seed), ~np.isin(numbers, train.deleted_documents)
     ranges = train.chunk_ranges(numbers)
     for fraction in sorted(set(fractions)):
-        chosen = kept & (points < fraction)
+        chosen = present & (points < fraction)
         chunks = int(np.diff(ranges[chosen]).sum())
         with tempfile.TemporaryDirectory(prefix="retro-fraction-") as folder:
             part = index.of_documents(chosen, Path(folder))
@@ -215,7 +215,7 @@ class _Search:
 
     def by_ngrams(self, edges: list[float]) -> Iterator[PartialDatastore]:
         """Search each fraction with its own lists of n-grams."""
-        stored, candidates = (max(self.k, each) for each in (self.stored.stored, self.stored.candidates))
+        stored, candidates = (max(self.k, count) for count in (self.stored.stored, self.stored.candidates))
         settings = replace(self.stored, stored=stored, candidates=candidates, materialized=0)
         splits, documents, chunks = self.retrieval.splits, 0, 0
         indexes = [open_index(train, range(len(train.chunk_rows)), "ngrams") for train in splits]

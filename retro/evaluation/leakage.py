@@ -7,18 +7,16 @@ neighbors: chunk C, its nearest neighbors [N, F] → s, the longest token run co
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from indexing.progress import Advance
 from indexing.similarity.overlap import overlap
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.suffixes.votes import has_votes
-from retro.evaluation.bits_per_byte import SetResult
-from retro.evaluation.longest_matches import LongestMatches
+from indexing.suffixes.votes import LONGEST, has_votes
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
@@ -27,6 +25,52 @@ LEAKAGE_NEIGHBORS = 10
 """Number of nearest neighbors that define the leakage of a chunk (paper, section 2.7)."""
 
 _BLOCK_CHUNKS = 128  # with ten neighbors each, the tables of the comparison fit into the CPU cache
+
+
+# --- by longest match ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LongestMatches:
+    """Lengths of matches in the training documents, and bands of lengths.
+
+    Attributes:
+        split: the held-out split; its votes are stored. Their lengths end at 64, which stands for longer matches.
+        starts: lengths at which a band begins, ascending, from 0. The last band has no end.
+    """
+
+    split: Split
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, split: Split, starts: Sequence[int]) -> "LongestMatches":
+        """Bands that begin at 0 and at these lengths, in any order; those above 64 count as 64."""
+        return cls(split, tuple(sorted({0, *(min(start, LONGEST) for start in starts)})))
+
+    def bands(self, lengths: np.ndarray) -> np.ndarray:
+        """The number of the band of each length: [...] → [...] int64."""
+        return np.searchsorted(self.starts, lengths, side="right") - 1
+
+    def of_tokens(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of the longest match that ends in each token: chunk ids [n] int64 → [n, m] uint8; 0 in padding."""
+        lengths: np.ndarray = self.split.votes.gather(ids)["length"]
+        return lengths
+
+    def of_documents(self, documents: np.ndarray, advance: Advance = lambda _: None) -> np.ndarray:
+        """Tokens of the longest match of each document: numbers [n] int64 → [n] int64. `advance` counts documents."""
+        longest = np.zeros(len(documents), dtype=np.int64)
+        for row, (first, stop) in enumerate(self.split.chunk_ranges(documents).tolist()):
+            longest[row] = self.of_tokens(np.arange(first, stop)).max(initial=0)
+            advance(1)
+        return longest
+
+    def before_tokens(self, chunks: np.ndarray) -> np.ndarray:
+        """Tokens of the longest match that ends before each token: chunk ids [n] int64 → [n, m] uint8.
+
+        The first token of a document has none before it and gets an arbitrary number.
+        """
+        before = self.of_tokens(np.maximum(chunks - 1, 0))[:, -1:]  # only the last chunk of a document is padded
+        return np.concatenate([before, self.of_tokens(chunks)[:, :-1]], axis=1)
 
 
 def longest_matches(
@@ -60,21 +104,7 @@ def _is_searched(datastore: Datastore) -> bool:
     return has_votes(datastore) and not datastore.manifest.get("extra_datastores")
 
 
-@dataclass(frozen=True)
-class Filtered:
-    """A measurement over the chunks with leakage up to a threshold.
-
-    Attributes:
-        shared_tokens: t, the longest run that a chunk shares with a neighbor.
-        threshold: the paper's α = t/m, the largest r(C) of a chunk.
-        share: fraction of the scored chunks with r(C) ≤ α.
-        result: measurement over these chunks; None if there are none.
-    """
-
-    shared_tokens: int
-    threshold: float
-    share: float
-    result: SetResult | None
+# --- by neighbors ----------------------------------------------------------------------------------------------------
 
 
 def leakage_of(
@@ -107,14 +137,14 @@ def leakage_of(
     source.require("neighbors")
     check_source(evaluation_set, source)
     _warn_if_filtered(source)
-    split, known = evaluation_set.split, source.split(evaluation_set.split_name)
+    split, searched = evaluation_set.split, source.split(evaluation_set.split_name)
     retrieval = RetrievalSet.of(source)
     out = np.zeros(len(ids))
     for start in range(0, len(ids), _BLOCK_CHUNKS):
         block = ids[start : start + _BLOCK_CHUNKS]
         _check_tokens(evaluation_set, source, block)
         tokens, lengths = split.tokens.gather(block), split.lengths.gather(block)
-        near = retrieval.without_deleted(known.neighbor_ids.gather(block)[:, :num_neighbors])
+        near = retrieval.without_deleted(searched.neighbor_ids.gather(block)[:, :num_neighbors])
         rows, columns = np.nonzero(near >= 0)
         neighbors, neighbor_lengths = retrieval.with_continuation(near[rows, columns])
         shared = overlap(tokens[rows], lengths[rows], neighbors, neighbor_lengths)
@@ -127,17 +157,17 @@ def check_source(evaluation_set: EvaluationSet, source: Datastore) -> None:
     """Raise InputError if a datastore has neither votes nor neighbors, or its sizes show that its chunks differ from the set's."""
     if not _is_searched(source):
         source.require("neighbors")
-    ours, theirs = evaluation_set.datastore.manifest, source.manifest
-    same = all(ours[key] == theirs[key] for key in ("vocab_size", "chunk_length"))
+    manifest, other = evaluation_set.datastore.manifest, source.manifest
+    same = all(manifest[key] == other[key] for key in ("vocab_size", "chunk_length"))
     name = evaluation_set.split_name
-    if not same or sum(theirs["splits"].get(name, {}).get("chunks", ())) != evaluation_set.split.num_chunks:
+    if not same or sum(other["splits"].get(name, {}).get("chunks", ())) != evaluation_set.split.num_chunks:
         raise _other_chunks(source, evaluation_set)
 
 
 def _check_tokens(evaluation_set: EvaluationSet, source: Datastore, ids: np.ndarray) -> None:
     """Raise InputError if some chunks of a datastore differ from the set's."""
-    theirs = source.split(evaluation_set.split_name).tokens.gather(ids)
-    if not np.array_equal(evaluation_set.split.tokens.gather(ids), theirs):
+    tokens = source.split(evaluation_set.split_name).tokens.gather(ids)
+    if not np.array_equal(evaluation_set.split.tokens.gather(ids), tokens):
         raise _other_chunks(source, evaluation_set)
 
 
@@ -160,61 +190,16 @@ def _other_chunks(source: Datastore, evaluation_set: EvaluationSet) -> InputErro
 
 
 def by_leakage(
-    result: SetResult, leakage: np.ndarray, shared_tokens: Sequence[int], chunk_length: int
-) -> Iterator[Filtered]:
-    """Restrict a measurement to the chunks with r(C) ≤ α = t/m, for each t in ascending order.
+    leakage: np.ndarray, shared_tokens: Sequence[int], chunk_length: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """For each t in ascending order: t, and which chunks have r(C) ≤ α = t/m, bool [n, 1] for `SetResult.part`.
 
     The last chunk of a document may be shorter than m. It must not share a larger part of itself than a full chunk.
 
     Args:
-        result: a measurement with scores by chunk.
-        leakage: [n] r of each chunk in `result.chunks.ids`.
+        leakage: [n] r of each chunk.
         shared_tokens: values of t; those above m count as m.
         chunk_length: m.
     """
     for tokens in sorted({min(tokens, chunk_length) for tokens in shared_tokens}):
-        kept = leakage <= tokens / chunk_length
-        yield Filtered(tokens, tokens / chunk_length, float(kept.mean()), _restricted(result, kept))
-
-
-def _restricted(result: SetResult, kept: np.ndarray) -> SetResult | None:
-    """Return the measurement over some of its chunks; None if these have no text."""
-    chunks = result.chunks
-    assert chunks is not None, "no scores by chunk"
-    documents, count = chunks.documents[kept], len(result.nats_by_document)
-    columns = (chunks.nats, chunks.tokens, chunks.bytes)
-    return _part(result, *(np.bincount(documents, column[kept], minlength=count) for column in columns))
-
-
-def by_document_match(result: SetResult, bands: np.ndarray) -> list[SetResult | None]:
-    """The measurement over the documents of each band; None if these have no text.
-
-    Args:
-        result: a measurement with scores by longest match.
-        bands: [documents] int64, the band of the longest match of each document.
-    """
-    matches = result.matches
-    assert matches is not None, "no scores by longest match"
-    sums = [table.sum(0) for table in (matches.nats, matches.tokens, matches.bytes)]
-    return [_part(result, *(values * (bands == band) for values in sums)) for band in range(len(matches.nats))]
-
-
-def by_token_match(result: SetResult) -> list[SetResult | None]:
-    """The measurement over the tokens of each band, by the longest match before a token; None if these have no text."""
-    matches = result.matches
-    assert matches is not None, "no scores by longest match"
-    return [_part(result, *rows) for rows in zip(matches.nats, matches.tokens, matches.bytes, strict=True)]
-
-
-def _part(result: SetResult, nats: np.ndarray, tokens: np.ndarray, sizes: np.ndarray) -> SetResult | None:
-    """A measurement with other sums by document; None if they have no text."""
-    if not sizes.any():
-        return None
-    return replace(
-        result,
-        tokens=int(tokens.sum()),
-        nats_by_document=nats,
-        bytes_by_document=sizes,
-        chunks=None,
-        matches=None,
-    )
+        yield tokens, (leakage <= tokens / chunk_length)[:, None]

@@ -99,18 +99,18 @@ def measure(
     for start in range(0, len(questions), _BLOCK_QUESTIONS):
         block = slice(start, start + _BLOCK_QUESTIONS)
         ranked = retriever.chunks.rank(
-            [each.question for each in questions[block]], settings.chunks, retrieval=retrieval
+            [question.question for question in questions[block]], settings.chunks, retrieval=retrieval
         )
-        for ids, wanted in zip(ranked.ids, right[block], strict=True):
-            ranks.append(ranks_of(retriever.retrieval.documents_of(ids[ids >= 0]), wanted))
+        for ids, documents in zip(ranked.ids, right[block], strict=True):
+            ranks.append(ranks_of(retriever.retrieval.documents_of(ids[ids >= 0]), documents))
         advance(len(ranked.ids))
     return summarize(retrieval, ranks, settings.k)
 
 
-def ranks_of(documents: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the ranks [right] float64, from 1, of the wanted documents among the found ones [n], which may repeat; +inf = not found."""
+def ranks_of(documents: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the ranks [right] float64, from 1, of the right documents among those of the hits [n], which may repeat; +inf = not found."""
     order = list(dict.fromkeys(documents.tolist()))
-    return np.array([order.index(document) + 1 if document in order else np.inf for document in wanted.tolist()])
+    return np.array([order.index(document) + 1 if document in order else np.inf for document in right.tolist()])
 
 
 def summarize(retrieval: Retrieval, ranks: Sequence[np.ndarray], ks: Sequence[int]) -> RetrievalResult:

@@ -1,6 +1,6 @@
 """Evaluation sets: named splits of held-out documents.
 
-    evaluation.sets, "NAME=DATASTORE:SPLIT" → EvaluationSet → evaluate → NAME_bits_per_byte_on, NAME_bits_per_byte_off
+    evaluation.sets, "NAME=DATASTORE:SPLIT" → EvaluationSet → Evaluator → NAME_bits_per_byte_on, NAME_bits_per_byte_off
 
 A set uses the neighbors that its datastore stores for the split; these are chunks of the datastore's training split.
 """
@@ -75,6 +75,13 @@ class EvaluationSet:
     def added_bytes(self) -> int:
         """Number of these bytes that the tokenizer adds to each document and that are not in its text."""
         return read_meta(self.datastore.folder / "tokenizer").added_bytes
+
+    def text_bytes(self, chunks: np.ndarray) -> np.ndarray:
+        """Number of bytes of the text in each token of chunks: ids [n] int64 → [n, m] uint16; of any value in padding."""
+        sizes: np.ndarray = self.token_bytes[self.split.tokens.gather(chunks)]
+        first = self.split.documents_of(chunks)[1] == chunks
+        sizes[first, 1] -= np.minimum(sizes[first, 1], self.added_bytes)  # the text begins after BOS
+        return sizes
 
     def check(self, model: ModelSettings, k: int) -> None:
         """Raise InputError unless a model with k neighbors for each chunk (0 = retrieval OFF) can be scored on this set."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
@@ -17,9 +16,9 @@ from retro.data.batches import read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse, Queries, choose_neighbors
 from retro.device import Placement
-from retro.evaluation.bits_per_byte import ChunkScores
+from retro.evaluation.bits_per_byte import TokenScores
 from retro.evaluation.sets import EvaluationSet
-from retro.model.copy_head import Origins
+from retro.inference.scoring import origins_of
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
@@ -59,12 +58,12 @@ class Passage:
         return self.on - self.off
 
 
-def chunks_by_gain(off: ChunkScores, on: ChunkScores, split: Split) -> np.ndarray:
+def chunks_by_gain(off: TokenScores, on: TokenScores, split: Split) -> np.ndarray:
     """Order chunks by the bits that retrieval saves for them, among chunks that are scored whole and read neighbors.
 
     Args:
-        off: scores with retrieval OFF.
-        on: scores of the same chunks, retrieval ON.
+        off: scores of tokens with retrieval OFF.
+        on: scores of the same tokens, retrieval ON.
         split: the split of the chunks.
 
     Returns:
@@ -73,13 +72,13 @@ def chunks_by_gain(off: ChunkScores, on: ChunkScores, split: Split) -> np.ndarra
     Raises:
         InputError: no document has two full chunks.
     """
-    _, first, _ = split.documents_of(off.ids)
-    rows = np.flatnonzero((off.tokens == split.chunk_length) & (off.ids > first))
+    rows = np.flatnonzero(off.scored.all(1) & (off.chunks > split.documents_of(off.chunks)[1]))
     if not len(rows):
         raise InputError(
             f"{split.folder}: no {split.name} document has two full chunks, so none of them read neighbors."
         )
-    return off.ids[rows[np.argsort((off.nats - on.nats)[rows], kind="stable")]]
+    gains = (off.chunk_nats - on.chunk_nats)[rows]
+    return off.chunks[rows[np.argsort(gains, kind="stable")]]
 
 
 @torch.inference_mode()
@@ -109,15 +108,15 @@ def score_passage(
         origins = origins_of(model, hidden, on, inputs)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
-    own = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
+    predicted = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
     read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
-    as_array = {name: each[0, own].cpu().numpy() for name, each in origins._asdict().items()}
+    as_array = {name: table[0, predicted].cpu().numpy() for name, table in origins._asdict().items()}
     return Passage(
         chunk=chunk,
         before=batch.tokens[0, :start],
         tokens=batch.tokens[0, start : start + length],
-        off=-off[0, own].double().cpu().numpy() / np.log(2),
-        on=-on[0, own].double().cpu().numpy() / np.log(2),
+        off=-off[0, predicted].double().cpu().numpy() / np.log(2),
+        on=-on[0, predicted].double().cpu().numpy() / np.log(2),
         copied=as_array["share"],
         neighbors=as_array["neighbors"],
         positions=as_array["positions"],
@@ -125,16 +124,6 @@ def score_passage(
         neighbor_ids=choose_neighbors(split, retrieval, _query(batch, chunk - 1, m), NeighborUse(k))[0],
         neighbor_tokens=[tokens[:count] for tokens, count in zip(read, lengths, strict=True)],
     )
-
-
-def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs) -> Origins:
-    """Where the labels were copied from: nowhere without a copy head."""
-    if model.copy_head is None or inputs.neighbors is None:
-        none = torch.full_like(inputs.labels, -1)
-        nothing = torch.zeros_like(losses)
-        return Origins(nothing, none, none, none, nothing)
-    sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
-    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length)
 
 
 def _query(batch: Inputs, chunk: int, m: int) -> Queries:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
+from retro.data.windows import sliding_windows
 from retro.device import Placement
-from retro.evaluation.token_gains import origins_of
-from retro.evaluation.windows import sliding_windows
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, WholeDatastore
 from retro.inference.sampling import without
@@ -169,6 +168,16 @@ def score_windows(
                     values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top, masked)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
+
+
+def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs) -> Origins:
+    """Where the labels were copied from: nowhere without a copy head."""
+    if model.copy_head is None or inputs.neighbors is None:
+        none = torch.full_like(inputs.labels, -1)
+        nothing = torch.zeros_like(losses)
+        return Origins(nothing, none, none, none, nothing)
+    sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
+    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length)
 
 
 def _no_scores(count: int, top: int) -> Scores:

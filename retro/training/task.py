@@ -10,7 +10,7 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource
 from retro.device import Placement
-from retro.evaluation.bits_per_byte import measure_sets
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import open_sets
 from retro.model.datastore_fit import fit_to
 from retro.model.inputs import Inputs
@@ -73,13 +73,10 @@ class DocumentTask:
         )
 
     def evaluate(self, model: Retro, placement: Placement, token_losses_of: TokenLosses) -> dict[str, float]:
-        """`NAME_bits_per_byte_off` and `NAME_bits_per_byte_on` of each evaluation set."""
-        return measure_sets(
-            model,
-            self._sets,
-            replace(self.settings.evaluation, max_tokens=self.settings.train.eval_tokens),
-            placement,
-            use=self._use,
-            sequence_length=self.settings.data.sequence_length,
-            token_losses_of=token_losses_of,
-        )
+        """`NAME_bits_per_byte_off` of each evaluation set, and `NAME_bits_per_byte_on` of a model that retrieves."""
+        settings = replace(self.settings.evaluation, max_tokens=self.settings.train.eval_tokens)
+        settings = settings.in_windows_of(self.settings.data.sequence_length)
+        evaluator = Evaluator(model, placement, settings, token_losses_of=token_losses_of)
+        off, reads = replace(self._use, k=0, votes=False), self._use.k or self._use.votes
+        results = [evaluator.score(one, use) for one in self._sets for use in ((off, self._use) if reads else (off,))]
+        return {f"{result.set}_bits_per_byte_{result.retrieval.lower()}": result.bits_per_byte for result in results}

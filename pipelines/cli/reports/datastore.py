@@ -16,7 +16,7 @@ from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.settings import stored_settings
-from indexing.retrieval.passage_choice import Candidate, choose_passages
+from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import MANIFEST, read_manifest, stored_json
@@ -25,6 +25,7 @@ from indexing.store.files import write_checked
 from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.reports import html as report
+from pipelines.cli.reports.pictures import Picture, Plot, histogram, line_plots
 from pipelines.cli.results import Table
 from pipelines.stages.index import sample_queries
 from pipelines.terminal.stages import Step, summary_rows
@@ -181,7 +182,9 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     ids = ids[split.without_deleted(ids) >= 0]
     full = ids[split.lengths.gather(ids) == split.chunk_length]
     ids = full if len(full) else ids
-    drawn = ids[choose_passages(_candidates(retriever, split, ids), _EXAMPLES, retriever.tokenizer)]
+    near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
+    candidates = candidates_of(split, retriever.retrieval, ids, near)
+    drawn = ids[choose_passages(candidates, _EXAMPLES, retriever.tokenizer)]
     near, distances = (array.gather(drawn)[:, :2] for array in (split.neighbor_ids, split.neighbor_distances))
     tokens, lengths = split.tokens.gather(drawn), split.lengths.gather(drawn)
     following, _ = split.with_continuation(drawn)
@@ -196,30 +199,18 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     return examples
 
 
-def _candidates(retriever: Retriever, split: Split, ids: np.ndarray) -> list[Candidate]:
-    """Chunks [n] with the neighbors that would be shown."""
-    near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
-    tokens, lengths = retriever.retrieval.with_continuation(near.ravel())
-    sources = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-    rows = zip(split.tokens.gather(ids), split.lengths.gather(ids), split.documents_of(ids)[0].tolist(), strict=True)
-    return [
-        Candidate(row[:length].astype(np.int64), document, sources[n * near.shape[1] : (n + 1) * near.shape[1]])
-        for n, (row, length, document) in enumerate(rows)
-    ]
-
-
-def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[str]:
+def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[Picture]:
     """A histogram of distances, and the recall curve of an index with nprobe."""
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
     distances = split.neighbor_distances.gather(ids)
     ranks = [rank for rank in sorted({0, 1, distances.shape[1] - 1}) if rank < distances.shape[1]]
     finite = {f"neighbor {rank + 1}": distances[np.isfinite(distances[:, rank]), rank] for rank in ranks}
-    plots = [report.histogram(finite, "squared L2 distance", "Distance to the neighbors")]
+    plots = [histogram(finite, "squared L2 distance", "Distance to the neighbors")]
     curve = measured["index"]["curve"]
     if len(curve) > 1:
         points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}
-        plots.append(report.line_plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True))
+        plots.append(line_plots(Plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True)))
     return plots
 
 

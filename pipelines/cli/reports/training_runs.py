@@ -16,7 +16,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_bytes
-from pipelines.cli.reports.html import Plot, PlotLine, plots_file
+from pipelines.cli.reports.pictures import Plot, PlotLine, line_plots
 from pipelines.cli.results import Table
 from retro.evaluation.sets import short_names
 from retro.training.run_folder import read_metrics
@@ -95,7 +95,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Table:
     }
     plots = [Plot(losses, "tokens", "nats per token", "Training loss")]
     plots += [_held_out_plot(runs, name, figure) for name, figure in _sets_of(runs).items()]
-    write_bytes(path, plots_file(plots, ", ".join(run.name for run in runs)).encode())
+    write_bytes(path, line_plots(*plots).light.encode())
     return _table(runs)
 
 
@@ -139,5 +139,5 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def _thinned(tokens: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Points of a curve at equal distances, with the first and the last."""
-    kept = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
-    return tokens[kept], values[kept]
+    points = np.unique(np.linspace(0, max(0, len(values) - 1), _POINTS).round().astype(np.int64))[: len(values)]
+    return tokens[points], values[points]

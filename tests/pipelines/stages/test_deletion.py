@@ -27,8 +27,8 @@ from retro.data.batches import TrainingData, read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
+from retro.data.windows import document_windows
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.windows import document_windows
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.server.app import make_app

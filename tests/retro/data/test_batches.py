@@ -13,7 +13,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.windows import document_windows, window_batches
+from retro.data.windows import document_windows, window_batches
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 

@@ -16,7 +16,7 @@ from pipelines.config import Config
 from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
-from retro.evaluation.windows import document_windows, window_batches
+from retro.data.windows import document_windows, window_batches
 from retro.model.inputs import Inputs
 from tests.conftest import build_local, tiny_config, write_corpus
 

@@ -1,5 +1,6 @@
 """Bits per byte equals a slow computation over exactly the bytes of the text."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from indexing.store.errors import InputError
 from indexing.tokenization.metadata import read_meta
 from indexing.tokenization.settings import TokenizerSettings
 from retro.data.neighbor_choice import NeighborUse
+from retro.data.windows import document_windows
 from retro.device import choose_placement
 from retro.evaluation import bits_per_byte as evaluation
-from retro.evaluation.bits_per_byte import SetResult, compare, evaluate, interval, joined, measure_sets
+from retro.evaluation.bits_per_byte import SetResult, compare, interval, joined
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.evaluation.windows import document_windows
 from retro.model.datastore_fit import fit_to
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
@@ -33,9 +35,12 @@ from tests.indexing.tokenization.test_tokenizer import foreign_model
 FLOAT32 = choose_placement("cpu", "float32")
 
 
+def evaluator_of(model: Retro, **settings) -> Evaluator:
+    return Evaluator(model, FLOAT32, EvaluationSettings(**{"window": 64, **settings}))
+
+
 def measure(model: Retro, datastore: Datastore, k: int = 0, **settings) -> SetResult:
-    held_out = EvaluationSet("valid", datastore)
-    return evaluate(model, held_out, EvaluationSettings(**settings), FLOAT32, use=NeighborUse(k), sequence_length=64)
+    return evaluator_of(model, **settings).score(EvaluationSet("valid", datastore), NeighborUse(k))
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -106,47 +111,56 @@ def test_max_tokens_limits_the_evaluation_and_the_training_mode_is_restored(
 def test_a_batch_is_counted_layer_by_layer_and_scored_alike(
     tiny_model: Retro, tiny_datastore: Datastore, k: int
 ) -> None:
-    held_out, counted = EvaluationSet("valid", tiny_datastore), list[int]()
-    settings = EvaluationSettings(batch_size=10_000)
-    options = {"use": NeighborUse(k), "sequence_length": 64, "advance": counted.append}
-    result = evaluate(tiny_model, held_out, settings, FLOAT32, **options)  # type: ignore[arg-type]
+    held_out, use, counted = EvaluationSet("valid", tiny_datastore), NeighborUse(k), list[int]()
+    evaluator = evaluator_of(tiny_model, batch_size=10_000)
+    shown = replace(evaluator, progress=lambda *_, **__: contextlib.nullcontext(counted.append))
+    result = shown.score(held_out, use)
     assert sum(counted) == result.tokens
     assert len(counted) == tiny_model.settings.num_layers + 1
     assert min(counted) > 0
-    options = {"token_losses_of": losses_of(tiny_model), "use": NeighborUse(k), "sequence_length": 64}
-    plain = evaluate(tiny_model, held_out, settings, FLOAT32, **options)  # type: ignore[arg-type]
+    plain = replace(evaluator, token_losses_of=losses_of(tiny_model)).score(held_out, use)
     assert np.array_equal(plain.nats_by_document, result.nats_by_document)
 
 
 def test_measurements_of_single_windows_are_joined_to_that_of_all(tiny_model: Retro, tiny_datastore: Datastore) -> None:
     held_out, split = EvaluationSet("valid", tiny_datastore), tiny_datastore.valid
     windows = list(document_windows(split, 4, 2))[:6]
-    options = {"use": NeighborUse(2), "sequence_length": 64, "by_chunk": True}
-    settings = EvaluationSettings(batch_size=1)
+    evaluator = evaluator_of(tiny_model, batch_size=1)
     whole, *parts = (
-        evaluate(tiny_model, held_out, settings, FLOAT32, windows=some, **options)  # type: ignore[arg-type]
+        evaluator.score(held_out, NeighborUse(2), windows=some)
         for some in (windows, *([window] for window in reversed(windows)))
     )
     found = joined(parts)
     assert (found.tokens, found.documents, found.mode) == (whole.tokens, whole.documents, whole.mode)
     np.testing.assert_allclose(found.nats_by_document, whole.nats_by_document, rtol=1e-12)
-    assert whole.chunks is not None
-    assert found.chunks is not None
-    assert np.array_equal(found.chunks.ids, whole.chunks.ids)
-    np.testing.assert_allclose(found.chunks.nats, whole.chunks.nats, rtol=1e-12)
+    assert np.array_equal(found.token_scores.chunks, whole.token_scores.chunks)
+    assert np.array_equal(found.token_scores.nats, whole.token_scores.nats, equal_nan=True)
+
+
+def test_all_tokens_as_a_part_and_two_halves_give_the_whole(tiny_model: Retro, tiny_datastore: Datastore) -> None:
+    result = measure(tiny_model, tiny_datastore, k=2)
+    scored = result.token_scores.scored
+    whole = result.part(scored)
+    assert whole is not None
+    assert (whole.tokens, whole.documents, whole.mode) == (result.tokens, result.documents, result.mode)
+    np.testing.assert_array_equal(whole.bytes_by_document, result.bytes_by_document)
+    np.testing.assert_allclose(whole.nats_by_document, result.nats_by_document, rtol=1e-12)
+    half = np.random.default_rng(0).random(scored.shape) < 0.5
+    parts = [part for part in (result.part(half), result.part(~half)) if part]
+    assert sum(part.tokens for part in parts) == result.tokens
+    assert sum(part.bytes for part in parts) == result.bytes
+    assert result.part(~scored) is None
 
 
 def test_an_evaluation_of_a_run_shows_its_percentage(
     tiny_model: Retro, tiny_datastore: Datastore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(STATUS, "retro")
-    settings, use = EvaluationSettings(batch_size=1, max_tokens=500), NeighborUse(2)
-    sets = [EvaluationSet("valid", tiny_datastore)]
-    measure_sets(
-        tiny_model, sets, settings, FLOAT32, use=use, sequence_length=64, token_losses_of=losses_of(tiny_model)
-    )
+    evaluator = replace(evaluator_of(tiny_model, batch_size=1, max_tokens=500), token_losses_of=losses_of(tiny_model))
+    for use in (NeighborUse(0), NeighborUse(2)):
+        evaluator.score(EvaluationSet("valid", tiny_datastore), use)
     for mode in ("OFF", "ON k=2"):
-        shown = [int(percent) for percent in re.findall(rf"evaluation of valid, {mode}: (\d+)%", caplog.text)]
+        shown = [int(percent) for percent in re.findall(rf"eval valid {mode}: (\d+)%", caplog.text)]
         assert len(shown) > 5
         assert shown == sorted(shown)
         assert (0 < shown[0] < 50, shown[-1]) == (True, 100)

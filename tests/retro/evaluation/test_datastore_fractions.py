@@ -19,13 +19,13 @@ from indexing.suffixes.votes import as_columns
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
 from retro.evaluation import datastore_fractions
-from retro.evaluation.bits_per_byte import evaluate
 from retro.evaluation.datastore_fractions import (
     PartialDatastore,
     points_of,
     search_fractions,
     votes_in_fractions,
 )
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
@@ -206,10 +206,8 @@ def test_neighbors_by_the_terms_of_earlier_versions_are_refused(held_out: Evalua
 
 def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
     def bits(use: NeighborUse) -> float:
-        settings = EvaluationSettings(max_tokens=500)
-        return evaluate(
-            tiny_model, held_out, settings, choose_placement("cpu", "float32"), use=use, sequence_length=64
-        ).bits_per_byte
+        settings = EvaluationSettings(window=64, max_tokens=500)
+        return Evaluator(tiny_model, choose_placement("cpu", "float32"), settings).score(held_out, use).bits_per_byte
 
     n = held_out.split.num_chunks
     stored = held_out.split.neighbor_ids.read(0, n).copy()

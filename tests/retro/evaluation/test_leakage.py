@@ -13,7 +13,8 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
-from retro.evaluation.bits_per_byte import SetResult, evaluate
+from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
@@ -28,16 +29,8 @@ def held_out(tiny_datastore: Datastore) -> EvaluationSet:
 
 
 def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> SetResult:
-    chosen = EvaluationSettings(**settings)
-    return evaluate(
-        model,
-        held_out,
-        chosen,
-        choose_placement("cpu", "float32"),
-        use=NeighborUse(k),
-        sequence_length=64,
-        by_chunk=True,
-    )
+    evaluator = Evaluator(model, choose_placement("cpu", "float32"), EvaluationSettings(window=64, **settings))
+    return evaluator.score(held_out, NeighborUse(k))
 
 
 def longest_run(chunk: list[int], neighbor: list[int]) -> int:
@@ -85,78 +78,75 @@ def test_the_chunk_length_as_shared_tokens_gives_the_plain_result(
     tiny_model: Retro, held_out: EvaluationSet, k: int
 ) -> None:
     result = measure(tiny_model, held_out, k)
-    assert result.chunks is not None
-    leakage = leakage_of(held_out, result.chunks.ids, 10)
-    *_, whole = by_leakage(result, leakage, SHARED_TOKENS, held_out.split.chunk_length)
-    assert whole.share == 1
-    assert whole.result is not None
-    assert whole.result.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-12)
-    assert whole.result.tokens == result.tokens
-    assert np.allclose(whole.result.nats_by_document, result.nats_by_document)
-    assert np.array_equal(whole.result.bytes_by_document, result.bytes_by_document)
+    leakage = leakage_of(held_out, result.token_scores.chunks, 10)
+    *_, (tokens, chunks) = by_leakage(leakage, SHARED_TOKENS, held_out.split.chunk_length)
+    whole = result.part(chunks)
+    assert tokens == held_out.split.chunk_length
+    assert chunks.all()
+    assert whole is not None
+    assert whole.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-12)
+    assert whole.tokens == result.tokens
+    assert np.allclose(whole.nats_by_document, result.nats_by_document)
+    assert np.array_equal(whole.bytes_by_document, result.bytes_by_document)
 
 
 def test_more_shared_tokens_include_more_chunks_and_sum_their_bits_and_bytes(
     tiny_model: Retro, held_out: EvaluationSet
 ) -> None:
-    result = measure(tiny_model, held_out)
-    chunks = result.chunks
-    assert chunks is not None
-    leakage = leakage_of(held_out, chunks.ids, 10)
-    levels = list(by_leakage(result, leakage, SHARED_TOKENS, held_out.split.chunk_length))
-    assert [level.share for level in levels] == sorted(level.share for level in levels)
-    assert 0 < levels[2].share < 1
-    for level in levels:
-        kept = leakage <= level.threshold
-        if level.result is None:
-            assert not kept.any()
+    result, m = measure(tiny_model, held_out), held_out.split.chunk_length
+    scores = result.token_scores
+    leakage = leakage_of(held_out, scores.chunks, 10)
+    levels = list(by_leakage(leakage, SHARED_TOKENS, m))
+    shares = [chunks.mean() for _, chunks in levels]
+    assert shares == sorted(shares)
+    assert 0 < shares[2] < 1
+    for tokens, chunks in levels:
+        inside = leakage <= tokens / m
+        part = result.part(chunks)
+        if part is None:
+            assert not inside.any()
             continue
-        bits = chunks.nats[kept].sum() / math.log(2)
-        assert level.result.bits_per_byte == pytest.approx(bits / chunks.bytes[kept].sum())
+        bits = scores.chunk_nats[inside].sum() / math.log(2)
+        assert part.bits_per_byte == pytest.approx(bits / (scores.bytes * scores.scored)[inside].sum())
 
 
 def test_a_level_holds_full_chunks_by_the_length_of_the_run_and_short_ones_by_their_share(
     tiny_model: Retro, held_out: EvaluationSet
 ) -> None:
     result, m = measure(tiny_model, held_out), held_out.split.chunk_length
-    assert result.chunks is not None
-    lengths = held_out.split.lengths.gather(result.chunks.ids).astype(int)
+    lengths = held_out.split.lengths.gather(result.token_scores.chunks).astype(int)
     assert set(lengths) != {m}
     generator = np.random.default_rng(0)
     runs = generator.integers(0, lengths + 1)
-    levels = list(by_leakage(result, runs / lengths, (32, 8, 4, 64), m))
-    assert [(level.shared_tokens, level.threshold) for level in levels] == [(4, 4 / m), (8, 8 / m), (m, 1)]
-    for level in levels:
-        kept = np.where(lengths == m, runs <= level.shared_tokens, runs * m <= level.shared_tokens * lengths)
-        assert level.share == kept.mean()
-        assert level.result is not None
-        assert level.result.tokens == result.chunks.tokens[kept].sum()
+    levels = list(by_leakage(runs / lengths, (32, 8, 4, 64), m))
+    assert [tokens for tokens, _ in levels] == [4, 8, m]
+    for tokens, chunks in levels:
+        expected = np.where(lengths == m, runs <= tokens, runs * m <= tokens * lengths)
+        assert np.array_equal(chunks[:, 0], expected)
+        part = result.part(chunks)
+        assert part is not None
+        assert part.tokens == result.token_scores.scored[expected].sum()
 
 
 def test_a_token_is_counted_for_its_chunk(tiny_model: Retro, held_out: EvaluationSet) -> None:
     split, sizes = held_out.split, held_out.token_bytes
-    result = measure(tiny_model, held_out, stride=16)
-    chunks = result.chunks
-    assert chunks is not None
-    assert np.array_equal(chunks.ids, np.arange(split.num_chunks))
-    lengths = split.lengths.gather(chunks.ids).astype(int)
-    _, first, _ = split.documents_of(chunks.ids)
-    assert np.array_equal(
-        chunks.tokens, lengths - (first == chunks.ids)
-    )  # except the first token of a document, which is not predicted
-    real = np.arange(split.chunk_length) < lengths[:, None]
-    assert np.array_equal(chunks.bytes, (sizes[split.tokens.gather(chunks.ids)] * real).sum(1))
-    wide = measure(tiny_model, held_out, stride=48, batch_size=3).chunks
-    assert wide is not None
-    assert np.array_equal(wide.tokens, chunks.tokens)
+    scores = measure(tiny_model, held_out, stride=16).token_scores
+    assert np.array_equal(scores.chunks, np.arange(split.num_chunks))
+    lengths = split.lengths.gather(scores.chunks).astype(int)
+    expected = np.arange(split.chunk_length) < lengths[:, None]
+    expected[split.documents_of(scores.chunks)[1] == scores.chunks, 0] = False  # not predicted
+    assert np.array_equal(scores.scored, expected)
+    assert np.array_equal(scores.bytes, sizes[split.tokens.gather(scores.chunks)])
+    wide = measure(tiny_model, held_out, stride=48, batch_size=3).token_scores
+    assert np.array_equal(wide.scored, scores.scored)
 
 
 def test_chunks_are_measured_if_only_some_documents_are(tiny_model: Retro, held_out: EvaluationSet) -> None:
     result = measure(tiny_model, held_out, max_tokens=200)
-    assert result.chunks is not None
-    assert result.chunks.tokens.sum() == result.tokens
-    assert result.chunks.bytes.sum() == result.bytes
-    by_document = np.bincount(result.chunks.documents, result.chunks.nats, minlength=held_out.split.num_documents)
+    scores = result.token_scores
+    assert scores.scored.sum() == result.tokens
+    assert (scores.bytes * scores.scored).sum() == result.bytes
+    by_document = np.bincount(scores.documents, scores.chunk_nats, minlength=held_out.split.num_documents)
     assert np.allclose(by_document, result.nats_by_document)
 
 

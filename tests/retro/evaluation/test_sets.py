@@ -5,18 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
-from retro.evaluation.bits_per_byte import measure_sets
 from retro.evaluation.sets import EvaluationSet, open_sets, parse_set, short_names
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model.settings import ModelSettings, updated
+from retro.training.task import DocumentTask
 from retro.training.trainer import Outcome, train
 from tests.conftest import change_tokenizer, tiny_config
 
@@ -95,21 +95,21 @@ def test_entries_select_splits_of_the_first_datastore_or_other_datastores(
 
 
 def test_each_set_is_measured_on_and_off_under_its_name(
-    tiny_datastore: Datastore, copied: Path, settings: ModelSettings
+    tiny_datastore: Datastore, copied: Path, tmp_path: Path
 ) -> None:
-    model = Retro(settings)
+    config = replace(tiny_config(tmp_path, tmp_path), datastore=tiny_datastore.folder)
 
-    sets = open_sets(("valid", f"copy={copied}"), [tiny_datastore.folder], settings, 2)
-    limited = EvaluationSettings(max_tokens=300)
-    metrics = measure_sets(
-        model, sets, limited, choose_placement("cpu", "float32"), use=NeighborUse(2), sequence_length=64
-    )
+    def metrics_of(k: int, *sets: str) -> dict[str, float]:
+        model = config.model if k else updated(config.model, {"retrieval.cca_layers": ()})
+        changed = replace(config, model=model, evaluation=EvaluationSettings(sets=sets))
+        task = DocumentTask(changed.run_settings)
+        retro = Retro(task.settings.model)
+        return task.evaluate(retro, choose_placement("cpu", "float32"), torch.inference_mode()(retro.token_losses))
+
+    metrics = metrics_of(2, "valid", f"copy={copied}")
     assert sorted(metrics) == [f"{name}_bits_per_byte_{mode}" for name in ("copy", "valid") for mode in ("off", "on")]
     assert metrics["copy_bits_per_byte_on"] == metrics["valid_bits_per_byte_on"]
-    baseline = measure_sets(
-        model, sets[:1], limited, choose_placement("cpu", "float32"), use=NeighborUse(0), sequence_length=64
-    )
-    assert baseline == {"valid_bits_per_byte_off": metrics["valid_bits_per_byte_off"]}
+    assert list(metrics_of(0, "valid")) == ["valid_bits_per_byte_off"]
 
 
 def test_a_set_that_does_not_fit_the_model_is_rejected_by_name(

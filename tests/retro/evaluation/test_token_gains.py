@@ -1,12 +1,15 @@
 """Gains of tokens sum to those of their chunk, and chunks are ordered by their gain."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from indexing.store.datastore import Datastore
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import choose_placement
-from retro.evaluation.bits_per_byte import ChunkScores, evaluate
+from retro.evaluation.bits_per_byte import TokenScores
+from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.token_gains import chunks_by_gain, score_passage
@@ -22,11 +25,9 @@ def model(tiny_model: Retro) -> Retro:
     return Retro(updated(tiny_model.settings, heads)).eval()
 
 
-def scores(model: Retro, held_out: EvaluationSet, k: int) -> ChunkScores:
+def scores(model: Retro, held_out: EvaluationSet, k: int) -> TokenScores:
     settings = EvaluationSettings(window=1024, stride=512)  # whole documents
-    result = evaluate(model, held_out, settings, FLOAT32, use=NeighborUse(k), sequence_length=64, by_chunk=True)
-    assert result.chunks is not None
-    return result.chunks
+    return Evaluator(model, FLOAT32, settings).score(held_out, NeighborUse(k)).token_scores
 
 
 def test_gains_of_tokens_sum_to_those_of_the_chosen_chunk(model: Retro, tiny_datastore: Datastore) -> None:
@@ -36,10 +37,10 @@ def test_gains_of_tokens_sum_to_those_of_the_chosen_chunk(model: Retro, tiny_dat
     assert 1 < len(chunks) < held_out.split.num_chunks
     chunk = int(chunks[-1])
     passage = score_passage(model, held_out, chunk, FLOAT32, k=2, window=64)
-    row = int(np.flatnonzero(off.ids == chunk)[0])
-    assert len(passage.tokens) == off.tokens[row] == held_out.split.chunk_length
+    row = int(np.flatnonzero(off.chunks == chunk)[0])
+    assert len(passage.tokens) == off.scored[row].sum() == held_out.split.chunk_length
     for ours, theirs in ((passage.off, off), (passage.on, on)):
-        assert -ours.sum() * np.log(2) == pytest.approx(theirs.nats[row], rel=1e-4)
+        assert -ours.sum() * np.log(2) == pytest.approx(theirs.chunk_nats[row], rel=1e-4)
     assert np.array_equal(passage.tokens, held_out.split.tokens.read(chunk, chunk + 1)[0])
     assert np.array_equal(passage.neighbor_ids, held_out.split.neighbor_ids.read(chunk - 1, chunk)[0][:2])
     for at in np.flatnonzero(passage.neighbors >= 0):
@@ -60,7 +61,7 @@ def test_chunks_are_in_the_order_of_their_gains(model: Retro, tiny_datastore: Da
     full = np.flatnonzero(np.asarray(split.lengths.read(0, split.num_chunks)) == split.chunk_length)
     later = [chunk for chunk in full if split.documents_of(np.array([chunk]))[1][0] < chunk][:3]
     ids, gains = np.array(later), [0.5, -2.0, 3.0]
-    tokens, zero = np.full(3, split.chunk_length, dtype=np.int32), np.zeros(3, dtype=np.int32)
-    off = ChunkScores(ids, split.documents_of(ids)[0], np.full(3, 10.0), tokens, zero)
-    on = ChunkScores(ids, off.documents, off.nats - gains, tokens, zero)
+    nats = np.full((3, split.chunk_length), 10.0, dtype=np.float32)
+    off = TokenScores(ids, split.documents_of(ids)[0], nats, np.zeros_like(nats))
+    on = replace(off, nats=nats - np.array(gains, dtype=np.float32)[:, None])
     assert chunks_by_gain(off, on, split).tolist() == [later[n] for n in (1, 0, 2)]

@@ -5,6 +5,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
-from retro.evaluation.bits_per_byte import _token_losses
 from retro.evaluation.neighbor_prompts import QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
 from retro.finetuning import prepare as preparing
@@ -55,7 +55,7 @@ def rows_of(prepared: Prepared, length: int, *, packed: bool) -> Rows:
 
 def losses_by_label(model: Retro, batch: Inputs) -> dict[tuple[int, int], float]:
     """The loss of every label, by (row, position)."""
-    nats = _token_losses(model, choose_placement("cpu", "float32"), as_tensors(batch))
+    nats = torch.inference_mode()(model.token_losses)(as_tensors(batch))
     scored = batch.labels != IGNORED_LABEL
     return {(row, at): float(nats[row, at]) for row, at in zip(*np.nonzero(scored), strict=True)}
 
@@ -87,7 +87,7 @@ def test_complete_chunks_read_their_neighbors_and_the_last_chunk_none(prepared: 
 
 
 def test_packing_does_not_change_the_loss(prepared: Prepared, tiny_model: Retro) -> None:
-    nats_of = lambda batch: _token_losses(tiny_model.eval(), choose_placement("cpu", "float32"), batch)  # noqa: E731
+    nats_of = torch.inference_mode()(tiny_model.eval().token_losses)
     single = rows_of(prepared, 128, packed=False)
     for length in (256, 250):  # 250 is not a multiple of the chunk length
         packed = rows_of(prepared, length, packed=True)

@@ -256,7 +256,7 @@ def test_lm_evals_own_class_scores_the_folder_as_the_checkpoint(
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from retro.inference.lm_eval_adapter import RetroLM
+    from retro.evaluation.lm_eval_adapter import RetroLM
 
     retrieval = {"datastore": str(tiny_datastore.folder), "k": 2} if mode == "on" else {}
     theirs = HFLM(pretrained=str(folder), device="cpu", **retrieval)

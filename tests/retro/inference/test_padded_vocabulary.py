@@ -77,7 +77,7 @@ def test_they_are_no_likeliest_tokens_of_a_text(language_model: LanguageModel) -
 
 def test_greedy_continuations_count_as_greedy_in_lm_eval(language_model: LanguageModel) -> None:
     pytest.importorskip("lm_eval")
-    from retro.inference.lm_eval_adapter import RetroLM
+    from retro.evaluation.lm_eval_adapter import RetroLM
 
     adapter = RetroLM.__new__(RetroLM)
     super(RetroLM, adapter).__init__()

@@ -6,24 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.cli.reports.html import (
-    Bar,
-    ColoredPassage,
-    CopiedFrom,
-    NeighborExample,
-    NeighborText,
-    Piece,
-    Section,
-    bar_chart,
-    histogram,
-    line_plot,
-    mark,
-    marked,
-    write_report,
-)
+from pipelines.cli.reports.html import NeighborExample, NeighborText, Section, mark, marked, write_report
+from pipelines.cli.reports.pictures import THEMES, Bar, Plot, bar_chart, histogram, line_plots
 from pipelines.cli.results import Table
+from retro.evaluation.passages import ColoredPassage, CopiedFrom, Piece
 
 ROOT = Path(__file__).resolve().parents[4]
+PLOT = line_plots(Plot({"s": ([1, 2], [3, 4])}, "x", "y", "t"))
 
 
 def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
@@ -33,7 +22,7 @@ def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
             "First",
             "A & B",
             Table(["a", "b"], [["row", "1"]]),
-            [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")],
+            [PLOT],
             [example],
         )
     ]
@@ -43,7 +32,8 @@ def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
         "First",
         "A &amp; B",
         "<td>row</td>",
-        "<svg",
+        PLOT.uri("light"),
+        PLOT.uri("dark"),
         "x &lt;script&gt; 你好",
         "doc&lt;1&gt;",
         "chunk of own.md",
@@ -60,8 +50,8 @@ def test_plots_are_the_same_for_the_same_data() -> None:
 
 
 def test_plots_without_data_are_empty_and_raise_no_error() -> None:
-    assert "<svg" in line_plot({}, "x", "y", "t", log_x=True)
-    assert "<svg" in histogram({}, "x", "t")
+    assert "<svg" in line_plots(Plot({}, "x", "y", "t", log_x=True)).light
+    assert "<svg" in histogram({}, "x", "t").light
 
 
 def test_shared_runs_of_three_words_are_marked_without_surrounding_spaces() -> None:
@@ -112,37 +102,38 @@ def test_marking_escapes_text_and_loses_none() -> None:
 
 
 def test_report_loads_nothing_from_outside(tmp_path) -> None:
-    plot = line_plot({"s": ([1, 2], [3, 4])}, "x", "y", "t")
-    write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[plot])])
+    write_report(tmp_path / "r.html", title="T", subtitle="S", sections=[Section("A", plots=[PLOT])])
     html = (tmp_path / "r.html").read_text()
-    # Names of XML namespaces are never fetched.
-    assert set(re.findall(r"https?://[^\"\s]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert "src=" not in html
+    assert not re.findall(r"https?://[^\"\s]+", html)
+    assert {kind for _, kind in re.findall(r'src(set)?="([^,]+),', html)} == {"data:image/svg+xml;base64"}
     assert "<link" not in html
-
-
-def test_plots_on_one_page_have_distinct_ids_and_use_its_colors() -> None:
-    plots = [line_plot({"s": ([1, 2], [3, 4])}, "x", "y", title) for title in ("a", "b")]
-    first, second = (set(re.findall(r'id="([^"]+)"', plot)) for plot in plots)
-    assert first
-    assert not first & second
-    assert "var(--ink" in plots[0]
+    # Names of XML namespaces are never fetched, nor those of the vocabulary of matplotlib's metadata.
+    hosts = {"www.w3.org", "purl.org", "creativecommons.org"}
+    assert set(re.findall(r"https?://([^/\"\s]+)", PLOT.light)) <= hosts
 
 
 def test_log_axes_work_for_one_point_and_for_many() -> None:
-    assert "<svg" in line_plot({"s": ([8], [0.5])}, "x", "y", "t", log_x=True)
-    assert "<svg" in line_plot({"s": ([1, 1024], [1e-3, 1e3])}, "x", "y", "t", log_x=True)
+    for points in (([8], [0.5]), ([1, 1024], [1e-3, 1e3])):
+        assert "<svg" in line_plots(Plot({"s": points}, "x", "y", "t", log_x=True)).light
 
 
 def test_gains_are_blue_and_losses_orange_as_on_the_page_of_the_server(tmp_path) -> None:
     passage = ColoredPassage("t", "", [Piece("a", 3.0), Piece("b", -3.0)], [])
     write_report(tmp_path / "r.html", title="T", subtitle="", sections=[Section("A", passages=[passage])])
     html, page = (tmp_path / "r.html").read_text(), (ROOT / "retro" / "server" / "page" / "page.css").read_text()
-    chart = bar_chart([Bar("a", 1.0, None, True)], "T")
-    for name in ("ink", "soft", "card", "helped", "hurt", "mark"):
-        of_page, of_report, of_chart = (re.findall(rf"--{name}: *(#\w+)", text) for text in (page, html, chart))
-        assert len(of_page) == 2, name  # light and dark
-        assert of_report == of_page, name
-        assert of_chart == of_page or name == "mark", name
+    shared = {"ink", "soft", "card", "helped", "hurt", "mark"}
+    for name, light in THEMES["light"].items():
+        of_page, of_report = (re.findall(rf"--{name}: *(#\w+)", text) for text in (page, html))
+        assert of_report == [light, THEMES["dark"][name]], name
+        assert of_page == of_report or (not of_page and name not in shared), name
     rules = dict(re.findall(r"\.(up2|down2) { background: var\(--(\w+)\)", html))
     assert rules == {"up2": "helped", "down2": "hurt"}
+
+
+def test_bars_are_blue_with_retrieval_and_orange_without_in_both_themes() -> None:
+    for is_blue, name, other in ((True, "helped", "hurt"), (False, "hurt", "helped")):
+        chart = bar_chart([Bar("a", 1.0, None, is_blue)], "T")
+        for drawn, theme in ((chart.light, THEMES["light"]), (chart.dark, THEMES["dark"])):
+            assert theme[name] in drawn
+            assert theme["card"] in drawn
+            assert theme[other] not in drawn

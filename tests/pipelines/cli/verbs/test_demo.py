@@ -1,5 +1,6 @@
 """`retro demo`: its models train for the same steps, as many as fit; a stopped demo resumes; a passage shows what was copied."""
 
+import base64
 import json
 import re
 from collections.abc import Callable
@@ -16,14 +17,15 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.evaluation.passages import CopiedRun, colored, copied_runs
 from pipelines.cli.main import main
-from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece, Section, bar_chart, write_report
+from pipelines.cli.reports.html import Section, write_report
 from pipelines.cli.verbs import demo_training
-from pipelines.cli.verbs.demo import Compared, DemoOptions, _words, demo, difference, print_chart
-from pipelines.cli.verbs.demo_training import runs_of, train_models
+from pipelines.cli.verbs.comparison import Comparison, difference
+from pipelines.cli.verbs.demo import DemoOptions
+from pipelines.cli.verbs.demo_training import compared, demo, runs_of, train_models
 from pipelines.config import Config
-from retro.evaluation.bits_per_byte import SetResult, compare
+from retro.evaluation.bits_per_byte import SetResult
+from retro.evaluation.passages import ColoredPassage, CopiedFrom, CopiedRun, Piece, colored, copied_runs
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
@@ -132,30 +134,37 @@ def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[floa
     assert said in difference("RETRO", "a plain baseline", change, 20)
 
 
-def measured(*nats: float, k: int = 0) -> SetResult:
+def measured(*nats: float, k: int = 0, votes: bool = False) -> SetResult:
     """A measurement of documents of 1,000 bytes."""
     size = len(nats)
-    return SetResult("valid", k, 250 * size, 1.0, 1000 * np.array(nats), np.full(size, 1000.0))
+    return SetResult("valid", k, 250 * size, 1.0, 1000 * np.array(nats), np.full(size, 1000.0), votes)
 
 
-def compared(documents: int) -> Compared:
-    rows = [
-        measured(*(part * np.linspace(1, 2, documents)), k=k)
-        for part, k in ((2, 0), (1.5, 0), (1.6, 0), (1.2, 4), (1, 4))
-    ]
-    verdict = difference("RETRO", "a baseline", compare(rows[4], rows[1]), documents)
-    return Compared(*rows, verdict, _words(rows[4]), [])
+def compared_on(documents: int) -> Comparison:
+    plain, copying, off, near, on = (
+        measured(*(part * np.linspace(1, 2, documents)), k=k, votes=votes)
+        for part, k, votes in ((2, 0, False), (1.5, 0, False), (1.6, 0, False), (1.2, 4, False), (1, 4, True))
+    )
+    return compared(plain, copying, [off, near, measured(*off.nats_by_document, votes=True), on])
+
+
+def test_rows_with_retrieval_are_blue_and_all_others_are_compared_with_the_last() -> None:
+    rows = compared_on(20)
+    assert [bar.is_blue for bar in rows.bars] == [False, False, False, True, True]
+    assert [row[2].split()[0] for row in rows.table.rows if row[2]] == ["-50.0%", "-33.3%", "-37.5%", "-16.7%"]
+    assert rows.table.rows[-1][1:] == [f"{rows.bars[-1].value:.4f}", ""]
+    assert "33.3% fewer bits per byte" in rows.verdict
 
 
 def test_a_single_document_has_no_interval(capsys) -> None:
-    one = compared(1)
+    one = compared_on(1)
     assert "no interval" in one.verdict
     assert [bar.interval for bar in one.bars] == [None] * 5
-    print_chart(one.bars, one.table, one.words)
+    one.print_rows()
     shown = capsys.readouterr().out
     assert "95% interval" not in shown
     assert " to " not in shown.partition("\n\n")[0]
-    assert "no interval" in bar_chart(one.bars, "T")
+    assert "no interval" in one.chart.light
 
 
 def test_the_models_have_the_same_number_of_parameters(small: Config) -> None:
@@ -251,7 +260,7 @@ def test_the_demo_says_first_what_was_gained_and_a_rerun_says_the_same(tmp_path:
     assert re.match(r"With retrieval, RETRO needs .* bits per byte .*interval", written["verdict"])
     assert "{+" in result[result.index("\n4. ") :]
     html, picture = ((tmp_path / "demo" / name).read_text() for name in ("report.html", "bits_per_byte.svg"))
-    assert html.count('<svg xmlns="http://www.w3.org/2000/svg" class="bars"') == html.count(picture) == 1
+    assert html.count(base64.b64encode(picture.encode()).decode()) == 1
     assert html.count(escape(written["verdict"])) == 1
     numbers = {name: len(rows) for name, rows in written["results"].items()}
     assert numbers == {"plain baseline": 1, "copying baseline": 1, "RETRO": 4}

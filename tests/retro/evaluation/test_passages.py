@@ -6,8 +6,8 @@ from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.evaluation.passages import chosen_chunks, colored, datastore_runs
-from retro.evaluation.bits_per_byte import ChunkScores
+from retro.evaluation.bits_per_byte import TokenScores
+from retro.evaluation.passages import chosen_chunks, colored, datastore_runs
 from retro.evaluation.token_gains import Passage
 
 
@@ -63,9 +63,9 @@ def test_a_chunk_is_chosen_around_each_quantile_and_the_documents_differ(voting_
     ids = np.flatnonzero(lengths == split.chunk_length)
     documents, first, _ = split.documents_of(ids)
     gains = np.random.default_rng(0).normal(size=len(ids))
-    zeros = np.zeros(len(ids), dtype=np.int32)
-    off = ChunkScores(ids, documents, np.full(len(ids), 10.0), lengths[ids].astype(np.int32), zeros)
-    on = ChunkScores(ids, documents, off.nats - gains, off.tokens, zeros)
+    nats = np.full((len(ids), split.chunk_length), 10.0)
+    off = TokenScores(ids, documents, nats, np.zeros_like(nats))
+    on = TokenScores(ids, documents, nats - gains[:, None], off.bytes)
     tokenizer = Tokenizer.open(voting_datastore.folder / "tokenizer")
     shown = chosen_chunks(off, on, voting_datastore, tokenizer, 2)
     reading = gains[ids > first]

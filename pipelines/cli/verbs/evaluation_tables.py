@@ -1,12 +1,13 @@
-"""What `bits_per_byte.evaluate_checkpoints` measured, for people: tables, and a sentence about what retrieval brings."""
+"""What `retro eval` measured, for people: tables, and a sentence about what retrieval brings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelines.cli.evaluation.bits_per_byte import Row
 from pipelines.cli.results import Table
 from pipelines.terminal.units import counted
 from retro.evaluation.bits_per_byte import mode_of
+from retro.evaluation.perplexity import Row
+from retro.evaluation.retrieval_metrics import RetrievalResult
 from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.model.settings import ModelSettings
 
@@ -104,7 +105,9 @@ def _levels_table(
             figures = [_label(row), f"{row['bits_per_byte']:.4f}"]
             if (level["set"], figures[0]) in shown:
                 changes = [change for change in level["changes"] if change["measured"] == figures[0]]
-                compared = [[each["reference"], f"{each['percent']:+.2f}% ({_interval(each)})"] for each in changes]
+                compared = [
+                    [change["reference"], f"{change['percent']:+.2f}% ({_interval(change)})"] for change in changes
+                ]
                 first, *others = compared or [["", ""]]
                 lines += [figures + first, *(["", "", *other] for other in others)]
         rows += [(cells_of_level if line is lines[0] else [""] * len(cells_of_level)) + line for line in lines]
@@ -182,3 +185,30 @@ def _advice(model: ModelSettings, documents: int) -> str:
     tips += [] if model.copy_head.neighbors else ["a copy head (model.copy_head.neighbors = true)"]
     tips += ["more held-out documents (corpus.split)"] if documents < _MANY_DOCUMENTS else []
     return f"Try: {', '.join(tips)}."
+
+
+# --- the other evaluations -------------------------------------------------------------------------------------------
+
+
+def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each mode, from rows of `Answered.as_json`."""
+    cells = []
+    for row in rows:
+        figures = [
+            f"{100 * row[name]:.2f} ({100 * row[f'{name}_low']:.2f} to {100 * row[f'{name}_high']:.2f})"
+            for name in ("exact_match", "f1")
+        ]
+        held = row["answer_in_passages"]
+        cells.append([row["mode"], *figures, "–" if held is None else f"{100 * held:.1f}", f"{row['questions']:,}"])
+    return Table(["mode", "exact match", "F1", "answer in passages", "questions"], cells)
+
+
+def retrieval_table(results: Sequence[RetrievalResult]) -> Table:
+    """A row for each way of retrieval."""
+    ks = list(results[0].hit)
+    header = ["retrieval", *(f"hit@{k}" for k in ks), *(f"recall@{k}" for k in ks), "MRR", "questions"]
+    rows = []
+    for result in results:
+        figures = (*result.hit.values(), *result.recall.values(), result.mrr)
+        rows.append([result.retrieval, *(f"{figure:.3f}" for figure in figures), f"{result.num_questions:,}"])
+    return Table(header, rows)

@@ -1,32 +1,25 @@
 """Held-out passages colored by what retrieval brings to each token, with the sources that runs of tokens were copied from.
 
 chunks by their gain ─► near three quantiles ─► `choose_passages` ─► token gains, copied runs
-runs copied from one neighbor, or from a place in the datastore ─┬─ a few lines on the terminal
-                                                                 └─ a card of a report
+runs copied from one neighbor, or from a place in the datastore ─► pieces of text and sources, for a terminal or a page
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from indexing.retrieval.passage_choice import Candidate, choose_passages
+from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.search import Place, SuffixIndex
 from indexing.suffixes.votes import LONGEST
 from indexing.tokenization.tokenizer import Tokenizer
-from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece
-from pipelines.terminal.output import echo_shaded, one_line
-from retro.evaluation.token_gains import Passage
+from retro.evaluation.bits_per_byte import TokenScores
+from retro.evaluation.token_gains import Passage, chunks_by_gain
 from retro.inference.spans import character_groups, characters, token_ends
-
-if TYPE_CHECKING:
-    from retro.evaluation.bits_per_byte import ChunkScores
 
 _QUANTILES = (0.9, 0.5, 0.1)
 """Of the gains of all chunks: a passage is shown from around each of them. The terminal shows the first one."""
@@ -38,14 +31,9 @@ _SHORTEST_ANYWHERE = 4  # in the whole datastore, where shorter runs occur in ma
 _BEFORE = 48  # tokens of the text before a passage that are shown
 _TOKENS_AROUND = 24  # a run in the whole datastore
 _PLACES = 8  # of a run, among which one is chosen
-_AROUND = 60  # characters around a copied run that are shown on the terminal
-_LEGEND = [
-    ("   With retrieval, tokens are ", 0),
-    ("likelier", 2),
-    (" or ", 0),
-    ("less likely", -2),
-    (". [n] ends a run that is copied from source n.\n", 0),
-]
+SHADE_BITS = (0.5, 2.0)
+"""Gains from which a token has a pale and a strong color."""
+_AROUND = 160  # characters around the copied parts of a source
 
 
 @dataclass(frozen=True)
@@ -58,26 +46,25 @@ class ShownChunk:
 
 
 def chosen_chunks(
-    off: "ChunkScores", on: "ChunkScores", datastore: Datastore, tokenizer: Tokenizer, k: int
+    off: TokenScores, on: TokenScores, datastore: Datastore, tokenizer: Tokenizer, k: int
 ) -> list[ShownChunk]:
     """Choose a held-out chunk around each quantile of the gain, of different documents if possible.
 
     Args:
-        off: scores of the held-out chunks, retrieval OFF.
+        off: scores of the held-out tokens, retrieval OFF.
         on: retrieval ON.
         datastore: with the held-out documents.
         tokenizer: of the datastore.
         k: neighbors that a chunk reads.
     """
-    from retro.evaluation.token_gains import chunks_by_gain
-
     split, shown, used = datastore.valid, list[ShownChunk](), set[int]()
     by_gain = chunks_by_gain(off, on, split)
     index = SuffixIndex.open(datastore.folder) if datastore.has(SUFFIXES) else None
     for quantile in _QUANTILES:
         low, high = ((quantile + side * _AROUND_QUANTILE) * (len(by_gain) - 1) for side in (-1, 1))
         ranks = np.unique(np.linspace(low, high, _CANDIDATES).round().astype(np.int64))
-        candidates = _candidates(split, RetrievalSet.of(datastore), by_gain[ranks], k)
+        read = split.neighbor_ids.gather(by_gain[ranks] - 1)[:, :k]
+        candidates = candidates_of(split, RetrievalSet.of(datastore), by_gain[ranks], read)
         rows = [row for row, candidate in enumerate(candidates) if candidate.document not in used] or [
             *range(len(ranks))
         ]
@@ -85,19 +72,6 @@ def chosen_chunks(
         used.add(candidates[row].document)
         shown.append(ShownChunk(int(by_gain[ranks[row]]), len(by_gain) - 1 - int(ranks[row]), len(by_gain)))
     return shown
-
-
-def _candidates(split: Split, retrieval: RetrievalSet, chunks: np.ndarray, k: int) -> list[Candidate]:
-    """Chunks [n] with the neighbors of the chunk before each, which it reads."""
-    documents, tokens = split.documents_of(chunks)[0], split.tokens.gather(chunks)
-    ids = split.neighbor_ids.gather(chunks - 1)[:, :k]
-    neighbors, lengths = retrieval.with_continuation(ids.ravel())
-    return [
-        Candidate(own.astype(np.int64), document, [row[:length] for row, length in zip(rows, real, strict=True)])
-        for own, document, rows, real in zip(
-            tokens, documents.tolist(), neighbors.reshape(*ids.shape, -1), lengths.reshape(ids.shape), strict=True
-        )
-    ]
 
 
 # --- sources -------------------------------------------------------------------------------------------------------
@@ -158,6 +132,84 @@ def datastore_runs(passage: Passage, index: SuffixIndex) -> list[DatastoreRun]:
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A few characters of a text.
+
+    Attributes:
+        text: the characters.
+        gain: bits that retrieval saves for them; negative = it costs bits.
+        source: number of the source that the run of pieces ending here was copied from; 0 = none.
+    """
+
+    text: str
+    gain: float = 0.0
+    source: int = 0
+
+    @property
+    def shade(self) -> int:
+        """Color: 2 and 1 = retrieval helps (blue), -1 and -2 = it hurts (orange), 0 = about the same, or only blanks."""
+        if self.text.isspace():
+            return 0
+        return int(np.sign(self.gain)) * sum(abs(self.gain) >= bits for bits in SHADE_BITS)
+
+
+@dataclass(frozen=True)
+class CopiedFrom:
+    """A source as text, cut into parts that were copied (True) and others.
+
+    Attributes:
+        number: of the source.
+        document: its document.
+        parts: the text.
+        is_neighbor: False = the source was found in the whole datastore.
+    """
+
+    number: int
+    document: str
+    parts: list[tuple[str, bool]]
+    is_neighbor: bool = True
+
+    @property
+    def shortened(self) -> list[tuple[str, bool]]:
+        """The parts, of the others only the characters next to copied ones."""
+        out, last = list[tuple[str, bool]](), len(self.parts) - 1
+        for number, (text, copied) in enumerate(self.parts):
+            before = "" if number == 0 else text[:_AROUND]
+            after = "" if number == last else text[-_AROUND:]
+            is_short = copied or len(text) <= len(before) + len(after) + len("…")
+            out.append((text, copied) if is_short else (f"{before}…{after}", False))
+        return out
+
+
+@dataclass(frozen=True)
+class ColoredPassage:
+    """A passage colored by the gain of its tokens, and the sources that it could copy from.
+
+    Attributes:
+        title: which passage it is.
+        before: the end of the text before it.
+        pieces: its text.
+        sources: the neighbors, and documents of the datastore that it was copied from.
+    """
+
+    title: str
+    before: str
+    pieces: list[Piece]
+    sources: list[CopiedFrom]
+
+    @property
+    def used(self) -> list[CopiedFrom]:
+        """The sources that a piece names."""
+        numbers = {piece.source for piece in self.pieces}
+        return [source for source in self.sources if source.number in numbers]
+
+    @property
+    def unused(self) -> list[CopiedFrom]:
+        """The other sources: neighbors without a copied run."""
+        return [source for source in self.sources if source not in self.used]
+
+
 def colored(
     passage: Passage, title: str, tokenizer: Tokenizer, retrieval: RetrievalSet, index: SuffixIndex | None = None
 ) -> ColoredPassage:
@@ -172,11 +224,11 @@ def colored(
     # A source for runs of punctuation alone would say little.
     placed = [run for run in placed if any(map(str.isalnum, text[slice(*characters(ends, run.start, run.stop))]))]
     for document in dict.fromkeys(str(run.place.document["id"]) for run in placed):
-        own = [run for run in placed if str(run.place.document["id"]) == document]
+        of_document = [run for run in placed if str(run.place.document["id"]) == document]
         number = len(passage.neighbor_tokens) + 1 + len([source for source in sources if not source.is_neighbor])
-        numbers |= {run.stop: (run.start, number) for run in own}
+        numbers |= {run.stop: (run.start, number) for run in of_document}
         assert index is not None
-        sources.append(CopiedFrom(number, document, _excerpts(own, index.split, tokenizer), is_neighbor=False))
+        sources.append(CopiedFrom(number, document, _excerpts(of_document, index.split, tokenizer), is_neighbor=False))
     before = tokenizer.decode(passage.before[-_BEFORE:])
     return ColoredPassage(title, before, list(_pieces(passage, text, ends, numbers)), sources)
 
@@ -189,8 +241,8 @@ def _neighbors(
     metadata = retrieval.metadata(passage.neighbor_ids[present]) if present else []
     sources = []
     for neighbor, row in zip(present, metadata, strict=True):
-        own = [(run.position, run.position + run.stop - run.start) for run in runs if run.neighbor == neighbor]
-        parts = _parts(tokenizer, passage.neighbor_tokens[neighbor], own)
+        copied = [(run.position, run.position + run.stop - run.start) for run in runs if run.neighbor == neighbor]
+        parts = _parts(tokenizer, passage.neighbor_tokens[neighbor], copied)
         sources.append(CopiedFrom(neighbor + 1, str(row["id"]), parts))
     return sources
 
@@ -198,7 +250,7 @@ def _neighbors(
 def _excerpts(runs: Sequence[DatastoreRun], split: Split, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """The parts of a document around runs; True = copied."""
     m, (chunk, _) = split.chunk_length, runs[0].place.last
-    _, first, stop = (int(each[0]) for each in split.documents_of(np.array([chunk])))
+    _, first, stop = (int(ids[0]) for ids in split.documents_of(np.array([chunk])))
     end = (stop - 1) * m + int(split.lengths.read(stop - 1, stop)[0])
     # Positions in all tokens of the split; only the last chunk of a document is padded.
     copied = sorted(
@@ -219,8 +271,8 @@ def _excerpts(runs: Sequence[DatastoreRun], split: Split, tokenizer: Tokenizer) 
     for begin, after in windows:
         low = begin // m
         tokens = split.tokens.read(low, -(-after // m)).reshape(-1)[begin - low * m : after - low * m].astype(np.int64)
-        own = [(a - begin, b - begin) for a, b in copied if begin <= a < after]
-        parts += [*_parts(tokenizer, tokens, own), ("…" if after < end else "", False)]
+        inside = [(a - begin, b - begin) for a, b in copied if begin <= a < after]
+        parts += [*_parts(tokenizer, tokens, inside), ("…" if after < end else "", False)]
     return parts
 
 
@@ -252,30 +304,3 @@ def _parts(tokenizer: Tokenizer, tokens: np.ndarray, runs: Sequence[tuple[int, i
         copied[begin:end] = True
     borders = [0, *(np.flatnonzero(copied[1:-1] != copied[:-2]) + 1).tolist(), len(text)]
     return [(text[a:b], bool(copied[a])) for a, b in pairwise(borders) if b > a]
-
-
-def print_passage(passage: ColoredPassage) -> None:
-    """Print the legend, a passage in color, and the part of each source around its longest copied run."""
-    echo_shaded(_LEGEND)
-    pieces: list[tuple[str, int]] = []
-    for piece in passage.pieces:
-        pieces += [(piece.text, piece.shade), *([(f"[{piece.source}]", 0)] if piece.source else [])]
-    echo_shaded(_indented([("   ", 0), *pieces]))
-    for source in passage.used:
-        whole = "" if source.is_neighbor else ", in the whole datastore"
-        echo_shaded([(f"   [{source.number}] {one_line(source.document)}{whole}: ", 0), *_excerpt(source.parts)])
-
-
-def _indented(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [(text.replace("\n", "\n   "), shade) for text, shade in pieces]
-
-
-def _excerpt(parts: Sequence[tuple[str, bool]]) -> list[tuple[str, int]]:
-    """The longest copied part in one line, with a few characters before and after it."""
-    longest = max(
-        (part_index for part_index, part in enumerate(parts) if part[1]),
-        key=lambda part_index: len(parts[part_index][0]),
-    )
-    before, after = ("".join(text for text, _ in group) for group in (parts[:longest], parts[longest + 1 :]))
-    texts = ("…" + before[-_AROUND:], parts[longest][0], after[:_AROUND] + "…")
-    return [(re.sub(r"\s*\n\s*", " ⏎ ", text), shade) for text, shade in zip(texts, (0, 2, 0), strict=True)]

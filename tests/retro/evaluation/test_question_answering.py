@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.cli.evaluation.question_answering import answer
+from retro.evaluation.question_answering import answer
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings

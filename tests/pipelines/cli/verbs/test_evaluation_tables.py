@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from pipelines.cli.evaluation.bits_per_byte import Measured, Row, _rows_and_changes
-from pipelines.cli.evaluation.gains import gain_in_words, tables_of
+from pipelines.cli.verbs.evaluation_tables import gain_in_words, tables_of
 from retro.evaluation.bits_per_byte import SetResult, mode_of
+from retro.evaluation.perplexity import Row, _level
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
 
 COPYING = ModelSettings(copy_head=CopyHeadSettings(context=True, neighbors=True))
@@ -24,11 +24,12 @@ def level(
         **{k: sizes * (1 + change + generator.normal(0, noise, documents)) for k, change in changes.items()},
     }
     measured = [
-        Measured("ours" if other else "", SetResult("valid", k, 1000 * documents, 1.0, sums, sizes))
+        SetResult("valid", k, 1000 * documents, 1.0, sums, sizes, model="ours" if other else "")
         for k, sums in nats.items()
     ]
-    measured += [Measured(other, SetResult("valid", 0, 1000 * documents, 1.0, sizes * 0.5, sizes))] if other else []
-    return _rows_and_changes(measured, seed=0)
+    measured += [SetResult("valid", 0, 1000 * documents, 1.0, sizes * 0.5, sizes, model=other)] if other else []
+    found = _level({}, measured, seed=0)
+    return found["results"], found["changes"]
 
 
 def figures(sentence: str) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import InputError
-from pipelines.cli.evaluation.question_answering import ModePrompts, all_modes, answer, found_passages, open_model
-from pipelines.cli.evaluation.settings import QaSettings
+from retro.evaluation.question_answering import ModePrompts, all_modes, answer, found_passages, open_model
 from retro.evaluation.question_sets import Question
+from retro.evaluation.settings import QaSettings
 from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings

@@ -23,8 +23,8 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
+from retro.evaluation.lm_eval_adapter import RetroLM
 from retro.inference.language_model import LanguageModel
-from retro.inference.lm_eval_adapter import RetroLM
 from retro.training.trainer import train
 from tests.conftest import tiny_config, wait_until
 

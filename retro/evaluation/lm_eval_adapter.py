@@ -2,7 +2,7 @@
 
     requests of tasks → tokens after the beginning-of-document token → LanguageModel.score, generate → log-likelihoods, texts
 
-Importing this module registers the model; `python -m retro.inference.lm_eval_adapter …` runs lm-eval's command line with it. The
+Importing this module registers the model; `python -m retro.evaluation.lm_eval_adapter …` runs lm-eval's command line with it. The
 adapter follows lm-eval's client for OpenAI's API (`local-completions`), so both give the same results: it tokenizes context and
 continuation together, truncates long requests at the beginning, scores whole texts in windows that overlap by one token, and
 puts the beginning-of-document token in front of every text without it.

@@ -12,7 +12,10 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
-from pipelines.cli.evaluation.question_answering import (
+from pipelines.cli.main import main
+from pipelines.cli.settings.toml_file import to_toml
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.evaluation.question_answering import (
     Answered,
     QuestionMode,
     all_modes,
@@ -21,11 +24,8 @@ from pipelines.cli.evaluation.question_answering import (
     open_model,
     select,
 )
-from pipelines.cli.evaluation.settings import QaSettings
-from pipelines.cli.main import main
-from pipelines.cli.settings.toml_file import to_toml
-from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import Question
+from retro.evaluation.settings import QaSettings
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import updated
@@ -205,12 +205,11 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
     assert retriever is not None
     asked = [Question(f"q{n}", f"is it chunk {n}?", ("yes",)) for n in range(3)]
     found = found_passages(retriever, asked, settings)
-    assert found is not None
     *_, closed, read = all_modes(model, asked, settings, language="en", passages=found)
     assert closed.given is None
     assert read.given is not None
     assert read.texts is not None
-    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found.searched, strict=True):
+    for (tokens, lengths), texts, passages in zip(read.given, read.texts, found[False], strict=True):
         assert tokens.shape == (2, 2 * model.model.settings.chunk_length)
         assert (lengths > 0).all()
         for text, passage in zip(texts, passages, strict=True):

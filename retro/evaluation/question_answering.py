@@ -11,26 +11,24 @@ prompts of a mode, neighbors ─► LanguageModel ─► answers ─► Answered
 A model with a chat template is asked in its template, all others in lines and in the paper's prompt.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from indexing.progress import Advance
+from indexing.progress import Advance, Progress, percentage
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.language import Language, language_of
-from pipelines.cli.evaluation.settings import QaSettings
-from pipelines.cli.results import Table
-from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
+from retro.evaluation.settings import QaSettings
 from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS, PromptBuilder, room_for_prompts
 from retro.inference.chat_template import ChatTemplate, Message, stored_template
 from retro.inference.language_model import GivenNeighbors, LanguageModel
@@ -142,32 +140,25 @@ class ModePrompts(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
-class FoundPassages(NamedTuple):
-    """The passages of each question, best first."""
-
-    searched: list[list[Passage]]
-    gold: list[list[Passage]] | None  # with those first that the question names; None: not measured
+Rankings = dict[bool, list[list[Passage]]]
+"""The passages of each question, best first, as found (False), and with those first that the question names (True: gold)."""
 
 
-def found_passages(retriever: Retriever, questions: Sequence[Question], settings: QaSettings) -> FoundPassages | None:
-    """Find the passages that the settings need, with a progress bar; None if they need none.
+def found_passages(
+    retriever: Retriever, questions: Sequence[Question], settings: QaSettings, progress: Progress = percentage
+) -> Rankings:
+    """Find the passages that the settings need; `progress` shows the searches.
 
     Raises:
         InputError: `gold` is set, and a question names no document of the datastore.
     """
-
-    def find(name: str, k: int, *, positives_first: bool) -> list[list[Passage]]:
-        with progress(name, total=len(questions), unit="questions") as advance:
-            return find_passages(
-                retriever, questions, k, retrieval=settings.retrieval, positives_first=positives_first, advance=advance
+    k, rankings = max(settings.prompt_passages, settings.neighbor_passages), Rankings()
+    for gold in (False, True) if settings.gold else (False,) if k else ():
+        with progress("gold" if gold else "search", total=len(questions), unit="questions") as advance:
+            rankings[gold] = find_passages(
+                retriever, questions, k, retrieval=settings.retrieval, positives_first=gold, advance=advance
             )
-
-    k = max(settings.prompt_passages, settings.neighbor_passages)
-    if not k:
-        return None
-    searched = find("search", k, positives_first=False)
-    gold = find("gold", k, positives_first=True) if settings.gold else None
-    return FoundPassages(searched, gold)
+    return rankings
 
 
 def all_modes(
@@ -177,7 +168,7 @@ def all_modes(
     *,
     language: Language,
     shots: Sequence[Question] = (),
-    passages: FoundPassages | None = None,
+    passages: Rankings,
 ) -> Iterator[ModePrompts]:
     """All modes that model, settings and passages allow, closed book first.
 
@@ -187,7 +178,7 @@ def all_modes(
         settings: neighbors, lengths.
         language: of the prompts.
         shots: solved questions before each.
-        passages: of each question; None: no passages.
+        passages: of each question.
 
     Raises:
         InputError: a question is too long for the model.
@@ -206,36 +197,30 @@ def _chat_template(language_model: LanguageModel) -> ChatTemplate | None:
     return stored_template(language_model.tokenizer, settings)
 
 
-def _opening(template: ChatTemplate, language: Language) -> Callable[[str], np.ndarray]:
-    """A function that writes passages as the user's message. The assistant's answer begins after it, with solved questions."""
-
-    def opening(passages: str) -> np.ndarray:
-        lines = [*passages.splitlines(), CHAT_INSTRUCTIONS[language]]
-        return template.prompt([Message("user", "\n".join(lines))])
-
-    return opening
-
-
 def _in_lines(
     language_model: LanguageModel,
     questions: Sequence[Question],
     settings: QaSettings,
     language: Language,
     shots: Sequence[Question],
-    passages: FoundPassages | None,
+    passages: Rankings,
     template: ChatTemplate | None,
 ) -> Iterator[ModePrompts]:
     m = language_model.model.settings.chunk_length
     room = room_for_prompts(language_model.context, m, settings.max_tokens)
-    opening = _opening(template, language) if template else None
-    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m, opening)
+
+    def opening(text: str) -> np.ndarray:
+        """The text of passages as the user's message. The assistant's answer begins after it, with solved questions."""
+        assert template is not None
+        return template.prompt([Message("user", "\n".join([*text.splitlines(), CHAT_INSTRUCTIONS[language]]))])
+
+    prompts = PromptBuilder(language_model.tokenizer, language, shots, room, m, opening if template else None)
     form = QuestionFormat(language_model.tokenizer, m, language)
     ends = (template.end_of_turn,) if template else ()
-    rankings = _rankings(passages)
     count, neighbors = settings.prompt_passages, settings.neighbor_passages
-    in_neighbors = rankings if neighbors and template and language_model.model.settings.retrieves else {}
+    in_neighbors = passages if neighbors and template and language_model.model.settings.retrieves else {}
     nothing: list[list[Passage]] = [[] for _ in questions]
-    for gold, ranked in (None, nothing), *(rankings.items() if count else ()):
+    for gold, ranked in (None, nothing), *(passages.items() if count else ()):
         texts = [[passage.text for passage in row[:count]] for row in ranked]
         filled = [prompts.prompt(*pair) for pair in zip(questions, texts, strict=True)]
         mode = QuestionMode("chat" if template else "lines", 0 if gold is None else count, gold=bool(gold))
@@ -248,20 +233,13 @@ def _in_lines(
                 yield ModePrompts(replace(mode, neighbors=neighbors, gold=is_gold), filled, given, both, ends)
 
 
-def _rankings(passages: FoundPassages | None) -> dict[bool, list[list[Passage]]]:
-    """Whether the gold passages come first → passages of each question."""
-    if passages is None:
-        return {}
-    return {False: passages.searched} | ({True: passages.gold} if passages.gold is not None else {})
-
-
 def _as_neighbors(
     form: QuestionFormat, ranked: Sequence[Sequence[Passage]], count: int
 ) -> tuple[GivenNeighbors, list[list[str]]]:
     """The first passages of each question as neighbors, and their texts: passages may be cut off, so these are decoded."""
     given = [form.neighbors(row, count) for row in ranked]
-    kept = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
-    return given, [form.tokenizer.decode_batch(rows) for rows in kept]
+    read = [[row[:length] for row, length in zip(*pair, strict=True)] for pair in given]
+    return given, [form.tokenizer.decode_batch(rows) for rows in read]
 
 
 def _as_in_paper(
@@ -269,13 +247,13 @@ def _as_in_paper(
     questions: Sequence[Question],
     count: int,
     language: Language,
-    passages: FoundPassages | None,
+    passages: Rankings,
 ) -> Iterator[ModePrompts]:
     model = language_model.model.settings
     form = QuestionFormat(language_model.tokenizer, model.chunk_length, language)
-    prompts = [form.prompt(each.question) for each in questions]
+    prompts = [form.prompt(question.question) for question in questions]
     yield ModePrompts(QuestionMode("paper"), prompts)
-    for gold, ranked in _rankings(passages).items() if model.retrieves else ():
+    for gold, ranked in passages.items() if model.retrieves else ():
         given, texts = _as_neighbors(form, ranked, count)
         yield ModePrompts(QuestionMode("paper", neighbors=count, gold=gold), prompts, given, texts)
 
@@ -315,8 +293,9 @@ def measure_answers(
     questions: Sequence[Question],
     settings: QaSettings,
     language: Language,
+    progress: Progress = percentage,
 ) -> list[Answered]:
-    """Answer the questions in every mode, with progress bars.
+    """Answer the questions in every mode.
 
     Args:
         language_model: opened with retrieval, if a mode needs it.
@@ -324,6 +303,7 @@ def measure_answers(
         questions: all with answers.
         settings: lengths.
         language: of the measures.
+        progress: shows the answered questions.
     """
     rows = []
     for prepared in modes:
@@ -395,19 +375,6 @@ def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequenc
         for question, texts in zip(questions, passages, strict=True)
     ]
     return float(np.mean(held))
-
-
-def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each mode, from rows of `Answered.as_json`."""
-    cells = []
-    for row in rows:
-        figures = [
-            f"{100 * row[name]:.2f} ({100 * row[f'{name}_low']:.2f} to {100 * row[f'{name}_high']:.2f})"
-            for name in ("exact_match", "f1")
-        ]
-        held = row["answer_in_passages"]
-        cells.append([row["mode"], *figures, "–" if held is None else f"{100 * held:.1f}", f"{row['questions']:,}"])
-    return Table(["mode", "exact match", "F1", "answer in passages", "questions"], cells)
 
 
 def as_json(rows: Sequence[Answered], questions: Sequence[Question], seed: int) -> dict[str, Any]:
