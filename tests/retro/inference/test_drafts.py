@@ -149,7 +149,7 @@ def test_tokens_have_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPat
 def state(decoder: Decoder, row: Row) -> list[torch.Tensor]:
     """What the next passes read of the cache."""
     cache, slot, read = decoder.cache, row.slot, row.num_read
-    lasts = [last[slot][:, LONGEST_DRAFT:] for last in (cache.last_keys, cache.last_queries, cache.last_cross_queries)]
+    lasts = [last[slot][:, LONGEST_DRAFT:] for last in (cache.last_keys, cache.last_queries)]
     chunk = cache.chunk[slot, : row.num_read % M] if row.retrieve else cache.chunk[slot, :0]
     parts = [cache.keys[slot, :, :, :read], cache.values[slot, :, :, :read], *lasts, chunk, cache.readable[slot]]
     readable = cache.readable[slot].flatten()
