@@ -1,6 +1,7 @@
 """Examples are beginnings of held-out documents, ranked by the bits that retrieval saves, with a prompt that shows it."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ from starlette.testclient import TestClient
 
 from indexing.retrieval.passage_choice import mostly_letters, words_of
 from indexing.retrieval.retriever import Retriever
-from retro.inference.language_model import Scores
+from retro.inference.language_model import LanguageModel, Scores
 from retro.server import examples
 from retro.server.examples import differing_prompt, held_out_passages
-from tests.conftest import PATIENCE
+from tests.conftest import PATIENCE, wait_until
 from tests.retro.server.conftest import Make
 
 
@@ -92,14 +93,18 @@ def test_examples_of_several_lengths_are_measured_one_after_the_other(
     app_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examples, "_WAIT_SECONDS", 0.0)
-    app = app_with()
+    app, waiting, score_windows = app_with(), list[int](), LanguageModel.score_windows
+    service = app.state.service
+
+    def noted(*args: Any, **options: Any) -> None:
+        waiting.append(len(service.score))
+        score_windows(*args, **options)
+
+    monkeypatch.setattr(LanguageModel, "score_windows", noted)
     with TestClient(app) as client:
         for chunks in range(1, 9):
             client.get("/examples", params={"chunks": chunks})
-        service, waiting = app.state.service, []
-        while not all(task.done() for _, task in service.examples.values()):
-            waiting.append(len(service.score))
-            time.sleep(0.001)
+        wait_until(lambda: all(task.done() for _, task in service.examples.values()))
     assert len(waiting) > 10
     assert max(waiting) <= 1
 
