@@ -32,6 +32,8 @@ class Config:
 
     removed: ClassVar[Mapping[str, str]] = {
         "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
+        "model.attention.smeared_keys": "It was removed: model.attention.smeared_tokens = 3 is enough. Delete the key.",
+        "model.copying_init": "It was removed: model.attention.smeared_tokens includes it. Delete the key.",
         "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
         "tuning.virtual_tokens": "It was removed with prefixes and prompts: use tuning.adapter = 'lora'. Delete the key.",
     }

@@ -19,9 +19,8 @@ from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat
 from retro.finetuning import prepare as preparing
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
 from retro.finetuning.settings import FinetuneSettings
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings

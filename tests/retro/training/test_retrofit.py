@@ -22,6 +22,7 @@ from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
 from retro.model.inputs import Inputs
 from retro.model.settings import ModelSettings, updated
+from retro.training import fitted_retrieval
 from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together
@@ -49,6 +50,12 @@ def run(
     settings = replace(config.train, **{"init_from": str(start), "lr": 1e-2, **options})
     config = replace(config, model=model, train=settings, tuning=tuning)
     return train(folder, config.run_settings, advance=advance)
+
+
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying from neighbors is fitted to a tenth of the text."""
+    monkeypatch.setattr(fitted_retrieval, "_TOKENS", 2000)
 
 
 def test_a_retrofit_without_neighbors_is_refused(config: Config, tmp_path: Path) -> None:
@@ -93,7 +100,7 @@ def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Check
     assert torch.equal(logits_off(base), logits_off(retro))
     moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
     assert moments == set(after) - set(before)
-    assert retro.adapters == RETROFIT
+    assert retro.tuning == RETROFIT
     assert retro.started_from == base.fingerprint
 
 
