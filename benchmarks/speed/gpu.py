@@ -33,8 +33,8 @@ from indexing.index.product_search import ProductIndex
 from indexing.neighbors.list_search import ListIndex
 from indexing.store.sharded_array import ShardedArray
 from pipelines.terminal.units import human_bytes
-from retro.estimates.activations import Pass
 from retro.estimates.flops import measured_flops, peak_flops, training_flops
+from retro.estimates.trace import Pass
 from retro.estimates.training_memory import memory_of
 from retro.inference.decoder import Decoder
 from retro.model.kernels import Bounds, dot_product_attention, self_attention_mask

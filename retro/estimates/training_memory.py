@@ -2,9 +2,10 @@
 
     parallel ┬─ tensor: a model with fewer heads and features ─┐
              ├─ pipeline: some of its layers ──────────────────┼─► parameters ─ ZeRO ─► parameters, gradients, optimizer
-             └─ data: fewer sequences ─────────────────────────┴─► `activations` ─ checkpointing ─► activations, working
+             └─ data: fewer sequences ─────────────────────────┴─► `trace` ─ checkpointing ─► activations, working
 
-Parameters, gradients and AdamW's two moments are float32. Models are on the meta device, so estimates need no memory.
+Activations and temporary tensors come from a trace of the pass of one device. States are counted by shape, as the mesh divides
+them. Parameters, gradients and AdamW's two moments are float32. Models are on the meta device, so estimates need no memory.
 """
 
 import functools
@@ -13,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from indexing.store.errors import InputError
-from retro.estimates.activations import Pass, activations
-from retro.model.loss import block_rows
+from retro.estimates.trace import Pass, trace
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from retro.parallel.data_parallel import matrices
@@ -28,8 +28,9 @@ class Memory:
     Attributes:
         parameters, gradients, optimizer: its shards of them.
         gathered: whole parameters, and gradients of a unit, that it holds during a step in addition to its shards.
-        activations: tensors that autograd keeps between forward and backward pass.
-        working: temporary tensors of the loss or of a recomputed block, and autocast's copies of weights.
+        activations: tensors that remain between forward and backward pass.
+        working: temporary tensors of the loss or of the backward pass of a layer, and autocast's copies of weights.
+        step: the largest sum of gradients, activations and temporary tensors. While gradients grow, activations are freed.
         offloaded: whether the first three are in the host's memory.
     """
 
@@ -39,6 +40,7 @@ class Memory:
     gathered: int
     activations: int
     working: int
+    step: int
     offloaded: bool
 
     @property
@@ -53,8 +55,8 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """An upper bound of the peak on the device: the sum of all parts."""
-        return self.gathered + self.activations + self.working + (0 if self.offloaded else self.states)
+        """The peak on the device."""
+        return self.gathered + self.step + (0 if self.offloaded else self.parameters + self.optimizer)
 
 
 def memory_of(
@@ -83,32 +85,47 @@ def _memory_of_stage(
     settings: ModelSettings, run: Pass, parallel: ParallelSettings, stage: int, accumulation: int, compiled: bool
 ) -> Memory:
     units = parameter_units(settings, parallel, stage)
-    states = state_bytes(units, parallel, accumulation)
+    parameters, gradients, optimizer = state_bytes(units, parallel, accumulation)
     own, at_once = _own_pass(run, parallel, stage)
-    checkpointing, tensor = parallel.activation_checkpointing, parallel.tensor
-    blocks, outside = activations(_with_own_experts(divided(settings, tensor), parallel), own)
-    held = [block for name, block in blocks.items() if _is_held(settings, name, parallel, stage)]
-    # Autocast holds one copy of each weight until it ends: for a forward pass, or for a whole step of a pipeline. If there are
-    # several processes, they have gathered the copies.
-    copies = sum(block.weights for block in held)
-    kept = sum(block.lasting(checkpointing, tensor) for block in held) - (copies if checkpointing == "none" else 0)
-    kept += sum(size for name, size in outside.items() if _is_held(settings, name, parallel, stage))
-    copies = 0 if num_data(parallel) > 1 else copies
-    shared = copies if checkpointing == "none" else 0
-    last = max(_loss_bytes(settings, own, tensor, compiled), copy_head_bytes(settings, own))  # one after the other
-    forward = copies - shared + (last if _holds_loss(parallel, stage) else 0)
-    again = max(block.recomputed(checkpointing) for block in held) + (copies - shared if parallel.pipeline > 1 else 0)
+    # FSDP2 gathers matrices in 16 bits. In a pipeline autocast copies them once for all microbatches.
+    narrow_weights = run.narrow and (num_data(parallel) > 1 or parallel.pipeline > 1)
+    copies = _narrow_bytes(units) if narrow_weights and num_data(parallel) == 1 else 0
+    traced = trace(
+        _with_own_experts(divided(settings, parallel.tensor), parallel),
+        own,
+        parallel.activation_checkpointing,
+        narrow_weights=narrow_weights,
+        compiled=compiled,
+        token_shards=parallel.tensor,
+    )
+    held = [phase for phase in range(settings.num_layers + 2) if _holds_phase(settings, phase, parallel, stage)]
+    activations = round(at_once * sum(traced.kept[phase] for phase in held))
+    whole = sum(traced.gradients[phase] for phase in held)
+    # When ZeRO shards gradients, each has a part of its bytes. From the second pass of a step on, all of them exist.
+    share = 0.0 if parallel.cpu_offload else gradients / max(1, whole)
+    before, remaining = whole if accumulation > 1 or parallel.pipeline > 1 else 0, activations
+    peaks = [remaining + share * before + (traced.forward if held[-1] > settings.num_layers else 0)]
+    for phase in reversed(held):
+        together, working = traced.together[phase], traced.working[phase]
+        peaks.append(remaining + share * before + max(working, share * together + (1 - share) * working))
+        before, remaining = min(whole, before + traced.gradients[phase]), remaining - traced.kept[phase]
     return Memory(
-        *states,
+        parameters,
+        gradients,
+        optimizer,
         gathered=_gathered_bytes(units, parallel, narrow=run.narrow),
-        activations=round(kept * at_once + shared),
-        working=round(max(forward, again)),
+        activations=activations,
+        working=max(traced.forward, *(traced.working[phase] for phase in held)) + copies,
+        step=round(max(peaks)) + copies,
         offloaded=parallel.cpu_offload,
     )
 
 
-def _holds_loss(parallel: ParallelSettings, stage: int) -> bool:
-    return stage == parallel.pipeline - 1
+def _holds_phase(settings: ModelSettings, phase: int, parallel: ParallelSettings, stage: int) -> bool:
+    """True if a process runs a phase of `Trace`."""
+    last = phase > settings.num_layers
+    name = "" if last else f"attention.{phase - 1}" if phase else "position_embedding"
+    return _is_held(settings, name, parallel, stage)
 
 
 # ------------------------------------------------------------------------------------ parameters, gradients, optimizer
@@ -208,6 +225,11 @@ def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettin
     return held + (max((4 * count for name, count in counts.items() if name), default=0) if parallel.zero else 0)
 
 
+def _narrow_bytes(units: dict[str, list[torch.Size]]) -> int:
+    """Bytes of 16-bit copies of the matrices."""
+    return sum(2 * shape.numel() for name, unit in units.items() if name not in ("", _TABLE) for shape in unit)
+
+
 def _bytes_of_number(unit: str, narrow: bool) -> int:
     """Bytes of a gathered number: matrices are gathered in 16 bits if they are multiplied in 16 bits."""
     return 2 if narrow and unit not in ("", _TABLE) else 4
@@ -284,25 +306,3 @@ def _own_pass(run: Pass, parallel: ParallelSettings, stage: int) -> tuple[Pass, 
 def num_data(parallel: ParallelSettings) -> int:
     """Number of data-parallel processes; 0 (all that there are) counts as one."""
     return parallel.data or 1
-
-
-# -------------------------------------------------------------------------------------------------------- activations
-
-
-def copy_head_bytes(settings: ModelSettings, run: Pass) -> int:
-    """Temporary bytes of the copy head: about 12 for each pair of a token and a position, of one source at a time."""
-    own = run.sequence_length * bool(settings.copy_head.context)
-    neighbors = 2 * settings.chunk_length * run.k * bool(settings.copy_head.neighbors)
-    return run.num_sequences * run.sequence_length * 12 * max(own, neighbors)
-
-
-def _loss_bytes(settings: ModelSettings, run: Pass, tensor: int, compiled: bool) -> int:
-    """Temporary bytes of the loss (`loss.py`): a block of logits with derived tensors, and two tensors of the output layer."""
-    rows = min(
-        run.num_sequences * run.sequence_length // tensor, block_rows("cuda" if run.gpu else "cpu", settings.vocab_size)
-    )
-    width = 2 if run.narrow else 4
-    # Float32 log-probabilities, probabilities, labels (with a byte for the mask) and gradients; a compiled kernel has none.
-    logit = width + (width if compiled else 17)
-    table = settings.vocab_size * settings.d_model * width  # the gradient of a block, and a copy in 16 bits
-    return rows * settings.vocab_size * logit + table * (2 if run.narrow else 1)

@@ -80,8 +80,7 @@ class Layout:
         stored: neighbors stored for each chunk.
         materialized: stored neighbors with tokens.
         document_bytes: of a document's row in `documents.parquet`.
-        parquet_bytes: of a `documents.parquet` without rows.
-        measured: bytes of a chunk of `train` and of a shard, in artifacts without a formula.
+        measured: bytes of a chunk of `train` in artifacts whose bytes depend on the text.
     """
 
     chunk_length: int
@@ -90,8 +89,7 @@ class Layout:
     stored: int
     materialized: int
     document_bytes: float
-    parquet_bytes: float
-    measured: Mapping[str, tuple[float, float]]
+    measured: Mapping[str, float]
 
 
 # --- index -----------------------------------------------------------------------------------------------------------
@@ -152,17 +150,14 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
     """Bytes of the folders of a datastore."""
     code, trained, empty = index_bytes(size.key, layout.dimension)
     files = size.shards * NUM_SPLITS
-    documents = (8 + layout.document_bytes) * size.documents + (8 + layout.parquet_bytes) * files
+    documents = (8 + layout.document_bytes) * size.documents + 8 * files
     # A list's last block of fast-scan codes is half empty on average.
     padding = size.shards * size.lists * (_BLOCK - 1) / 2 * code if "fs" in size.key else 0.0
     arrays = {
         "chunks": (layout.chunk_length * layout.token_bytes + 2) * size.chunks + documents + 3 * files * _NPY_HEADER,
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + size.shards * empty + trained,
-        **{
-            name: of_chunk * size.train_chunks + of_shard * size.shards
-            for name, (of_chunk, of_shard) in layout.measured.items()
-        },
+        **{name: of_chunk * size.train_chunks for name, of_chunk in layout.measured.items()},
         "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
     }
     if layout.materialized:

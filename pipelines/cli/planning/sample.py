@@ -1,14 +1,139 @@
-"""Documents drawn uniformly from a corpus, and the size of the corpus."""
+"""Documents drawn uniformly from a corpus, and a datastore of them that the real stages build in a temporary folder.
+
+corpus (or Python's documentation and sources) ─ draw_sample ─► CorpusSample ─ measure ─► Sample
+"""
 
 import heapq
+import json
+import os
+import platform
 import random
+import resource
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from indexing.corpus.megatron import is_megatron
+from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of_document
+from indexing.embedding.settings import EmbedderSettings
+from indexing.index.key import num_lists
+from indexing.machine import usable_memory
+from indexing.neighbors.settings import Method
+from indexing.progress import during
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
+from indexing.store.files import read_json
+from pipelines.cli.planning.bytes import Workload, key_for, with_lists_for
+from pipelines.config import Config
+from pipelines.executors.tasks import LocalExecutor
+from pipelines.stages.neighbors import by_embeddings, without_ngrams
+from pipelines.stages.table import build
+from pipelines.terminal.stages import StagesView, Step
 
+SAMPLE_BYTES = 8 * 2**20
+_LEAST_BYTES = 250_000
+_TRANSFORMER_BYTES = 250_000  # of text that a transformer embeds; the sample takes the lexical embedder instead
 _SCANNED_BYTES = 256 * 2**20  # bytes of text read for the sample
+_TOKEN_BYTES = 4  # of text, about; decides only which kind of index the sample gets
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A datastore of a part of the corpus, built on this machine.
+
+    Attributes:
+        size: of the datastore.
+        seconds: of each step.
+        bytes: of artifacts whose bytes depend on the text: `documents.parquet`, `sparse`, `ngrams`, `suffixes`, `votes`.
+        token_bytes: 2 or 4.
+        dimension: d of the embeddings.
+        machine: processor and cores.
+        memory_bytes: of the machine.
+        peak_bytes: largest resident set of the measuring process.
+        source: of the text.
+        corpus_bytes: bytes of text in the whole corpus; 0 = unknown.
+        total_seconds: that the measurement took.
+    """
+
+    size: Workload
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, int]
+    token_bytes: int
+    dimension: int
+    machine: str
+    memory_bytes: int
+    peak_bytes: int
+    source: str
+    corpus_bytes: float
+    total_seconds: float
+
+
+def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = None) -> Sample:
+    """Build a sample of the corpus in a temporary folder, with the settings of the planned datastore.
+
+    Args:
+        config: its settings. Without `corpus.paths`, or if these contain tokens, the text is Python's documentation and
+            sources.
+        tokens: of the datastore, which determine index and search; 0 = all of the corpus.
+        sample_bytes: of text in the sample; None = `SAMPLE_BYTES`, or an eighth of a smaller corpus.
+
+    Raises:
+        InputError: a path does not exist, the corpus has no text, or its size is unknown and `tokens` is 0.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
+        work = Path(folder)
+        with during("drawing the sample"):
+            drawn, source = _drawn(config, sample_bytes or SAMPLE_BYTES, work)
+        if not tokens and not drawn.text_bytes:
+            raise InputError(
+                "tokens = 0 means the whole corpus, and its size is unknown: corpus.paths is empty, contains tokens, or has "
+                "files too large for the sample. Set --tokens, for example 1e9."
+            )
+        limit = sum(document.size for document in drawn.documents)
+        if sample_bytes is None and not tokens:
+            limit = min(limit, max(_LEAST_BYTES, int(drawn.text_bytes / 8)))
+        with during("building the sample"):
+            embedder, embedding_rate = _stand_in(config, drawn, work)
+            planned = replace(config, embedder=embedder)
+            whole = (tokens or drawn.text_bytes / _TOKEN_BYTES) / config.chunks.chunk_length
+            key = key_for(whole, embedder.dimension, config.index)[0]
+            search = _search(config, whole, embedder.dimension, key)
+            factory = with_lists_for(key, limit / _TOKEN_BYTES / config.chunks.chunk_length)
+            planned = replace(
+                planned,
+                index=replace(config.index, factory=factory),
+                neighbors=replace(config.neighbors, search=search, extra_datastores=()),
+            )
+            view = StagesView(quiet=True)
+            sampled = _with_text(planned, drawn.valid, _shuffled(drawn, limit), work / "sample")
+            datastore = build(sampled, LocalExecutor(config.executor), view=view)
+        size, seconds = _size(datastore), seconds_by_step(view.steps)
+        if embedding_rate:
+            seconds = {name: took for name, took in seconds.items() if name != "embed: count n-grams"}
+            seconds["embed"] = embedding_rate * size.chunks
+        wide = config.tokenizer.is_trained and config.tokenizer.vocab_size > 2**16
+        return Sample(
+            size=size,
+            seconds=seconds,
+            bytes=_bytes_of_text(datastore.folder),
+            token_bytes=4 if wide else datastore.train.tokens.shard(0).itemsize,
+            dimension=embedder.dimension,
+            machine=f"{_processor()}, {os.cpu_count()} cores",
+            memory_bytes=usable_memory(),
+            peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            source=source,
+            corpus_bytes=drawn.text_bytes,
+            total_seconds=time.perf_counter() - started,
+        )
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,3 +211,112 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> C
     total = sum(file.size for file in files)
     text_bytes = scanned_text * total / scanned_stored if scanned_stored else 0.0
     return CorpusSample(drawn.documents(), valid.documents(), text_bytes)
+
+
+def _drawn(config: Config, sample_bytes: int, work: Path) -> tuple[CorpusSample, str]:
+    """The documents, and their source in words."""
+    paths = config.corpus.paths
+    if paths and not any(is_megatron(file.name) for file in list_files(config.corpus)):
+        return draw_sample(config.corpus, sample_bytes), ", ".join(paths)
+    path = write_python_corpus(work / "python")
+    drawn = draw_sample(CorpusSettings(paths=(str(path),)), sample_bytes)
+    return replace(drawn, text_bytes=0.0), "Python's documentation and sources"
+
+
+def _shuffled(drawn: CorpusSample, text_bytes: int) -> list[Document]:
+    """Random documents of about `text_bytes`."""
+    documents, taken = random.Random(0).sample(drawn.documents, len(drawn.documents)), 0
+    chosen = []
+    for document in documents:
+        if taken < text_bytes:
+            chosen.append(document)
+            taken += document.size
+    return chosen
+
+
+# --- the datastore ---------------------------------------------------------------------------------------------------
+
+
+def _with_text(config: Config, valid: Sequence[Document], documents: Sequence[Document], folder: Path) -> Config:
+    """Settings of a datastore of these documents in one shard, which are written to a file."""
+    folder.mkdir()
+    keys = {key: key.replace(".", "_") for key in config.corpus.metadata_keys}
+    with open(folder / "sample.jsonl", "w", encoding="utf-8") as file:
+        for document in (*valid, *documents):
+            metadata = {keys[key]: value for key, value in document.metadata.items()}
+            file.write(json.dumps({**metadata, "id": document.id, "text": document.text}) + "\n")
+    corpus = CorpusSettings(
+        paths=(str(folder / "sample.jsonl"),),
+        metadata_keys=tuple(keys.values()),
+        shard_bytes=2 * sum(document.size for document in (*valid, *documents)),
+        split=config.corpus.split,
+    )
+    return replace(config, datastore=folder / "datastore", corpus=corpus)
+
+
+def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[EmbedderSettings, float]:
+    """The lexical embedder in place of the configured one, and the seconds of a transformer for a chunk (0 without one).
+
+    Search and index depend only on the dimension of embeddings.
+    """
+    settings = config.embedder
+    if settings.kind == "lexical" and settings.path:
+        stored = EmbedderSettings(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
+        return replace(stored, path=""), 0.0
+    lexical = replace(settings, kind="lexical", path="")
+    if settings.kind != "transformer":
+        return lexical, 0.0
+    few = _with_text(config, [], _shuffled(drawn, _TRANSFORMER_BYTES), work / "transformer")
+    view = StagesView(quiet=True)
+    for stage in ("chunk", "embed"):
+        datastore = build(few, LocalExecutor(config.executor), only=stage, view=view)
+    rate = view.steps[-1].seconds / max(1, view.steps[-1].units)
+    return replace(lexical, dimension=datastore.train.embeddings.row_shape[0]), rate
+
+
+def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
+    """The search that `retro index` would choose, if an index with lists needs few of them to reach the recall target."""
+    if config.neighbors.search != "auto":
+        return config.neighbors.search
+    if not without_ngrams(config):
+        return "ngrams"
+    return by_embeddings(int(chunks), dimension, visited=0.0 if num_lists(key) > 1 else 1.0)
+
+
+def _size(datastore: Datastore) -> Workload:
+    folder, splits = datastore.folder, datastore.manifest["splits"].values()
+    documents, chunks, tokens = (sum(sum(s[key]) for s in splits) for key in ("documents", "chunks", "tokens"))
+    trained = read_json(folder / "index/trained/index.json")
+    return Workload(
+        text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # including text that [dedup] removes
+        documents=documents,
+        tokens=tokens,
+        chunks=chunks,
+        train_chunks=datastore.train.num_chunks,
+        shards=len(datastore.train.chunk_rows),
+        key=trained["key"],
+        trained_on=trained["trained_on"],
+        tune_queries=read_json(folder / "index/tuned/tuned.json")["queries"],
+        search=read_manifest(folder / "neighbors" / shard_name(0))["counts"]["search"],
+    )
+
+
+def _bytes_of_text(folder: Path) -> dict[str, int]:
+    """Bytes of `Sample.bytes`, without manifests."""
+    found = {"documents.parquet": sum(file.stat().st_size for file in folder.glob("chunks/*/*/documents.parquet"))}
+    for name in ("sparse", "ngrams", "suffixes", "votes"):
+        if (folder / name).exists():
+            found[name] = sum(file.stat().st_size for file in folder.glob(f"{name}/*/*") if file.suffix != ".json")
+    return found
+
+
+def seconds_by_step(steps: Sequence[Step]) -> dict[str, float]:
+    """Seconds of each step by its name; that of `train-index` has the key of the index behind it."""
+    return {"train-index" if s.name.startswith("train-index") else s.name: s.seconds for s in steps}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

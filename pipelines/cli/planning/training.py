@@ -137,7 +137,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     import torch
 
     from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.estimates.activations import Pass
+    from retro.estimates.trace import Pass
     from retro.estimates.training_memory import memory_of, sent_bytes
     from retro.model.presets import count_parameters, resolve
     from retro.model.retro import Retro

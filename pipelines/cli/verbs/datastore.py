@@ -107,18 +107,18 @@ class PlanOptions(Config, ResultOptions):
     """Machines like this one that work in parallel."""
     sample_bytes: Annotated[int, Field(ge=10**6)] | None = None
     """Bytes of text in the sample. More bytes take longer and give a better estimate. None = 8 MiB, or an eighth of a smaller
-    corpus: the sample is built several times, and a plan takes less time than the build."""
+    corpus, so that a plan takes less time than the build."""
 
 
 def plan(options: PlanOptions) -> int:
     """`retro plan datastore [CONFIG]`."""
     from pipelines.cli.planning.datastore import as_json, plan_for, plan_tables, scaling
-    from pipelines.cli.planning.measure import measure
+    from pipelines.cli.planning.sample import measure
 
-    measured = measure(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
-    planned = plan_for(options, measured, options.tokens, options.machines)
-    blocks = ["\n".join(aligned(rows)) for rows in plan_tables(planned, measured, options.machines)]
-    options.deliver(as_json(measured, planned), "\n\n".join([*blocks, scaling(planned, measured)]))
+    sample = measure(options, tokens=options.tokens, sample_bytes=options.sample_bytes)
+    planned = plan_for(options, sample, options.tokens, options.machines)
+    blocks = ["\n".join(aligned(rows)) for rows in plan_tables(planned, sample, options.machines)]
+    options.deliver(as_json(sample, planned), "\n\n".join([*blocks, scaling(planned, sample)]))
     return 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from pipelines.cli.planning.bytes import Layout, Workload
-from pipelines.cli.planning.datastore import Measured, Sample
+from pipelines.cli.planning.sample import Sample
 
 SIZE = Workload(
     text_bytes=4e6,
@@ -27,8 +27,7 @@ LAYOUT = Layout(
     stored=16,
     materialized=0,
     document_bytes=100.0,
-    parquet_bytes=3000.0,
-    measured={"sparse": (60.0, 5000.0)},
+    measured={"sparse": 60.0},
 )
 
 
@@ -38,34 +37,34 @@ def larger(factor: int, **changes) -> Workload:
     return replace(SIZE, **{name: getattr(SIZE, name) * factor for name in names} | changes)
 
 
-def seconds_of(size: Workload) -> dict[str, float]:
-    """Seconds with fixed and growing parts."""
-    return {
-        "scan": 1e-8 * size.text_bytes,
-        "tokenizer": 2 + 1e-7 * size.text_bytes,
-        "chunk": 1e-7 * size.text_bytes,
-        "embed": 1.5 + 1e-5 * size.chunks,
-        "train-index": 7 + 1e-8 * size.trained_on * size.lists,
-        "add": (5e-6 + 4e-9 * size.lists) * size.train_chunks,
-        "tune nprobe": 1e-7 * size.train_chunks * size.tune_queries,
-        "neighbors": 1e-8 * size.chunks**1.5,
-    }
+SECONDS = {
+    "scan": 0.5,
+    "tokenizer": 3.0,
+    "chunk": 2.0,
+    "embed": 4.0,
+    "train-index": 7.0,
+    "add": 1.0,
+    "tune nprobe": 2.0,
+    "neighbors": 8.0,
+}
 
 
-def measured(**changes) -> Measured:
-    """Samples of two sizes whose seconds and bytes follow formulas."""
-    small, large = (
-        Sample(
-            size,
-            seconds_of(size),
-            {name: 2 * took for name, took in seconds_of(size).items()},  # two threads
-            16,
-            int(100 * size.documents + 9000),
-            {"sparse": int(60 * size.train_chunks + 5000)},
-        )
-        for size in (larger(1, shards=1), larger(4, shards=1, key="IVF512,PQ16x4fs"))
+def measured(**changes) -> Sample:
+    """A sample in one shard."""
+    sample = Sample(
+        size=larger(1, shards=1),
+        seconds=SECONDS,
+        bytes={"documents.parquet": 10_000, "sparse": 60 * SIZE.train_chunks},
+        token_bytes=2,
+        dimension=32,
+        machine="machine",
+        memory_bytes=10**10,
+        peak_bytes=10**9,
+        source="text",
+        corpus_bytes=8e8,
+        total_seconds=60.0,
     )
-    return replace(Measured(small, large, "machine", 10**10, 10**9, 2, 32, "index", "text", 8e8, 60.0), **changes)
+    return replace(sample, **changes)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -41,8 +41,7 @@ def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> d
         stored,
         materialized,
         parquet / documents,
-        0.0,
-        {"sparse": (lists / datastore.train.num_chunks, 0.0)},
+        {"sparse": lists / datastore.train.num_chunks},
     )
     return artifact_bytes(size, layout)
 

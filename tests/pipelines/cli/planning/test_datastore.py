@@ -13,25 +13,14 @@ from indexing.index.coarse_quantizer import comparisons
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
-from pipelines.cli.planning import measure as measure_module
-from pipelines.cli.planning import sample
+from pipelines.cli.planning import sample as sample_module
 from pipelines.cli.planning.bytes import key_for
-from pipelines.cli.planning.datastore import (
-    ALONE,
-    Sample,
-    exponent_of,
-    per_byte,
-    plan_for,
-    search_of,
-    seconds_of,
-    size_of,
-)
-from pipelines.cli.planning.measure import measure
-from pipelines.cli.planning.sample import draw_sample
+from pipelines.cli.planning.datastore import ALONE, plan_for, seconds_of, size_of
+from pipelines.cli.planning.sample import _search, draw_sample, measure
 from pipelines.config import Config
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.cli.planning import sizes
-from tests.pipelines.cli.planning.sizes import assert_bytes_close, larger, measured
+from tests.pipelines.cli.planning.sizes import SECONDS, assert_bytes_close, larger, measured
 
 CONFIG = Config(
     corpus=CorpusSettings(paths=("x",), split=(3, 1, 0), shard_bytes=10**8),
@@ -49,30 +38,27 @@ def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
     assert plan_for(CONFIG, measured()) == plan  # all of the corpus
 
 
-def timed(sample: Sample, **seconds: float) -> Sample:
-    return replace(sample, seconds=seconds, cpu_seconds=seconds)
-
-
-def test_other_work_during_the_small_sample_does_not_scale_a_fixed_cost() -> None:
-    """Training an index: 7 s, and a little k-means. The small sample waited for other programs for 20 s."""
-    alone = measured()
-    busy = replace(alone.small, seconds={**alone.small.seconds, "train-index": 27.0})
-    size = larger(50, key="IVF2048,PQ16x4fs")
-    expected = seconds_of(size, alone, CONFIG)["train-index"]
-    assert expected == pytest.approx(sizes.seconds_of(size)["train-index"])
-    assert seconds_of(size, replace(alone, small=busy), CONFIG)["train-index"] == pytest.approx(expected)
-
-
-def test_times_with_fixed_and_growing_parts_are_scaled_exactly() -> None:
+def test_times_are_those_of_the_sample_times_the_growth_of_one_quantity() -> None:
+    target = larger(50, key="IVF2048,PQ16x4fs", shards=3, tune_queries=1000, trained_on=45_000)
     config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=10**12))
-    target = larger(50, key="IVF2048,PQ16x4fs", shards=3, tune_queries=1000)
-    assert seconds_of(target, measured(), config) == pytest.approx(sizes.seconds_of(target), rel=1e-6)
+    assert seconds_of(target, measured(), config) == pytest.approx(
+        {name: 50 * took for name, took in SECONDS.items()}
+        | {
+            "train-index": SECONDS["train-index"] * 3 * 8,  # vectors, and lists that each is compared with
+            "tune nprobe": SECONDS["tune nprobe"] * 50 * 2,
+        }
+    )
+
+
+def test_exact_search_grows_with_the_square_of_the_chunks() -> None:
+    one, many = (larger(factor, search="exact") for factor in (1, 40))
+    assert seconds_of(many, measured(size=one), Config())["neighbors"] == SECONDS["neighbors"] * 1600
 
 
 def test_many_lists_are_trained_in_two_levels() -> None:
     size = larger(1000, key="IVF65536,PQ16x4fs")
-    one_level, planned = sizes.seconds_of(size)["train-index"], seconds_of(size, measured(), Config())["train-index"]
-    assert planned == pytest.approx(7 + (one_level - 7) * comparisons(65_536) / 65_536)
+    planned = seconds_of(size, measured(), Config())["train-index"]
+    assert planned == pytest.approx(SECONDS["train-index"] * 1000 * comparisons(65_536) / 256)
     assert comparisons(65_536) < 65_536 / 4
 
 
@@ -80,45 +66,24 @@ def test_tokenizer_trains_on_a_sample_but_reads_the_whole_corpus() -> None:
     config = Config(tokenizer=replace(Config().tokenizer, sample_bytes=16 * 10**6))
     target = larger(1000)
     seconds = seconds_of(target, measured(), config)
-    trained, read = 2 + 1e-7 * 16e6, 1e-8 * (target.text_bytes - 16e6)
-    assert seconds["tokenizer"] == pytest.approx(trained + read)
+    rest = seconds["scan"] * (1 - 16e6 / target.text_bytes)
+    assert seconds["tokenizer"] == pytest.approx(SECONDS["tokenizer"] * 4 + rest)
 
 
 def test_a_step_without_a_quantity_of_its_own_grows_with_the_chunks() -> None:
-    small, large = (timed(one, dedup=one.size.chunks / 1000) for one in (measured().small, measured().large))
-    assert seconds_of(larger(40), measured(small=small, large=large), Config()) == pytest.approx({"dedup": 640})
+    assert seconds_of(larger(40), measured(seconds={"dedup": 4.0}), Config()) == pytest.approx({"dedup": 160})
 
 
 def test_ngrams_are_written_in_at_most_four_passes_over_the_chunks() -> None:
-    small, large = (timed(one, ngrams=one.size.chunks / 1000) for one in (measured().small, measured().large))
     config = Config(chunks=replace(Config().chunks, chunk_length=64))
     for factor, passes in ((40, 1), (40_000, 4)):
-        seconds = seconds_of(larger(factor), measured(small=small, large=large), config)["ngrams"]
-        assert seconds == pytest.approx(passes * larger(factor).chunks / 1000)
+        seconds = seconds_of(larger(factor), measured(seconds={"ngrams": 1.0}), config)["ngrams"]
+        assert seconds == pytest.approx(passes * factor)
 
 
-def test_chunks_per_byte_are_corrected_for_tokenizers_trained_on_a_small_sample() -> None:
-    """Counted chunks of peps and TiDB's documentation at 2, 8 and 24 MB. The third count follows from the first two."""
-    samples = [
-        replace(measured().small, size=replace(sizes.SIZE, text_bytes=text, chunks=chunks, tokens=60 * chunks))
-        for text, chunks in ((2.026e6, 8798), (8.003e6, 35_831))
-    ]
-    trained = Config().tokenizer
-    assert 23.959e6 * per_byte("chunks", 23.959e6, samples, trained) == pytest.approx(108_581, rel=0.003)
-    at_most = per_byte("chunks", 1e15, samples, trained)
-    assert at_most == per_byte("chunks", trained.sample_bytes, samples, trained)
-    given = replace(trained, kind="sentencepiece", path="x.model")
-    assert per_byte("chunks", 1e9, samples, given) == 35_831 / 8.003e6
-    assert size_of(CONFIG, samples, 32, tokens=1e7).tokens == pytest.approx(1e7)
-
-
-@pytest.mark.parametrize(("times", "exponent"), [(4.0, 1.0), (8.0, 1.5), (16.0, 2.0), (3.0, 1.0), (99.0, 2.0)])
-def test_neighbors_grow_with_a_power_of_the_chunks_between_one_and_two(times: float, exponent: float) -> None:
-    small, large = timed(measured().small, neighbors=2.0), timed(measured().large, neighbors=2.0 * times)
-    assert exponent_of(small, large) == pytest.approx(exponent)
-    assert seconds_of(larger(40), measured(small=small, large=large), Config())["neighbors"] == pytest.approx(
-        2 * times * 10**exponent
-    )
+def test_tokens_and_chunks_of_a_byte_are_those_of_the_sample() -> None:
+    assert size_of(CONFIG, measured(), tokens=1e7).tokens == pytest.approx(1e7)
+    assert size_of(CONFIG, measured(), tokens=1e7).chunks == pytest.approx(10 * sizes.SIZE.chunks)
 
 
 def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
@@ -131,32 +96,11 @@ def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
 def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:
     auto = replace(CONFIG, neighbors=NeighborSettings())
     dense = replace(auto, embedder=EmbedderSettings(kind="transformer", path="model"), neighbors=NeighborSettings())
-    all_lists, few_lists = (replace(measured().large, list_nprobe=n) for n in (512, 1))
-    few, many = (size_of(auto, [few_lists], 32, tokens=tokens) for tokens in (1e6, 1e11))
-    assert search_of(auto, few, all_lists, 32) == "ngrams"
-    assert search_of(dense, few, all_lists, 32) == "exact"
-    assert search_of(dense, few, few_lists, 32) == "lists"
-    assert search_of(dense, many, few_lists, 32) == "index"
-    assert search_of(CONFIG, few, all_lists, 32) == "index"
-
-
-def test_bytes_of_ngrams_follow_the_logarithm_of_the_chunks() -> None:
-    """C++ documentation in chunks of 32 tokens: bytes per chunk of random documents, and of all."""
-    counted = {20_300: 192.8, 85_451: 179.4, 339_575: 162.0}
-    small, large, whole = (
-        replace(
-            measured().large,
-            size=replace(sizes.SIZE, train_chunks=chunks, chunks=chunks),
-            measured_bytes={"ngrams": round(chunks * each)},
-        )
-        for chunks, each in counted.items()
-    )
-    samples = measured(small=small, large=large, search="ngrams")
-    tokens = samples.large.size.tokens * 339_575 / 85_451 * 4 / 3  # a quarter is held out
-    plan = plan_for(CONFIG, samples, tokens=tokens)
-    assert plan.size.train_chunks == pytest.approx(339_575, rel=0.01)
-    assert plan.bytes["ngrams"] == pytest.approx(whole.measured_bytes["ngrams"], rel=0.03)
-    assert plan_for(CONFIG, samples, tokens=1e16).bytes["ngrams"] > 0
+    assert _search(auto, 1e5, 32, "Flat") == "ngrams"
+    assert _search(dense, 1e4, 32, "Flat") == "exact"
+    assert _search(dense, 1e5, 32, "IVF1024,PQ16x4fs") == "lists"
+    assert _search(dense, 1e11, 32, "IVF1024,PQ16x4fs") == "index"
+    assert _search(CONFIG, 1e5, 32, "Flat") == "index"
 
 
 def test_an_index_that_fits_into_no_memory_names_the_setting() -> None:
@@ -186,20 +130,19 @@ def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, mo
         write_corpus(tmp_path / f"{number}.jsonl", 50, seed=0)
     settings = CorpusSettings(paths=(str(tmp_path),))
     whole = draw_sample(settings, 10_000).text_bytes
-    monkeypatch.setattr(sample, "_SCANNED_BYTES", int(whole * 0.6))
+    monkeypatch.setattr(sample_module, "_SCANNED_BYTES", int(whole * 0.6))
     assert draw_sample(settings, 10_000).text_bytes == pytest.approx(whole)
-    monkeypatch.setattr(sample, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
+    monkeypatch.setattr(sample_module, "_SCANNED_BYTES", 20_000)  # too few bytes to read one file to its end
     assert draw_sample(settings, 10_000).text_bytes == 0
 
 
 @pytest.mark.slow
 def test_planning_a_small_corpus_reads_less_text_than_building_it(tmp_path, tiny_corpus, monkeypatch) -> None:
-    monkeypatch.setattr(measure_module, "_LEAST_BYTES", 10_000)
+    monkeypatch.setattr(sample_module, "_LEAST_BYTES", 10_000)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 400))
     config = replace(config, corpus=replace(config.corpus, split=(1, 0, 0)))
-    measured = measure(config)
-    parts = 2 * (measured.small.size.text_bytes + measured.large.size.text_bytes) + measured.small.size.text_bytes
-    assert 0 < parts < measured.corpus_bytes / 2
+    sample = measure(config)
+    assert 0 < sample.size.text_bytes < sample.corpus_bytes / 4
 
 
 @pytest.mark.slow
@@ -208,7 +151,7 @@ def test_plan_has_the_bytes_and_the_steps_of_the_real_datastore(tmp_path, tiny_c
     more = replace(config, neighbors=replace(config.neighbors, materialized=2))
     seen = measure(more, sample_bytes=60_000)
     assert not config.datastore.exists()
-    assert "materialize" in seen.large.seconds
+    assert "materialize" in seen.seconds
     plan = plan_for(config, seen)
     assert plan.size.key == "Flat"
     assert plan.size.shards == len(tiny_datastore.train.chunk_rows)
