@@ -156,7 +156,9 @@ def search(datastore: str, text: str, options: SearchOptions) -> int:
             "nothing found with --filters %s; values of %s are stored as %s", column, column, examples or "null"
         )
     text = "\n".join(_hit_text(rank, hit) for rank, hit in enumerate(hits, start=1))
-    print_result([asdict(hit) for hit in hits], text, options.format)
+    named = ("chunk_id", "score", "distance", "text", "continuation")
+    rows = [{name: getattr(hit, name) for name in named} | {"document": hit.metadata} for hit in hits]
+    print_result(rows, text, options.format)
     return 0
 
 
