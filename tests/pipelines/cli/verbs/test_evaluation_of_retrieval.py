@@ -53,8 +53,8 @@ def test_search_applies_filters_and_retrieval(tiny_datastore: Datastore, capsys)
     assert main(["search", folder, "title 42", "--retrieval", "hybrid", "--k", "2", *filters, "--format", "json"]) == 0
     hits = json.loads(capsys.readouterr().out)
     assert len(hits) == 2
-    assert hits[0]["title"] == "Title 42"
-    assert {hit["title"] for hit in hits} <= {"Title 41", "Title 42"}
+    assert hits[0]["document"]["title"] == "Title 42"
+    assert {hit["document"]["title"] for hit in hits} <= {"Title 41", "Title 42"}
     assert main(["search", folder, "title 42", "--retrieval", "sparse", "--k", "1"]) == 0
     assert re.match(
         r"1\. score \d+\.\d+  distance \d\.\d+  ", capsys.readouterr().out
