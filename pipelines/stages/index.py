@@ -18,7 +18,15 @@ from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.shards import (
+    fingerprint_of,
+    former_setting,
+    joint_fingerprint,
+    prefixed,
+    run_tasks,
+    shard_task,
+    shards,
+)
 
 
 def run_train_index(config: Config, executor: Executor) -> str:
@@ -26,28 +34,27 @@ def run_train_index(config: Config, executor: Executor) -> str:
     folder, settings = config.datastore, config.index
     first = generations(folder)[0]
     train = Datastore.open(folder).train.first_shards(len(first))
+    out = folder / "index" / "trained"
+    points = former_setting(out, "index.points_per_list", index.POINTS_PER_LIST)
     recipe = Recipe(
         stage="train-index",
         version=3,
-        settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
+        settings=prefixed("index", settings, without=("recall_target",)) | {"index.points_per_list": points},
         inputs={"embeddings": joint_fingerprint(folder, "embeddings", first)},
     )
-    out = folder / "index" / "trained"
     if not is_finished(out, recipe):
         key = choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
-        size = index.sample_size(train.num_chunks, key, settings)
-        task = shard_task(out, recipe, train, key, settings, size=size)
+        size = index.sample_size(train.num_chunks, key, points)
+        task = shard_task(out, recipe, train, key, settings.seed, points, size=size)
         run_tasks("train_index", "vectors", train_task, [task], executor, name=f"train-index {key}")
     return fingerprint_of(out)
 
 
-def train_task(
-    out: Path, recipe: Recipe, train: Split, key: str, settings: index.IndexSettings, *, advance: Advance
-) -> None:
+def train_task(out: Path, recipe: Recipe, train: Split, key: str, seed: int, points: int, *, advance: Advance) -> None:
     """Train an empty index on a sample of all shards."""
     with create(out, recipe) as (work, counts):
-        sample = index.training_sample(train, key, settings)
-        index.train(work, key, sample, settings)
+        sample = index.training_sample(train, index.sample_size(train.num_chunks, key, points), seed)
+        index.train(work, key, sample, seed, points)
         counts["vectors"] = len(sample)
         advance(len(sample))
 
@@ -85,19 +92,20 @@ def add_task(out: Path, recipe: Recipe, folder: Path, source: Path, first_id: in
 def _tune(config: Config, executor: Executor, first: range) -> str:
     folder, settings = config.datastore, config.index
     out = folder / "index" / "tuned"
+    queries = former_setting(out, "index.tune_queries", index.TUNE_QUERIES)
     recipe = Recipe(
         stage="add",
         version=2,
         settings={
             "index.recall_target": settings.recall_target,
-            "index.tune_queries": settings.tune_queries,
+            "index.tune_queries": queries,
             "neighbors.candidates": config.neighbors.candidates,
         },
         inputs={shard_name(shard): fingerprint_of(folder / "index" / shard_name(shard)) for shard in first},
     )
     if not is_finished(out, recipe):
-        size = min(settings.tune_queries, Datastore.open(folder).train.num_chunks)
-        task = shard_task(out, recipe, folder, len(first), config.neighbors.candidates, settings, size=size)
+        size = min(queries, Datastore.open(folder).train.num_chunks)
+        task = shard_task(out, recipe, folder, len(first), config.neighbors.candidates, settings, queries, size=size)
         run_tasks("add", "queries", tune_task, [task], executor, name="tune nprobe")
     return fingerprint_of(out)
 
@@ -109,13 +117,14 @@ def tune_task(
     num_shards: int,
     candidates: int,
     settings: index.IndexSettings,
+    num_queries: int,
     *,
     advance: Advance,
 ) -> None:
     """Choose `nprobe` for the recall target."""
     datastore = Datastore.open(folder)
     with create(out, recipe) as (work, counts):
-        queries = sample_queries(datastore, settings.tune_queries, settings.seed, num_shards)[1]
+        queries = sample_queries(datastore, num_queries, settings.seed, num_shards)[1]
         opened = ShardedIndex.open(folder / "index", range(num_shards))
         embeddings = datastore.train.first_shards(num_shards).embeddings
         trained = folder / "index" / "trained"

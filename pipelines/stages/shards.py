@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, damage, fingerprint, is_finished, read_manifest
+from indexing.store.artifact import Recipe, damage, fingerprint, is_finished, parse_manifest, read_manifest
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.remote import drop_if_changed, url_of
@@ -41,6 +41,14 @@ def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> d
     """Settings as `section.key`, the names in messages and on the command line."""
     values = settings if isinstance(settings, dict) else asdict(settings)
     return {f"{section}.{key}": value for key, value in values.items() if key not in without}
+
+
+def former_setting(out: Path, key: str, value: int) -> int:
+    """The value of a setting that was removed: what the recipe of the finished artifact `out` has, else the constant `value`."""
+    try:
+        return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
+    except InputError:  # not made yet, or damaged
+        return value
 
 
 def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:

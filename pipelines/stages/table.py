@@ -31,11 +31,12 @@ from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages import other_datastores as sharing
+from pipelines.stages.choices import with_choices
 from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
 from pipelines.stages.index import run_add, run_merge, run_train_index
 from pipelines.stages.materialize import run_materialize
-from pipelines.stages.neighbors import run_neighbors, with_search
+from pipelines.stages.neighbors import run_neighbors
 from pipelines.stages.ngrams import run_ngrams
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.sparse import run_sparse
@@ -72,7 +73,7 @@ STAGES: dict[str, Stage] = {
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
     "ngrams": Stage(
-        run_ngrams, ("ngrams/*",), lambda config: with_search(config).neighbors.search == "ngrams", needs="chunk"
+        run_ngrams, ("ngrams/*",), lambda config: with_choices(config).neighbors.search == "ngrams", needs="chunk"
     ),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),

@@ -28,7 +28,6 @@ from torch import Tensor
 from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
 from retro.adapters.adapters import check_parallel, describe, train_only
-from retro.adapters.settings import ALL
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
@@ -125,12 +124,10 @@ class Trainer:
                 "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead", wanted, warmup
             )
         self.run, self.advance = run, advance
-        self.placement = choose_training_placement(
-            settings.train.device, settings.train.precision, settings.train.num_threads
-        )
+        self.placement = choose_training_placement(settings.train.device, settings.train.precision)
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
-        check_parallel(settings.tuning, settings.parallel)
+        check_parallel(settings.lora, settings.parallel)
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))
@@ -331,19 +328,19 @@ class Trainer:
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:
         """A model with weights drawn from the seed or read from `train.init_from`, and its adapter."""
-        tuning = self.settings.tuning
+        weights, lora = self.settings.train.weights, self.settings.lora
         torch.manual_seed(self.settings.train.seed)
         model = Retro(self.settings.model)
         self.num_parameters = count_parameters(model)
         if initial is not None:
-            load_initial_weights(initial, model, self.task.data.fingerprints, tuning, self.task.tokenizer)
+            load_initial_weights(initial, model, self.task.data.fingerprints, weights, self.task.tokenizer)
             if sources := new_sources(model.settings, initial.model):
                 fitted = on_first(self.group, lambda: self._fitted_sources(model, sources))
                 model.load_state_dict(fitted, strict=False)
-        load_initial_adapter(initial, model, tuning)
-        train_only(model, tuning)
-        if tuning != ALL:
-            log.info("tuning: %s", describe(model))
+        load_initial_adapter(initial, model, lora)
+        train_only(model, weights)
+        if weights != "all" or lora.rank:
+            log.info("%s", describe(model))
         return model
 
     def _fitted_sources(self, model: Retro, names: list[str]) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from indexing.index.build import sample_size
+from indexing.embedding.settings import FIT_CHUNKS
+from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.index.key import num_lists
 from indexing.neighbors.search import Method
@@ -26,7 +27,7 @@ from pipelines.cli.planning.bytes import (
     memory_bytes,
 )
 from pipelines.config import Config
-from pipelines.stages.neighbors import by_embeddings, without_ngrams
+from pipelines.stages.choices import by_embeddings, without_ngrams
 from pipelines.terminal.units import human_bytes, human_count, human_seconds, long_time
 
 ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
@@ -168,7 +169,7 @@ def size_of(
         text_bytes * per_byte(name, text_bytes, samples, config.tokenizer) for name in ("documents", "chunks", "tokens")
     )
     train_chunks = chunks * config.corpus.split[0] / sum(config.corpus.split)
-    key, index = key_for(train_chunks, dimension, config.index)
+    key, _ = key_for(train_chunks, dimension, config.index)
     return Workload(
         text_bytes=text_bytes,
         documents=documents,
@@ -177,8 +178,8 @@ def size_of(
         train_chunks=train_chunks,
         shards=math.ceil(text_bytes / config.corpus.shard_bytes),
         key=key,
-        trained_on=sample_size(int(train_chunks), key, index),
-        tune_queries=min(index.tune_queries, int(train_chunks)),
+        trained_on=sample_size(int(train_chunks), key),
+        tune_queries=min(TUNE_QUERIES, int(train_chunks)),
         search=search,
     )
 
@@ -241,7 +242,7 @@ def seconds_of(size: Workload, measured: Measured, config: Config) -> dict[str, 
             "scan": (1.0, size.text_bytes),
             "chunk": (1.0, size.text_bytes),
             "tokenizer": (1.0, min(size.text_bytes, config.tokenizer.sample_bytes)),
-            "embed: count n-grams": (1.0, min(size.train_chunks, config.embedder.fit_chunks)),
+            "embed: count n-grams": (1.0, min(size.train_chunks, FIT_CHUNKS)),
             "train-index": (1.0, size.trained_on * comparisons(size.lists)),
             "add": (size.train_chunks, lists),
             "tune nprobe": (1.0, size.tune_queries * size.train_chunks),

@@ -22,7 +22,7 @@ from indexing.corpus.megatron import is_megatron
 from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files
-from indexing.embedding.settings import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings, from_json
 from indexing.machine import usable_memory
 from indexing.neighbors.search import Method
 from indexing.progress import during
@@ -34,6 +34,7 @@ from pipelines.cli.planning.datastore import Measured, Sample, line, search_of, 
 from pipelines.cli.planning.sample import CorpusSample, draw_sample
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
+from pipelines.stages.choices import with_choices
 from pipelines.stages.table import build
 from pipelines.terminal.progress import progress
 from pipelines.terminal.stages import StagesView, Step
@@ -132,7 +133,7 @@ class _Builds:
 
     def sample(self, text_bytes: int, key: str, search: Method) -> Sample:
         """Build a sample of about `text_bytes` with this kind of index and this search."""
-        config = self._config(text_bytes, self.valid)
+        config = with_choices(self._config(text_bytes, self.valid))  # those of its embedder, which a sample may replace
         config = replace(
             config,
             embedder=self.embedder,
@@ -250,7 +251,7 @@ def _without_key(name: str) -> str:
 def _lexical(settings: EmbedderSettings) -> EmbedderSettings:
     """The lexical embedder for the samples: search and index depend only on the dimension of embeddings."""
     if settings.kind == "lexical" and settings.path:
-        stored = EmbedderSettings(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
+        stored = from_json(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
         return replace(stored, path="")
     return replace(settings, kind="lexical", path="")
 

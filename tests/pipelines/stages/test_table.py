@@ -82,7 +82,7 @@ def test_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastor
 
 def test_settings_without_effect_on_the_bytes_can_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    build_local(replace(config, embedder=replace(config.embedder, device="cpu", batch_tokens=1024)))
+    build_local(replace(config, embedder=replace(config.embedder, device="cpu")))
 
 
 def test_rebuilding_a_stage_rebuilds_later_stages_and_keeps_earlier_ones(tmp_path, tiny_corpus) -> None:
