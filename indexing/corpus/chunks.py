@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -35,6 +35,8 @@ _BATCH_BYTES = 2**19
 @settings
 class ChunkSettings:
     """How documents are cut into chunks."""
+
+    key: ClassVar = "chunks"
 
     chunk_length: Annotated[int, Field(ge=2, le=65535)] = 32
     """m, tokens per chunk (paper: 64). Shorter chunks gain more from copying, and are more vectors

@@ -42,8 +42,11 @@ def with_choices(config: Config) -> Config:
 
 
 def search_method(config: Config) -> tuple[Config, Method]:
-    """The settings in the recipe of neighbors, and the method of their search."""
-    config = with_choices(config)
+    """The settings in the recipe of neighbors, and the method of their search.
+
+    Args:
+        config: the settings `with_choices`.
+    """
     if config.neighbors.search != "auto":
         return config, config.neighbors.search
     if stored := _stored(config.datastore):

@@ -72,9 +72,7 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(
-        run_ngrams, ("ngrams/*",), lambda config: with_choices(config).neighbors.search == "ngrams", needs="chunk"
-    ),
+    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
@@ -121,7 +119,8 @@ def build(
             if only in ("all", "chunk"):
                 corpus_stage.list_files_before_rebuild(config)
             _remove_from(folder, "chunk" if only == "all" else only)
-        # Stored neighbors decide whether n-grams are needed.
+        if only in ("all", "neighbors"):
+            config = with_choices(config)
         names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
         with view.shown(names):
             if append:

@@ -204,9 +204,9 @@ class CopyHeadSettings(_Section):
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
     datastore: bool | None = _setting(None, with_base="switch")
-    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
-    of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset `base`,
-    as in the checkpoint."""
+    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage
+    `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset
+    `base`, as in the checkpoint."""
 
 
 NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False, datastore=False)
@@ -248,11 +248,11 @@ class ModelSettings(_Section):
     key: ClassVar = "model"
 
     preset: str = _setting("", with_base="free")
-    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes.
-    The last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`. `[model.encoder]`
-    and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has none, every third
-    layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of the decoder's
-    width, up to 896."""
+    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes. The
+    last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint
+    named by `train.init_from`. `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are
+    the checkpoint's. If it has none, every third layer from 6 has cross-attention (with fewer than 12 layers, every second), and
+    the encoder has two layers of the decoder's width, up to 896."""
     vocab_size: NonNegativeInt = _setting(0)
     """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
     d_model: PositiveInt = _setting(256, size=True)
@@ -442,8 +442,8 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what JSON makes of `dataclasses.asdict`.
 
-    What was stored before copy heads existed has none. `retrieval.smeared_keys` and `copy_head.content_width` were removed: left out
-    if they were off.
+    What was stored before copy heads existed has none. `retrieval.smeared_keys` and `copy_head.content_width` were removed: left
+    out if they were off.
 
     Raises:
         InputError: there is no such setting, or a value is not accepted.
