@@ -77,6 +77,16 @@ def test_a_file_imports_only_lower_levels(path: Path) -> None:
             assert other == own or other is None or LEVEL[other] < LEVEL[own], f"{own} imports {module}"
 
 
+def test_only_the_verb_and_the_deployment_of_the_server_import_it() -> None:
+    importers = {
+        path for path in FILES if any(name.startswith("retro.server") for name in imports_of(path, everywhere=True))
+    }
+    outside = {
+        path.relative_to(ROOT).as_posix() for path in importers if not path.is_relative_to(ROOT / "retro/server")
+    }
+    assert outside == {"pipelines/cli/verbs/serve.py", "pipelines/launch/ray_serve.py"}
+
+
 def test_every_folder_has_a_level() -> None:
     assert {level_of(path) for path in FILES} - {None} == set(LEVEL)
 

@@ -92,7 +92,7 @@ def build_stages(config: Config, paths: Sequence[Path], tiny: bool) -> Iterator[
     texts = plain_text(paths, config.datastore.with_name("text"), tiny)
     config = replace(config, corpus=replace(config.corpus, paths=texts))
     executor = make_executor(config.executor)
-    for name in (name for name, stage in STAGES.items() if name not in LEFT_OUT and stage.wanted(config)):
+    for name in (name for name, stage in STAGES.items() if name not in LEFT_OUT and stage.included(config)):
         began = time.monotonic()
         datastore = build(config, executor, only=name)
         yield {f"{name}, seconds": round(time.monotonic() - began, 1)}

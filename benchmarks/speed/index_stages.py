@@ -49,7 +49,7 @@ from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.settings.load import load
 from pipelines.config import Config
-from pipelines.stages.corpus import read_plan
+from pipelines.stages.generations import read_plan
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured

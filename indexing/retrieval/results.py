@@ -1,49 +1,44 @@
-"""Results of searches and lookups by id: plain records with text."""
+"""Results of searches and lookups by id: plain records with text, in the fields and the order of the HTTP API's JSON."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 
-class _DocumentFields:
-    """Properties of the document that a hit, a chunk or a stored document belongs to; empty if unknown."""
-
-    document: dict[str, Any]
-
-    @property
-    def document_id(self) -> str:
-        """The id in the corpus."""
-        return _text(self.document.get("id"))
-
-    @property
-    def title(self) -> str:
-        """The metadata `title`."""
-        return _text(self.document.get("title"))
-
-    @property
-    def source(self) -> str:
-        """The metadata `source`."""
-        return _text(self.document.get("source"))
+def document_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a document in the records below, from its row of `documents.parquet`; a missing text is empty."""
+    document_id, title, source = ("" if row.get(name) is None else str(row[name]) for name in ("id", "title", "source"))
+    return {"document_id": document_id, "title": title, "source": source, "metadata": dict(row)}
 
 
 @dataclass(frozen=True)
-class Hit(_DocumentFields):
-    """One retrieved chunk.
-
-    Attributes:
-        chunk_id: id in the retrieval set.
-        score: orders the hits of a query, larger is better: the cosine for `dense`, BM25 for `sparse`, a mixture for `hybrid`.
-        distance: squared L2 distance of the unit vectors, 0 to 4; cosine = 1 − distance / 2.
-        text: text of the chunk.
-        continuation: text of the next chunk of the same document, empty at its end.
-        document: the row of `documents.parquet`: id, file, title, …
-    """
+class Hit:
+    """A retrieved chunk with its document's metadata."""
 
     chunk_id: int
-    score: float
-    distance: float
+    score: Annotated[
+        float,
+        Field(
+            description="Hits are ordered by it, the largest first. `dense`: the cosine of the vectors, -1 to 1. `sparse`: BM25, "
+            "above 0 without a limit. `hybrid`: BM25 as a fraction of its maximum, plus the weighted cosine. Compare "
+            "scores within a query only."
+        ),
+    ]
+    distance: Annotated[
+        float,
+        Field(
+            description="Squared L2 distance of the unit vectors, 0 (equal) to 4, with every `retrieval`. With `dense`, "
+            "score = 1 - distance / 2."
+        ),
+    ]
     text: str
-    continuation: str
-    document: dict[str, Any]
+    continuation: str  # of the same document; empty at its end
+    document_id: str
+    title: str
+    source: str
+    metadata: dict[str, Any]  # the row of `documents.parquet`
 
 
 @dataclass(frozen=True)
@@ -60,41 +55,28 @@ class Results:
 
 
 @dataclass(frozen=True)
-class StoredChunk(_DocumentFields):
-    """A chunk looked up by id, with its position.
-
-    Attributes:
-        chunk_id: id in the retrieval set.
-        text: text of the chunk.
-        continuation: text of the next chunk of the same document, empty at its end.
-        previous_chunk_id, next_chunk_id: ids in the same document; None at its ends.
-        document: the row of `documents.parquet`.
-    """
+class StoredChunk:
+    """A chunk of the datastore with its document and the ids of its neighbors in the document."""
 
     chunk_id: int
     text: str
     continuation: str
     previous_chunk_id: int | None
     next_chunk_id: int | None
-    document: dict[str, Any]
+    document_id: str
+    title: str
+    source: str
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StoredDocument(_DocumentFields):
-    """A document looked up by id, with some of its chunks.
+class StoredDocument:
+    """A document of the datastore with a range of its chunks, which begins at chunk number `first`."""
 
-    Attributes:
-        document: the row of `documents.parquet`.
-        num_chunks: chunks of the whole document.
-        first: position of the first of `chunks` in the document, from 0.
-        chunks: consecutive chunks.
-    """
-
-    document: dict[str, Any]
+    document_id: str
+    title: str
+    source: str
+    metadata: dict[str, Any]
     num_chunks: int
     first: int
     chunks: list[StoredChunk]
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -40,7 +40,7 @@ from indexing.ngrams.search import NgramIndex
 from indexing.progress import during
 from indexing.retrieval.candidates import Candidates, SearchableIndex, few_chunks, find_candidates, search_available
 from indexing.retrieval.filters import Filters, check_filters, matching_chunks
-from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument
+from indexing.retrieval.results import Hit, Results, StoredChunk, StoredDocument, document_fields
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.sparse.candidates import Retrieval
 from indexing.sparse.term_search import TermSearch
@@ -412,7 +412,7 @@ class Retriever:
         texts, continuations = self._texts(*self.retrieval.with_continuation(each))
         documents = self.retrieval.metadata(each)
         return [
-            Hit(chunk_id, score, distance, texts[row], continuations[row], dict(documents[row]))
+            Hit(chunk_id, score, distance, texts[row], continuations[row], **document_fields(documents[row]))
             for chunk_id, score, distance, row in zip(
                 ids.tolist(), scores.tolist(), distances.tolist(), rows.ravel().tolist(), strict=True
             )
@@ -462,7 +462,12 @@ class Retriever:
                     continue
                 count = max(0, min(count, stop - start - first))
                 chunks = self._chunks(number, start + first, count, (document, start, stop))
-                return StoredDocument(split.metadata([document])[0], stop - start, first, chunks)
+                return StoredDocument(
+                    **document_fields(split.metadata([document])[0]),
+                    num_chunks=stop - start,
+                    first=first,
+                    chunks=chunks,
+                )
         raise NotFound(f"there is no document {document_id!r} in the datastores that are searched.")
 
     def _chunks(self, number: int, start: int, count: int, document: tuple[int, int, int]) -> list[StoredChunk]:
@@ -479,7 +484,7 @@ class Retriever:
                 continuation=continuation,
                 previous_chunk_id=chunk_id - 1 if each > document[1] else None,
                 next_chunk_id=chunk_id + 1 if each + 1 < document[2] else None,
-                document=metadata,
+                **document_fields(metadata),
             )
             for chunk_id, each, text, continuation in zip(ids, local, texts, continuations, strict=True)
         ]

@@ -52,6 +52,19 @@ def fingerprint(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Artifacts:
+    """Finished artifacts of a datastore: inputs of another one, or what a stage has made.
+
+    Attributes:
+        fingerprint: one for all of them; None in a recipe that holds their inputs instead.
+        paths: their folders in the datastore, see `paths.py`.
+    """
+
+    fingerprint: str | None
+    paths: Any = field(hash=False)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that determines the bytes of an artifact. Artifacts with equal recipes hold equal bytes.
 
@@ -59,18 +72,25 @@ class Recipe:
         stage: the stage that makes it, as on the command line (`chunk`, `embed`, …).
         version: version of the stage's code, raised whenever the same settings would give other bytes.
         settings: the settings that the bytes depend on, `section.key` → value.
-        inputs: name → fingerprint of every artifact it is made from.
+        inputs: name → everything that it is made from: artifacts of the datastore, or the fingerprint of something else.
     """
 
     stage: str
     version: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, Artifacts | str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The recipe as in a manifest: lists instead of tuples, plain dictionaries."""
-        parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": self.inputs}
+        """The recipe as in a manifest: lists instead of tuples, plain dictionaries, fingerprints of the inputs without paths."""
+        prints = {name: made.fingerprint if isinstance(made, Artifacts) else made for name, made in self.inputs.items()}
+        inputs = {name: value for name, value in prints.items() if value is not None}
+        parts = {"stage": self.stage, "version": self.version, "settings": self.settings, "inputs": inputs}
         return json.loads(json.dumps(parts, default=dict))
+
+    @property
+    def paths(self) -> dict[str, Any]:
+        """The paths of the inputs that are artifacts of the datastore."""
+        return {name: made.paths for name, made in self.inputs.items() if isinstance(made, Artifacts)}
 
     @property
     def fingerprint(self) -> str:
@@ -86,13 +106,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
     """
     if not (folder / MANIFEST).exists():
         return False
-    try:
-        manifest = parse_manifest(folder)
-    except InputError as error:
-        log.warning("%s; %s is made again", error, folder)
-        return False
-    if manifest["fingerprint"] == recipe.fingerprint:
-        problem = next(wrong_sizes(folder, manifest), None)
+    manifest, problem = _inspected(folder)
+    if manifest is None or manifest["fingerprint"] == recipe.fingerprint:
         if problem:
             log.warning("%s; %s is made again", problem, folder)
         return problem is None
@@ -107,7 +122,8 @@ def is_finished(folder: Path, recipe: Recipe) -> bool:
 def made_by(folder: Path, recipes: Sequence[Recipe]) -> int:
     """The number, from 1 on, of the recipe by which an artifact was made; 0 if it is damaged or was made by another one."""
     prints = [recipe.fingerprint for recipe in recipes]
-    made = None if damage(folder) else parse_manifest(folder)["fingerprint"]
+    manifest, problem = _inspected(folder)
+    made = manifest["fingerprint"] if manifest and not problem else None
     return prints.index(made) + 1 if made in prints else 0
 
 
@@ -150,7 +166,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
     counts: dict[str, Any] = {}
     try:
         yield work, counts
-        write_manifest(work, recipe, counts)
+        _write_manifest(work, folder.name, recipe, counts)
         sync_folder(work)
         _publish(work, folder, recipe)
     except BaseException as error:
@@ -192,18 +208,16 @@ def _publish(work: Path, folder: Path, recipe: Recipe) -> None:
     sync_folder(folder.parent)
 
 
-def write_manifest(folder: Path, recipe: Recipe, counts: Mapping[str, Any]) -> None:
-    """Write `folder/manifest.json`: the recipe, its fingerprint, the counts, size and checksum of every file, and a checksum of
-    the manifest."""
+def _write_manifest(folder: Path, name: str, recipe: Recipe, counts: Mapping[str, Any]) -> None:
+    """Write `folder/manifest.json`: the artifact's name, its recipe with fingerprint and paths, the counts, size and checksum of
+    every file, and a checksum of the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    write_checked(
-        folder / MANIFEST,
-        {"fingerprint": recipe.fingerprint, "recipe": recipe.as_json(), "counts": dict(counts), "files": files},
-    )
+    made = {"name": name, "fingerprint": recipe.fingerprint, "recipe": recipe.as_json(), "paths": recipe.paths}
+    write_checked(folder / MANIFEST, {**made, "counts": dict(counts), "files": files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -214,10 +228,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no manifest, or a file is missing or has another size than when it was written.
     """
-    problem = damage(folder)
-    if problem:
+    manifest, problem = _inspected(folder)
+    if manifest is None or problem:
         raise InputError(f"{problem}. Run the command that made {folder} again: it replaces damaged artifacts.")
-    return parse_manifest(folder)
+    return manifest
 
 
 def parse_manifest(folder: Path) -> dict[str, Any]:
@@ -226,8 +240,12 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, it cannot be read, or it has changed since it was written.
     """
-    path = folder / MANIFEST
     remote.fetch_manifest(folder)
+    return _parsed(folder)
+
+
+def _parsed(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
     try:
         manifest = read_checked(path)
         changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not _is_complete(manifest)
@@ -244,17 +262,23 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Whether a manifest has all keys, with values of their types."""
     recipe = manifest["recipe"]
-    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"]]
+    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"], manifest.get("paths", {})]
     return manifest.keys() >= _KEYS and all(isinstance(value, dict) for value in mappings)
 
 
 def damage(folder: Path) -> str | None:
     """Damage of an artifact that its manifest and file sizes show, or None; `verify` checks every byte."""
+    return _inspected(folder)[1]
+
+
+def _inspected(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The manifest of an artifact, None if it cannot be read, and the `damage`."""
     remote.fetch_manifest(folder)  # an unreachable URL raises, and does not count as damage
     try:
-        return next(wrong_sizes(folder, parse_manifest(folder)), None)
+        manifest = _parsed(folder)
     except InputError as error:
-        return str(error)
+        return None, str(error)
+    return manifest, next(wrong_sizes(folder, manifest), None)
 
 
 def verify(folder: Path) -> list[str]:

@@ -45,6 +45,8 @@ FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
 _MOST_ROWS = 1 << 40  # of a split; a chunk id has 40 bits (retrieval_set.py)
 _LONGEST_CHUNK = 65_535  # tokens; lengths are uint16
+_CONTENT = ("chunk", "embed", "train-index", "add", "neighbors")
+"""Stages that decide what a reader of the datastore gets."""
 _READ = {"chunk": "chunks", "embed": "embeddings"}
 """Stages whose arrays are opened when they are first read, shard by shard, and their folders."""
 
@@ -387,21 +389,17 @@ class Datastore:
 
     @property
     def built(self) -> str:
-        """The fingerprint without deletions: equal for a run before and after one. `sparse`, `suffixes`, `votes`, `ngrams`, `materialize` and
-        `merge` are left out, because they only rearrange data of other stages."""
-        return fingerprint(
-            {
-                name: value
-                for name, value in self.manifest["fingerprints"].items()
-                if name not in ("sparse", "suffixes", "votes", "ngrams", "materialize", "merge")
-            }
-        )
+        """The fingerprint without deletions: equal for a run before and after one. Stages that only rearrange the data of others do not
+        count."""
+        return fingerprint({name: self.manifest["fingerprints"][name] for name in _CONTENT if self.has(name)})
 
 
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Whether a datastore's manifest has what a reader needs, with values of the right types."""
     splits, prints, length = (manifest.get(key) for key in ("splits", "fingerprints", "chunk_length"))
-    if not isinstance(prints, dict) or not isinstance(splits, dict) or "train" not in splits:
+    if not isinstance(prints, dict) or not isinstance(manifest.get("artifacts", {}), dict):
+        return False
+    if not isinstance(splits, dict) or "train" not in splits:
         return False
     if not all(isinstance(split, dict) for split in splits.values()):
         return False

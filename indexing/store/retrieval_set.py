@@ -6,6 +6,7 @@ Number 0 is the datastore itself, so its own ids are chunk ids. The others are n
 in its manifest.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,34 @@ class RetrievalSet:
 
 
 # --- compatibility ---------------------------------------------------------------------------------------------------
+
+
+def open_others(own: Datastore, locations: Sequence[Path]) -> list[Datastore]:
+    """Open the datastores of `neighbors.extra_datastores`, in order.
+
+    Raises:
+        InputError: one is missing, not searchable, named twice, or has a different embedder.
+    """
+    others = list[Datastore]()
+    for location in locations:
+        other = Datastore.open(location)
+        if other.folder.resolve() in [earlier.folder.resolve() for earlier in (own, *others)]:
+            raise InputError(
+                f"neighbors.extra_datastores names {location} twice, or the datastore itself: name each other datastore once."
+            )
+        other.require("add")
+        check_searchable(own, other)
+        others.append(other)
+    return others
+
+
+def entries_of(own: Datastore, locations: Sequence[Path]) -> list[dict[str, str]]:
+    """`extra_datastores` in a manifest: relative path and fingerprint of the chunks of each. `RetrievalSet.of` reads them."""
+    base = own.folder.resolve()
+    return [
+        {"folder": os.path.relpath(other.folder.resolve(), base), "chunks": other.manifest["fingerprints"]["chunk"]}
+        for other in open_others(own, locations)
+    ]
 
 
 def check_searchable(datastore: Datastore, other: Datastore, key: str = "neighbors.extra_datastores") -> None:

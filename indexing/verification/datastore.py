@@ -1,6 +1,6 @@
 """Verify that everything in a datastore is as it was written, and fits together.
 
-    manifests ─► sizes and checksums of every file ─► recipes name the existing artifacts
+    manifests ─► sizes and checksums of every file ─► the artifacts that manifests name are the existing ones
               ─► the datastore's manifest agrees with the shards
 
 Every problem names its file and its repair. Only intact artifacts are checked further, so that one cause gives one line. The
@@ -21,18 +21,12 @@ from indexing.store.artifact import MANIFEST, leftovers, parse_manifest, remove,
 from indexing.store.datastore import Datastore, read_datastore_manifest, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
+from indexing.store.paths import parts_of
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.verification.recipes import (
-    ARTIFACTS,
-    TEMPORARY,
-    Manifests,
-    foreign,
-    missing,
-    num_shards_of,
-    rank,
-    stage_fingerprint,
-)
+from indexing.verification.recipes import Manifests, fingerprint_of, foreign, needed, rank_in
+
+_TEMPORARY = ("ngrams/runs", "votes/ranges")  # folders that exist while a stage runs
 
 Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
 
@@ -81,6 +75,7 @@ class Verified:
         bytes: size of these files.
         stages: finished stages.
         problems: all problems, in the order in which the artifacts are made.
+        unnamed: number of artifacts of an earlier version, whose manifests do not name what they were made from.
     """
 
     artifacts: int
@@ -88,6 +83,7 @@ class Verified:
     bytes: int
     stages: tuple[str, ...]
     problems: tuple[DatastoreProblem, ...]
+    unnamed: int = 0
 
 
 def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) -> Verified:
@@ -112,7 +108,7 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
     sizes = {name: sum(file["bytes"] for file in manifest["files"].values()) for name, manifest in manifests.items()}
     with progress("checksums", total=sum(sizes.values()), unit="bytes") as advance:
         problems += _check_files(folder, manifests, advance)
-    foreign_artifacts = list(_check_recipes(folder, manifests, _broken(problems), _listed(top)))
+    foreign_artifacts = list(_check_recipes(folder, manifests, _broken(problems)))
     problems += foreign_artifacts
     known = {name: manifest for name, manifest in manifests.items() if name not in _broken(foreign_artifacts)}
     problems += _check_top(folder, top, known)
@@ -120,18 +116,27 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
     problems += _made_from_broken(folder, manifests, problems)
     if locked or not _is_building(folder):
         problems += _left_by_killed_builds(folder)
+    rank = rank_in(manifests)
     return Verified(
         artifacts=len(manifests),
         files=sum(len(manifest["files"]) for manifest in manifests.values()),
         bytes=sum(sizes.values()),
-        stages=tuple(stage for stage in ARTIFACTS if stage in (top or {}).get("fingerprints", ())),
-        problems=tuple(sorted(problems, key=lambda problem: (rank(problem.artifact), problem.artifact))),
+        stages=tuple((top or {}).get("fingerprints", ())),
+        problems=tuple(
+            sorted(
+                problems,
+                key=lambda problem: (problem.artifact in (MANIFEST, ""), rank(problem.artifact), problem.artifact),
+            )
+        ),
+        unnamed=sum("paths" not in manifest for manifest in manifests.values()),
     )
 
 
 def repair(folder: Path, verified: Verified) -> list[str]:
-    """Remove every damaged artifact, so that `retro index CONFIG` makes it again; returns their names."""
-    names = sorted(_broken(verified.problems) - {MANIFEST, ""}, key=lambda name: (rank(name), name))
+    """Remove every damaged artifact, the last one made first, so that `retro index CONFIG` makes it again; returns their names."""
+    names = [
+        name for name in dict.fromkeys(problem.artifact for problem in verified.problems) if name not in (MANIFEST, "")
+    ]
     for name in reversed(names):
         remove(folder / name)
     return names
@@ -152,41 +157,43 @@ def _read_top(folder: Path, problems: list[DatastoreProblem]) -> dict[str, Any] 
         return None
     if path.exists():
         try:
-            read_datastore_manifest(folder)
+            _check_paths(folder, read_datastore_manifest(folder).get("artifacts", {}))
+        except InputError as error:
+            problems.append(DatastoreProblem(MANIFEST, str(error)))
+            return None
         except ValueError as error:
             problems.append(DatastoreProblem(MANIFEST, f"{path} cannot be read ({error})"))
             return None
     return Datastore.open(folder).manifest
 
 
-def _listed(top: Mapping[str, Any] | None) -> int:
-    """Number of shards that the datastore's manifest lists; 0 if it cannot be read."""
-    return len(top["splits"]["train"]["chunks"]) if top else 0
-
-
 def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[DatastoreProblem]) -> Manifests:
-    """The manifest of every artifact by name, in order. Damaged manifests and those missing in a finished stage are problems."""
+    """The manifest of every artifact by name. Damaged manifests, and those missing in a finished stage, are problems."""
     existing = [path.parent for depth in ("*", "*/*", "dedup/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
     names = {path.relative_to(folder).as_posix() for path in existing if not path.name.startswith(".")}
     manifests: dict[str, dict[str, Any]] = {}
-    for _ in range(2):  # the manifests that exist name others
-        for name in names:
-            try:
-                manifest = parse_manifest(folder / name)
-                _check_shards(folder / name, manifest)
-                manifests[name] = manifest
-            except InputError as error:
-                problems.append(DatastoreProblem(name, str(error), gone=not (folder / name).exists()))
-        names = missing(manifests, top["fingerprints"] if top else (), _listed(top)) - _broken(problems)
-    return {name: manifests[name] for name in sorted(manifests, key=lambda name: (rank(name), name))}
+
+    def read(name: str) -> None:
+        try:
+            manifest = parse_manifest(folder / name)
+            _check_paths(folder / name, manifest.get("paths", {}))
+            manifests[name] = manifest
+        except InputError as error:
+            problems.append(DatastoreProblem(name, str(error), gone=not (folder / name).exists()))
+
+    for name in sorted(names):
+        read(name)
+    for name in sorted(needed((top or {}).get("artifacts", {}), manifests) - names):
+        read(name)
+    return manifests
 
 
-def _check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise InputError if a corpus counts more shards than its plan can list: each is compared with the others."""
-    shards, plan = manifest["counts"].get("shards"), manifest["files"].get("plan.json", {"bytes": 0})["bytes"]
-    has_plan = "plan.json" in manifest["files"] or folder.name == "corpus" or folder.parent.name == "appended"
-    if has_plan and not (type(shards) is int and 0 <= shards <= plan):
-        raise InputError(f"{folder / MANIFEST} counts {shards!r:.50} shards, plan.json has {plan:,} bytes")
+def _check_paths(folder: Path, paths: Any) -> None:
+    """Raise InputError if the manifest of a folder names something that cannot be an artifact of the datastore."""
+    try:
+        list(parts_of(paths))
+    except InputError as error:
+        raise InputError(f"{folder / MANIFEST} names something that cannot be an artifact ({error})") from error
 
 
 def _check_files(folder: Path, manifests: Manifests, advance: Advance) -> Iterator[DatastoreProblem]:
@@ -225,7 +232,7 @@ def _is_building(folder: Path) -> bool:
 def _left_by_killed_builds(folder: Path) -> Iterator[DatastoreProblem]:
     """Find temporary folders."""
     parents = [folder, *(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))]
-    for path in [*(folder / name for name in TEMPORARY), *(left for parent in parents for left in leftovers(parent))]:
+    for path in [*(folder / name for name in _TEMPORARY), *(left for parent in parents for left in leftovers(parent))]:
         if path.exists():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             yield DatastoreProblem(
@@ -245,6 +252,7 @@ def _made_from_broken(
 
     finished = {name: (folder / name / MANIFEST).stat().st_mtime_ns for name in manifests}
     changes = [(problem, problem.file.stat().st_mtime_ns) for problem in problems if problem.file]
+    rank = rank_in(manifests)
     for name in manifests.keys() - _broken(problems):
         for problem, time in changes:
             if rank(problem.artifact) < rank(name) and finished[problem.artifact] < time < finished[name]:
@@ -255,14 +263,11 @@ def _made_from_broken(
 # --- recipes and the datastore's manifest ----------------------------------------------------------------------------
 
 
-def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed: int) -> Iterator[DatastoreProblem]:
-    """Find artifacts that were not made from the existing ones. Artifacts made from such a foreign artifact are foreign too.
-
-    `listed` is the number of shards in the datastore's manifest.
-    """
-    known = dict(manifests)
-    for name in [name for name in manifests if name not in broken]:
-        reasons = list(foreign(name, known, listed))
+def _check_recipes(folder: Path, manifests: Manifests, broken: set[str]) -> Iterator[DatastoreProblem]:
+    """Find artifacts that were not made from the existing ones."""
+    known, named = dict(manifests), manifests.keys() | broken
+    for name in sorted((name for name in manifests if name not in broken), key=rank_in(manifests)):
+        reasons = list(foreign(name, known, named))
         yield from (DatastoreProblem(name, f"{folder / name} {reason}") for reason in reasons)
         if reasons:
             del known[name]
@@ -270,16 +275,16 @@ def _check_recipes(folder: Path, manifests: Manifests, broken: set[str], listed:
 
 def _check_top(folder: Path, top: Mapping[str, Any] | None, manifests: Manifests) -> Iterator[DatastoreProblem]:
     """Compare the datastore's manifest with the shards, except for values that depend on damaged artifacts."""
-    if top is None or 0 < num_shards_of(manifests) < _listed(top):  # a part of the corpus is missing
+    if top is None:
         return
-    path = folder / MANIFEST
+    path, artifacts = folder / MANIFEST, top.get("artifacts", {})
     for stage, recorded in top["fingerprints"].items():
-        expected = stage_fingerprint(manifests, stage)
+        expected = fingerprint_of(artifacts[stage], manifests) if stage in artifacts else None
         if expected not in (None, recorded):
             problem = f"{path} gives stage '{stage}' the fingerprint {recorded}, its artifacts {expected}"
             yield DatastoreProblem(MANIFEST, problem)
-    names = [f"chunks/{shard_name(shard)}" for shard in range(num_shards_of(manifests))]
-    if not names or any(name not in manifests for name in names):
+    names = [f"chunks/{shard_name(shard)}" for shard in range(len(top["splits"]["train"]["chunks"]))]
+    if any(name not in manifests for name in names):
         return
     for split, columns in top["splits"].items():
         for key, rows in columns.items():

@@ -1,185 +1,65 @@
-"""Compare the recipes of a datastore's artifacts: which artifacts must exist, and which were made from others.
+"""Compare the artifacts of a datastore with those that its manifests name.
 
-A recipe names the fingerprints of its inputs. They must be the fingerprints of the existing artifacts.
+A manifest names the artifacts that its own one is made from, by path and fingerprint. The datastore's manifest names those of each
+finished stage in the same way. Manifests of earlier versions hold no paths.
 """
 
-import itertools
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from indexing.store.artifact import fingerprint
-from indexing.store.datastore import shard_name
+from indexing.store.paths import fingerprint_at, names_at, parts_of
 
 Manifests = Mapping[str, dict[str, Any]]
 
-# Artifacts in the order in which they are made. Each is made from some of those before it.
-_ORDER = ("corpus", "appended", "tokenizer", "dedup/evaluation", "dedup/signatures", "dedup/candidates", "dedup/grams", "dedup/removed", "chunks", "embedder", "embeddings", "index/trained", "index", "index/tuned", "sparse", "suffixes", "ngrams", "neighbors", "materialized", "index/merged", "votes")  # fmt: skip
-ARTIFACTS = {
-    "chunk": ("corpus", "tokenizer", "chunks/*"),
-    "embed": ("embedder", "embeddings/*"),
-    "train-index": ("index/trained",),
-    "add": ("index/*", "index/tuned"),
-    "sparse": ("sparse/*",),
-    "ngrams": ("ngrams/*",),
-    "neighbors": ("neighbors/*",),
-    "materialize": ("materialized/*",),
-    "merge": ("index/merged",),
-    "suffixes": ("suffixes/*",),
-    "votes": ("votes/*",),
-}
-"""The artifacts of each finished stage; `*` is every shard, or the first one of every group (`suffixes`)."""
 
-
-TEMPORARY = ("ngrams/runs", "votes/ranges")
-"""Folders that exist while a stage runs."""
-
-
-def rank(name: str) -> int:
-    """The position of an artifact in the order of making; names that are not artifacts come last."""
-    kind = name if name in _ORDER else name.rpartition("/")[0]
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-
-
-def generations_of(manifests: Manifests) -> dict[str, range]:
-    """The shard numbers of `corpus` and of appended generations, up to the first one that is unknown."""
-    names = itertools.chain(["corpus"], (f"appended/{shard_name(number)}" for number in itertools.count(1)))
-    generations, start = dict[str, range](), 0
-    for name in itertools.takewhile(manifests.__contains__, names):
-        stop = start + manifests[name]["counts"]["shards"]
-        generations[name], start = range(start, stop), stop
-    return generations
-
-
-def num_shards_of(manifests: Manifests) -> int:
-    """Number of shards in these generations."""
-    return sum(map(len, generations_of(manifests).values()))
-
-
-def missing(manifests: Manifests, stages: Iterable[str], listed: int) -> set[str]:
-    """The artifacts that must exist and are not in `manifests`.
-
-    Args:
-        manifests: the manifests of the existing artifacts.
-        stages: finished stages in the datastore's manifest.
-        listed: number of shards in the datastore's manifest; 0 if it cannot be read.
-    """
-    patterns = [pattern for stage in stages for pattern in ARTIFACTS.get(stage, ())]
-    names = {name for pattern in patterns for name in _names(manifests, pattern, range(listed))}
-    if (generations := generations_of(manifests)) and listed > num_shards_of(manifests):
-        names.add(f"appended/{shard_name(len(generations))}")
-    inputs = {stage: set[str]() for stage in ("chunks", "dedup")}
-    for name, manifest in manifests.items():
-        inputs.get(name.partition("/")[0], set()).update(manifest["recipe"]["inputs"])
-    if "dedup" in inputs["chunks"]:
-        signed = [shard_name(shard) for shard in range(num_shards_of(manifests))]
-        names.add("dedup/removed")
-        if "evaluation" in inputs["dedup"]:
-            names.add("dedup/evaluation")
-            counts = manifests.get("dedup/evaluation", {}).get("counts", {})
-            signed += [f"evaluation-{shard_name(shard)}" for shard in range(counts.get("shards", 0))]
-        names |= {f"dedup/signatures/{shard}" for shard in signed}
-    return names - manifests.keys()
-
-
-def stage_fingerprint(manifests: Manifests, stage: str) -> str | None:
-    """The fingerprint of a finished stage in the datastore's manifest; None if it depends on an unknown artifact."""
-    product = ARTIFACTS[stage][-1]
-    if product.endswith("/*"):
-        return _joint(manifests, product[:-2], range(num_shards_of(manifests)))
-    first = len(generations_of(manifests).get("corpus", ()))
-    appended = (
-        [f"index/{shard_name(shard)}" for shard in range(first, num_shards_of(manifests))] if stage == "add" else []
-    )
-    if not appended:
-        return _one(manifests, product)
-    prints = [_one(manifests, name) for name in (product, *appended)]
-    return None if None in prints else fingerprint(prints)
-
-
-def _one(manifests: Manifests, name: str) -> str | None:
-    return manifests[name]["fingerprint"] if name in manifests else None
-
-
-def _names(manifests: Manifests, pattern: str, shards: range) -> list[str]:
-    """The artifacts of a stage that hold these shards, all if there is no `*` in the pattern."""
-    if "*" not in pattern:
-        return [pattern]
-    names, shard = list[str](), shards.start
-    while shard < shards.stop:
-        names.append(pattern.replace("*", shard_name(shard)))
-        shard = _stop_of(manifests, names[-1])
+def needed(paths: Any, manifests: Manifests) -> set[str]:
+    """The artifacts at `paths`, and all that these are made from, existing ones or not."""
+    names, todo, seen = set[str](), [*parts_of(paths)], set[str]()
+    while todo:
+        if (part := todo.pop()) not in seen:
+            seen.add(part)
+            names.update(names_at(part))
+            todo += [more for name in names_at(part) for more in parts_of(manifests.get(name, {}).get("paths", {}))]
     return names
 
 
-def _stop_of(manifests: Manifests, name: str) -> int:
-    """The shard after those of an artifact. Only `suffixes` hold several; an unknown one ends where the next known one begins."""
-    folder, shard = name.split("/")
-    if folder != "suffixes":
-        return int(shard) + 1
-    if name in manifests:
-        return int(shard) + int(manifests[name]["recipe"]["settings"].get("shards", 1))
-    known = (other.split("/") for other in manifests if other.startswith("suffixes/"))
-    return min((int(start) for _, start in known if start > shard), default=sys.maxsize)
+def rank_in(manifests: Manifests) -> Callable[[str], int]:
+    """The rank of an artifact in the order of making, by its name: above the ranks of all that it is made from."""
+    inputs = defaultdict[str, set[str]](set)
+    for name, manifest in manifests.items():
+        inputs[_kind(name)].update(map(_kind, parts_of(manifest.get("paths", {}))))
+    ranks = dict.fromkeys(inputs, 0)
+    for _ in inputs:
+        ranks = {kind: 1 + max((ranks.get(other, 0) for other in inputs[kind]), default=0) for kind in inputs}
+    return lambda name: ranks.get(_kind(name), len(ranks) + 1)
 
 
-def _joint(manifests: Manifests, folder: str, shards: range) -> str | None:
-    """One fingerprint over some shards of a stage; None if one is unknown."""
-    prints = [_one(manifests, name) for name in _names(manifests, f"{folder}/*", shards)]
-    return fingerprint(prints) if prints and None not in prints else None
+def _kind(path: str) -> str:
+    """The folder of shards, or the only artifact of its kind."""
+    folder, _, name = path.rpartition("/")
+    return folder if name[:1].isdigit() else path
 
 
-def _input_fingerprint(name: str, key: str, manifests: Manifests) -> str | None:
-    """The fingerprint that an artifact's recipe must give for this input; None if the input is unknown or no artifact."""
-    shard, generations = name.rpartition("/")[2], generations_of(manifests)
-    if key.startswith("generation "):  # of neighbors
-        return _searched(manifests, int(key.split()[1]), manifests[name]["recipe"]["settings"])
-    if name in ("embedder", "index/trained"):  # made from all shards of the first generation
-        return _joint(manifests, key, generations.get("corpus", range(0)))
-    if key == "chunks" and name.startswith("ngrams/"):  # made from all shards of a generation
-        made_from = (shards for shards in generations.values() if shard.isdigit() and int(shard) in shards)
-        return _joint(manifests, key, next(made_from, range(0)))
-    if key == "chunks" and name.startswith("suffixes/"):
-        return _joint(manifests, key, range(int(shard), _stop_of(manifests, name)))
-    if key == "suffixes":  # votes are made from all shards
-        return _joint(manifests, key, range(num_shards_of(manifests)))
-    if key == "corpus" and name.startswith("chunks/"):
-        homes = (corpus for corpus, shards in generations.items() if shard.isdigit() and int(shard) in shards)
-        return _one(manifests, next(homes, ""))
-    if key in ("chunks", "embeddings", "neighbors"):
-        return _one(manifests, f"{key}/{shard}")
-    others = {"dedup": "dedup/removed", "evaluation": "dedup/evaluation", "trained": "index/trained"}
-    return _one(manifests, f"index/{key}" if key.isdigit() else others.get(key, key))
+def fingerprint_of(paths: Any, manifests: Manifests) -> str | None:
+    """The fingerprint of the artifacts at `paths`; None if one is unknown."""
+    return fingerprint_at(paths, lambda name: manifests[name]["fingerprint"] if name in manifests else None)
 
 
-def _searched(manifests: Manifests, generation: int, settings: Mapping[str, Any]) -> str | None:
-    """The fingerprint of everything that neighbors with these settings depend on in a generation; None if a part is unknown."""
-    shards = next(itertools.islice(generations_of(manifests).values(), generation, None), range(0))
-    by_ngrams = settings.get("neighbors.search") == "ngrams"
-    stages = ("chunks", "embeddings", "index", *(["ngrams"] if by_ngrams else []))
-    prints = {stage: _joint(manifests, stage, shards) for stage in stages}
-    if generation == 0:
-        prints["index"] = _one(manifests, "index/tuned")
-    return None if None in prints.values() else fingerprint(prints)
-
-
-def foreign(name: str, known: Manifests, listed: int) -> Iterator[str]:
+def foreign(name: str, known: Manifests, named: Collection[str]) -> Iterator[str]:
     """Yield the reasons why an artifact does not belong to the others.
 
     Args:
         name: name of the artifact, one of `known`.
         known: the manifests of all artifacts that belong together.
-        listed: number of shards in the datastore's manifest.
+        named: the names of all artifacts that exist, or are known to be missing.
     """
-    inputs, settings = (known[name]["recipe"][key] for key in ("inputs", "settings"))
-    for key, recorded in inputs.items():
-        if _input_fingerprint(name, key, known) not in (None, recorded):
+    manifest, folder = known[name], name.rpartition("/")[2]
+    if manifest.get("name", folder) != folder.partition(".")[0]:
+        yield f"does not belong here: it was written as {manifest['name']!r}"
+    for key, paths in manifest.get("paths", {}).items():
+        recorded = manifest["recipe"]["inputs"].get(key)
+        if recorded is not None and fingerprint_of(paths, known) not in (None, recorded):
             yield f"was made from another '{key}' than the existing one"
-    stage, shard = name.partition("/")[0], name.rpartition("/")[2]
-    held = settings.get("shard", shard)
-    if (shard.isdigit() or stage == "dedup") and (shard_name(held) if isinstance(held, int) else held) != shard:
-        yield f"holds shard {held}"
-    in_stage = any(f"{stage}/*" in patterns for patterns in ARTIFACTS.values())
-    # If the shard is listed, the problem is a missing part of the corpus, not this artifact.
-    if in_stage and shard.isdigit() and "corpus" in known and int(shard) >= max(num_shards_of(known), listed):
-        yield "does not belong to this corpus"
+        if lost := next((path for part in parts_of(paths) for path in names_at(part) if path not in named), None):
+            yield f"does not belong here: it was made from {lost}, which does not exist"

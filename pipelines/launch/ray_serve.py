@@ -38,9 +38,8 @@ log = logging.getLogger("retro")
 
 APPLICATION = "retro"
 _BYTES_MARGIN = 1.2  # memory of an index over the size of its files: Faiss keeps more than the codes
-_SLEEPING = {
-    "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}
-}  # as `retro serve` on one machine (pipelines/cli/main.py)
+# As `retro serve` on one machine (pipelines/cli/main.py).
+_SLEEPING = {"runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}}}
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,8 @@ def front_end_app(served: Served, cluster: ClusterSettings, parts: Sequence[Part
     retriever = Retriever.open(*served.datastores, indexes=())
     indexes = []
     for index, split in enumerate(retriever.retrieval.splits):
-        own = [part for part in parts if part.datastore == index]
-        handles = {part.name: serve.get_deployment_handle(part.deployment, APPLICATION) for part in own}
+        of_datastore = [part for part in parts if part.datastore == index]
+        handles = {part.name: serve.get_deployment_handle(part.deployment, APPLICATION) for part in of_datastore}
         indexes.append(RemoteIndex(handles, split.num_chunks, cluster.part_seconds, cluster.retry_seconds))
     retriever = replace(retriever, indexes=tuple(indexes))
     model = None

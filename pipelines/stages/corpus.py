@@ -1,18 +1,12 @@
-"""The first half of the `chunk` stage: scan the corpus once, plan its shards, make the tokenizer.
+"""The first step of the `chunk` stage: scan the files of a corpus once, and plan its shards.
 
-A datastore grows by generations. `corpus/` is the first, and every `--append` adds one to `appended/`, with new shards after the
-existing ones. Tokenizer, embedder, trained index and `nprobe` of the first generation stay. A generation stays as it was
-recorded if `corpus.paths` names none of its files. Documents that were deleted before a generation is made are left out of it.
-
-corpus/     files.json (names, sizes, checksums)   plan.json (slices of every shard)   problems.json
-tokenizer/  trained on a sample, or copied from `tokenizer.path`
+A generation stays as it was recorded if `corpus.paths` names none of its files.
 """
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +15,11 @@ from indexing.corpus.readers import CorpusFile, CorpusSettings
 from indexing.corpus.scan import (
     FileScan,
     FileSlice,
-    file_order,
     find_duplicates,
     list_files,
     plan_shards,
-    read_slice,
     recipe_inputs,
     scan_file,
-    split_of_document,
     strict_problem,
 )
 from indexing.progress import Advance
@@ -42,13 +33,23 @@ from indexing.store.artifact import (
     read_manifest,
     stored_json,
 )
-from indexing.store.datastore import read_datastore_manifest, shard_name
-from indexing.store.deletions import left_out
+from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import checksum, write_json
-from indexing.tokenization.tokenizer import install_tokenizer, train_sentencepiece
+from indexing.store.files import write_json
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
+from pipelines.stages.generations import (
+    by_generation,
+    first_shard,
+    intact_folders,
+    left_out_of,
+    missing_generation,
+    next_generation,
+    read_plan,
+    recorded_files,
+    stored_files,
+)
+from pipelines.stages.tokenizer import require_tokenizer
 from pipelines.terminal.progress import progress
 
 log = logging.getLogger("retro")
@@ -57,8 +58,8 @@ _DELETED = "deleted documents"  # in recipes: the fingerprint of the ids that a 
 
 
 def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
-    """Make `corpus/` and `tokenizer/` unless they are finished; returns the slices of every shard. Without `corpus.paths`, every
-    generation of a datastore stays as it was recorded.
+    """Make `corpus/` unless it is finished; returns the slices of every shard. Without `corpus.paths`, every generation of a
+    datastore stays as it was recorded.
 
     Raises:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
@@ -66,7 +67,7 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
     first = config.datastore / "corpus"
     files = list_files(config.corpus) if config.corpus.paths or damage(first) else []
     require_tokenizer(config, files)
-    groups, new = _by_generation(config.datastore, files)
+    groups, new = by_generation(config.datastore, files)
     if damage(first):  # or not made yet: files that no other generation has belong to the first
         groups, new = [(first, new), *groups], []
     if new:
@@ -75,10 +76,9 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
             "Add them with `--append`, or rebuild everything: `--stage chunk --rebuild`."
         )
     for folder, members in groups:
-        look_through(folder, config.corpus, members or _recorded(folder), executor, deleted=_left_out(folder))
+        make_corpus(folder, config.corpus, members or recorded_files(folder), executor, deleted=left_out_of(folder))
     if missing := missing_generation(config.datastore):
         raise InputError(f"{missing} is missing: add its files again with `--append --corpus.paths FILES`.")
-    _make_tokenizer(config)
     return read_plan(config.datastore)
 
 
@@ -104,14 +104,14 @@ def files_to_append(config: Config, executor: Executor) -> list[tuple[CorpusFile
             f"{datastore} holds nothing to append to, or its corpus/ is damaged: run `retro index CONFIG` without "
             "--append first, with the files that it was built from."
         )
-    stored = [file for folder in corpus_folders(datastore) if not damage(folder) for file in _stored(folder)]
+    stored = [file for folder in intact_folders(datastore) for file in stored_files(folder)]
     of_path = {file["path"]: file for file in stored}
     of_content = {file["checksum"]: file for file in stored}
     given = {file.path for file in files}
     moved = {(file["name"], file["checksum"]) for file in stored if file["path"] not in given}
     seen = {(file["path"], file["size"], file["modified"]) for file in stored}
     read = [file for file in files if (file.path, file.size, file.modified) not in seen]
-    scans = _scan(config.corpus, read, executor, _left_out(_next_generation(datastore))) if read else []
+    scans = _scan(config.corpus, read, executor, left_out_of(next_generation(datastore))) if read else []
     new = []
     for file, scan in zip(read, scans, strict=True):
         if file.path in of_path:
@@ -138,10 +138,10 @@ def append(config: Config, files: list[tuple[CorpusFile, FileScan]]) -> None:
     Raises:
         InputError: the files hold no text, or are not those of a generation that is missing.
     """
-    out, members, scans = _next_generation(config.datastore), [file for file, _ in files], [scan for _, scan in files]
-    recipe = _recipe(config.corpus, members, [scan.checksum for scan in scans], _print_of(_left_out(out)))
+    out, members, scans = next_generation(config.datastore), [file for file, _ in files], [scan for _, scan in files]
+    recipe = _recipe(config.corpus, members, [scan.checksum for scan in scans], _print_of(left_out_of(out)))
     if missing_generation(config.datastore):
-        shard = config.datastore / "chunks" / shard_name(_first_shard(out))
+        shard = config.datastore / "chunks" / shard_name(first_shard(out))
         if not damage(shard) and parse_manifest(shard)["recipe"]["inputs"]["corpus"] != recipe.fingerprint:
             raise InputError(
                 f"{out} is missing, and corpus.paths names other files than it was made from. Name exactly those first."
@@ -154,8 +154,8 @@ def append(config: Config, files: list[tuple[CorpusFile, FileScan]]) -> None:
 def list_files_before_rebuild(config: Config) -> None:
     """Check `corpus.paths` before anything is removed, and warn of appended files that a rebuild from it leaves out."""
     given = {file.path for file in list_files(config.corpus)}
-    folders = [folder for folder in corpus_folders(config.datastore)[1:] if not damage(folder)]
-    forgotten = [file["path"] for folder in folders for file in _stored(folder) if file["path"] not in given]
+    folders = [folder for folder in intact_folders(config.datastore) if folder.name != "corpus"]
+    forgotten = [file["path"] for folder in folders for file in stored_files(folder) if file["path"] not in given]
     if forgotten:
         log.warning(
             "rebuild: %s appended files are left out, because corpus.paths does not name them (the first: %s)",
@@ -164,79 +164,7 @@ def list_files_before_rebuild(config: Config) -> None:
         )
 
 
-def corpus_folders(datastore: Path) -> list[Path]:
-    """The corpus of every generation of a datastore, in order."""
-    return [datastore / "corpus", *sorted((datastore / "appended").glob("[0-9]*"))]
-
-
-def _first_shard(folder: Path) -> int:
-    """The first shard of a generation, which need not be made yet."""
-    if folder.name == "corpus":
-        return 0
-    earlier = [other for other in corpus_folders(folder.parent.parent) if other.name == "corpus" or other < folder]
-    return sum(len(plan_of(other)) for other in earlier if not damage(other))
-
-
-def _left_out(folder: Path) -> list[str]:
-    """The ids of deleted documents that a generation is made without."""
-    datastore = folder.parent if folder.name == "corpus" else folder.parent.parent
-    return left_out(datastore, _first_shard(folder))
-
-
-def _next_generation(datastore: Path) -> Path:
-    """The folder of the first generation that is not there, or that is damaged."""
-    folders = (datastore / "appended" / shard_name(number) for number in itertools.count(1))
-    return next(folder for folder in folders if damage(folder))
-
-
-def missing_generation(datastore: Path) -> Path | None:
-    """The first generation that is not there, or that is damaged, if there is a later one or the manifest counts its shards."""
-    first, folders = _next_generation(datastore), [folder for folder in corpus_folders(datastore) if not damage(folder)]
-    try:
-        listed = len(read_datastore_manifest(datastore)["splits"]["train"]["chunks"])
-    except (FileNotFoundError, ValueError):
-        listed = 0
-    is_later = any(folder.parent == first.parent and folder > first for folder in folders)
-    return first if is_later or listed > sum(len(plan_of(folder)) for folder in folders) else None
-
-
-def _stored(folder: Path) -> list[dict[str, Any]]:
-    """The files of a generation as recorded, with their checksums."""
-    files: list[dict[str, Any]] = stored_json(folder / "files.json")
-    return files
-
-
-def _recorded(folder: Path) -> list[CorpusFile]:
-    """The files of a generation as recorded."""
-    return [CorpusFile(**{key: file[key] for key in file if key != "checksum"}) for file in _stored(folder)]
-
-
-def _by_generation(
-    datastore: Path, files: list[CorpusFile]
-) -> tuple[list[tuple[Path, list[CorpusFile]]], list[CorpusFile]]:
-    """Assign files to the finished generations; returns each generation with its files, and the files that are in none.
-
-    A file is identified by its path, and keeps its recorded name. If the corpus has moved, a file with a new path is identified
-    with a file of the same name and size whose path is no longer given.
-    """
-    folders = [folder for folder in corpus_folders(datastore) if not damage(folder)]
-    stored = [(folder, file) for folder in folders for file in _stored(folder)]
-    folder_of = {file["path"]: folder for folder, file in stored}
-    given = {file.path for file in files}
-    gone: dict[tuple[str, int], list[Path]] = {}
-    for folder, file in reversed(stored):
-        if file["path"] not in given:
-            gone.setdefault((file["name"], file["size"]), []).append(folder)
-    for corpus_file in files:
-        if corpus_file.path not in folder_of and gone.get((corpus_file.name, corpus_file.size)):
-            folder_of[corpus_file.path] = gone[corpus_file.name, corpus_file.size].pop()
-    names = {file["path"]: file["name"] for _, file in stored}
-    named = sorted((replace(file, name=names.get(file.path, file.name)) for file in files), key=file_order)
-    groups = [(folder, [file for file in named if folder_of.get(file.path) == folder]) for folder in folders]
-    return groups, [file for file in files if file.path not in folder_of]
-
-
-def look_through(
+def make_corpus(
     folder: Path,
     settings: CorpusSettings,
     files: list[CorpusFile],
@@ -280,30 +208,6 @@ def _recipe(settings: CorpusSettings, files: list[CorpusFile], checksums: Sequen
 
 def _print_of(deleted: Sequence[str]) -> str | None:
     return fingerprint(list(deleted)) if deleted else None
-
-
-def read_plan(datastore: Path) -> list[list[FileSlice]]:
-    """The slices of every shard of a datastore, all generations."""
-    return [shard for folder in corpus_folders(datastore) for shard in plan_of(folder)]
-
-
-def generations(datastore: Path) -> list[range]:
-    """The shard numbers of every generation of a datastore."""
-    starts = [0]
-    for folder in corpus_folders(datastore):
-        starts.append(starts[-1] + len(plan_of(folder)))
-    return [range(first, stop) for first, stop in itertools.pairwise(starts)]
-
-
-def plan_of(folder: Path) -> list[list[FileSlice]]:
-    """The slices of every shard of one generation, from its `plan.json`."""
-    read_manifest(folder)
-
-    def parsed(stored: dict[str, Any]) -> FileSlice:
-        left_out = tuple(stored.get("left_out", ()))
-        return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
-
-    return [[parsed(stored) for stored in shard] for shard in stored_json(folder / "plan.json")]
 
 
 def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
@@ -379,66 +283,3 @@ def _report_problems(folder: Path) -> None:
         log.warning("%s: all of them by file and line: %s", folder.name, folder / "problems.json")
     if omitted := read_manifest(folder)["counts"].get("left_out"):
         log.info("%s: %s deleted documents are left out", folder.name, f"{omitted:,}")
-
-
-# --- tokenizer -----------------------------------------------------------------------------------------------------
-
-
-def require_tokenizer(config: Config, files: list[CorpusFile]) -> None:
-    """Reject training a tokenizer if some of the corpus is stored as tokens of another one."""
-    tokens = next((file for file in files if is_megatron(file.name)), None)
-    if tokens is not None and config.tokenizer.is_trained:
-        raise InputError(
-            f"tokenizer.kind = '{config.tokenizer.kind}' is trained on text, but {tokens.path} holds tokens. Set "
-            "tokenizer.kind to 'sentencepiece' or 'huggingface', and tokenizer.path to the tokenizer that made them."
-        )
-
-
-def _make_tokenizer(config: Config) -> None:
-    """Train the tokenizer on a sample of the training documents, or copy the one at `tokenizer.path`."""
-    folder, settings = config.datastore, config.tokenizer
-    if settings.is_trained:
-        inputs = {"corpus": read_manifest(folder / "corpus")["fingerprint"]}
-        seen = {"corpus.split": config.corpus.split}
-    else:
-        inputs, seen = {"tokenizer.path": _checksum_of(Path(settings.path))}, {}
-    values = {f"tokenizer.{key}": value for key, value in asdict(settings).items()} | seen
-    recipe = Recipe("chunk", 1, values, inputs)
-    if is_finished(folder / "tokenizer", recipe):
-        return
-    with create(folder / "tokenizer", recipe) as (work, _):
-        if settings.is_trained:
-            total = read_manifest(folder / "corpus")["counts"]["bytes"]
-            with progress("tokenizer", total=total, unit="bytes") as advance:
-                train_sentencepiece(_training_texts(config, advance), settings, work)
-        else:
-            install_tokenizer(settings, work)
-
-
-def _training_texts(config: Config, advance: Advance) -> Iterator[str]:
-    """The text of every training document, in order, large ones in blocks. The tokenizer does not see held-out documents either."""
-    empty = True
-    for shard in plan_of(config.datastore / "corpus"):
-        for file_slice in shard:
-            for document in read_slice(file_slice, config.corpus, on_problem=lambda _: None):
-                if split_of_document(document, config.corpus.split) == "train":
-                    yield from document.blocks()
-                    empty = False
-                advance(document.size)
-    if empty:
-        raise nothing_left(config.corpus)
-
-
-def nothing_left(settings: CorpusSettings) -> InputError:
-    """The error if all documents are held out."""
-    return InputError(
-        f"corpus.split = {settings.split}: every document is held out and none is left for training and the index; "
-        "raise the first weight ((1, 0, 0) holds out none) and add `--rebuild`."
-    )
-
-
-def _checksum_of(path: Path) -> str:
-    if path.is_file():
-        return checksum(path)
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-    return fingerprint([checksum(path / name) for name in names if (path / name).is_file()])

@@ -8,29 +8,33 @@ dedup/  evaluation/          the files in dedup.paths, scanned like a corpus
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from indexing.corpus.scan import FileSlice, list_files
+from indexing.corpus.scan import list_files
 from indexing.dedup import near_duplicates as dedup
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, is_finished, read_manifest, remove
+from indexing.store.artifact import Artifacts, Recipe, damage, read_manifest, remove
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import save_array
+from indexing.store.paths import joined
 from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
-from pipelines.stages import corpus as corpus_stage
-from pipelines.stages.shards import fingerprint_of, prefixed, run_tasks, shard_task
+from pipelines.stages import corpus
+from pipelines.stages.generations import plan_of
+from pipelines.stages.shards import Shard, finished, prefixed, run_shards
+from pipelines.stages.tokenizer import require_tokenizer
 
 log = logging.getLogger("retro")
 
-FOLDER = "dedup"
+REMOVED = "dedup/removed"
+_EVALUATION, _CANDIDATES, _GRAMS = "dedup/evaluation", "dedup/candidates", "dedup/grams"
 
 
 def prepare(config: Config, executor: Executor) -> Recipe | None:
@@ -41,13 +45,14 @@ def prepare(config: Config, executor: Executor) -> Recipe | None:
     """
     if not config.dedup.is_on:
         return None
-    inputs = {name: fingerprint_of(config.datastore / name) for name in ("corpus", "tokenizer")}
+    folder = config.datastore
+    inputs = {name: finished(folder, name) for name in ("corpus", "tokenizer")}
     if config.dedup.paths:
-        folder, settings = config.datastore / FOLDER / "evaluation", replace(config.corpus, paths=config.dedup.paths)
+        settings = replace(config.corpus, paths=config.dedup.paths)
         files = list_files(settings, "dedup.paths")
-        corpus_stage.require_tokenizer(config, files)
-        corpus_stage.look_through(folder, settings, files, executor, "dedup.paths")
-        inputs["evaluation"] = fingerprint_of(folder)
+        require_tokenizer(config, files)
+        corpus.make_corpus(folder / _EVALUATION, settings, files, executor, "dedup.paths")
+        inputs["evaluation"] = finished(folder, _EVALUATION)
     return Recipe("chunk", 1, settings_of(config), inputs)
 
 
@@ -62,21 +67,24 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
     Raises:
         InputError: no training document is left.
     """
-    folder = config.datastore / FOLDER
-    out, candidates = folder / "removed", folder / "candidates"
-    shards = _shards(config)
-    signatures, grams = ([folder / kind / name for name in shards] for kind in ("signatures", "grams"))
+    folder, settings = config.datastore, config.dedup
+    out, candidates = folder / REMOVED, folder / _CANDIDATES
     # Signatures stay. So signatures that `retro verify --repair` removed are made again even if the list is finished.
-    _run_shards(config, executor, recipe, shards, "signatures", sign_task)
-    if not is_finished(out, recipe):
-        if not is_finished(candidates, recipe):
-            task = shard_task(candidates, recipe, signatures, config.dedup, size=config.dedup.sketch.bands)
-            run_tasks("chunk", "bands", candidate_task, [task], executor, name="candidates")
-        _run_shards(config, executor, recipe, shards, "grams", gram_task)
-        arguments = (recipe, signatures, candidates, grams, config.dedup)
-        task = shard_task(out, *arguments, size=read_manifest(candidates)["counts"]["train"])
-        run_tasks("chunk", "documents", remove_task, [task], executor, name="dedup")
-    for name in ("candidates", "grams"):
+    signatures = _run_shards(config, executor, recipe, "dedup/signatures", sign_task)
+    size = 0
+    if damage(out):
+        bands = Shard(_CANDIDATES, recipe, (signatures, settings), settings.sketch.bands)
+        run_shards(folder, "chunk", "bands", candidate_task, [bands], executor, name="candidates")
+        _run_shards(config, executor, recipe, _GRAMS, gram_task, candidates)
+        size = read_manifest(candidates)["counts"]["train"]
+    inputs = {
+        **recipe.inputs,
+        "signatures": Artifacts(None, joined([f"dedup/signatures/{p.name}" for p in signatures])),
+    }
+    arguments = (signatures, candidates, [folder / _GRAMS / path.name for path in signatures], settings)
+    removed = Shard(REMOVED, replace(recipe, inputs=inputs), arguments, size)
+    run_shards(folder, "chunk", "documents", remove_task, [removed], executor, name="dedup")
+    for name in (_CANDIDATES, _GRAMS):
         remove(folder / name)
     log.info("dedup: %s", summary(out))
     counts = read_manifest(out)["counts"]
@@ -87,96 +95,89 @@ def run(config: Config, executor: Executor, recipe: Recipe) -> None:
         )
 
 
-def _shards(config: Config) -> dict[str, list[FileSlice]]:
-    """The slices of every shard by name: shards of the corpus, then of the evaluation files."""
-    plan = corpus_stage.plan_of(config.datastore / "corpus")
-    shards = {shard_name(shard): slices for shard, slices in enumerate(plan)}
-    if config.dedup.paths:
-        more = corpus_stage.plan_of(config.datastore / FOLDER / "evaluation")
-        shards |= {f"evaluation-{shard_name(shard)}": slices for shard, slices in enumerate(more)}
-    return shards
-
-
 def _run_shards(
-    config: Config,
-    executor: Executor,
-    recipe: Recipe,
-    shards: Mapping[str, list[FileSlice]],
-    folder: str,
-    function: Callable[..., None],
-) -> None:
-    """Make the unfinished artifacts of all shards in a folder; their recipe is that of the list, with the shard."""
-    todo = []
-    for name, slices in shards.items():
-        out = config.datastore / FOLDER / folder / name
-        own = replace(recipe, settings={**recipe.settings, "shard": name})
-        if not is_finished(out, own):
-            arguments = (own, slices, config.corpus, config.dedup, config.datastore / "tokenizer")
-            todo.append(shard_task(out, *arguments, size=sum(file_slice.text_bytes for file_slice in slices)))
-    run_tasks("chunk", "bytes", function, todo, executor, name=folder)
+    config: Config, executor: Executor, recipe: Recipe, folder: str, function: Callable[..., Any], *arguments: Any
+) -> list[Path]:
+    """Make an artifact of every shard of the corpus, then of the evaluation files, in a folder; returns all of them."""
+    sources = {"": "corpus"} | ({"evaluation-": _EVALUATION} if config.dedup.paths else {})
+    slices = {
+        f"{prefix}{shard_name(shard)}": of_shard
+        for prefix, source in sources.items()
+        for shard, of_shard in enumerate(plan_of(config.datastore / source))
+    }
+    shards = [
+        Shard(
+            path=f"{folder}/{name}",
+            recipe=replace(recipe, settings={**recipe.settings, "shard": name}),
+            arguments=(name, of_shard, config.corpus, config.dedup, config.datastore / "tokenizer", *arguments),
+            size=sum(file_slice.text_bytes for file_slice in of_shard),
+        )
+        for name, of_shard in slices.items()
+    ]
+    run_shards(config.datastore, "chunk", "bytes", function, shards, executor, name=folder.rpartition("/")[2])
+    return [config.datastore / shard.path for shard in shards]
 
 
 # --- one shard, then all of them -------------------------------------------------------------------------------------
 
 
 def sign_task(
-    out: Path, recipe: Recipe, slices: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
-) -> None:
+    work: Path, name: str, slices: Any, reading: Any, settings: Any, tokenizer: Path, *, advance: Advance
+) -> dict[str, Any]:
     """Make the signatures of one shard."""
-    with create(out, recipe) as (work, counts):
-        is_evaluation = out.name.startswith("evaluation-")
-        counts |= dedup.sign_shard(
-            work, slices, corpus, settings, tokenizer, is_evaluation=is_evaluation, advance=advance
-        )
+    is_evaluation = name.startswith("evaluation-")
+    return dedup.sign_shard(work, slices, reading, settings, tokenizer, is_evaluation=is_evaluation, advance=advance)
 
 
 def candidate_task(
-    out: Path, recipe: Recipe, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
-) -> None:
+    work: Path, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
+) -> dict[str, Any]:
     """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the candidates."""
-    with create(out, recipe) as (work, counts):
-        signatures = dedup.Signatures.open(folders)
-        meetings = dedup.find_candidates(signatures, settings, advance=advance)
-        save_array(work / "meetings.npy", meetings)
-        documents = np.unique(meetings[:, 0])
-        cuts = np.searchsorted(documents, signatures.starts)
-        for shard, folder in enumerate(folders):
-            positions = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
-            save_array(work / f"{folder.name}.npy", positions)
-        counts |= {"documents": len(documents), "meetings": len(meetings)}
-        counts["train"] = int((signatures.splits[documents] == dedup.TRAIN).sum())
+    signatures = dedup.Signatures.open(folders)
+    meetings = dedup.find_candidates(signatures, settings, advance=advance)
+    save_array(work / "meetings.npy", meetings)
+    documents = np.unique(meetings[:, 0])
+    cuts = np.searchsorted(documents, signatures.starts)
+    for shard, folder in enumerate(folders):
+        positions = documents[cuts[shard] : cuts[shard + 1]] - signatures.starts[shard]
+        save_array(work / f"{folder.name}.npy", positions)
+    num_train = int((signatures.splits[documents] == dedup.TRAIN).sum())
+    return {"documents": len(documents), "meetings": len(meetings), "train": num_train}
 
 
 def gram_task(
-    out: Path, recipe: Recipe, slices: Any, corpus: Any, settings: Any, tokenizer: Path, *, advance: Advance
-) -> None:
+    work: Path,
+    name: str,
+    slices: Any,
+    reading: Any,
+    settings: Any,
+    tokenizer: Path,
+    candidates: Path,
+    *,
+    advance: Advance,
+) -> dict[str, Any]:
     """Read the candidates of one shard again."""
-    positions = open_array(out.parents[1] / "candidates" / f"{out.name}.npy")
-    with create(out, recipe) as (work, counts):
-        counts["grams"] = dedup.collect_grams(work, slices, positions, corpus, settings, tokenizer, advance=advance)
+    positions = open_array(candidates / f"{name}.npy")
+    return {"grams": dedup.collect_grams(work, slices, positions, reading, settings, tokenizer, advance=advance)}
 
 
 def remove_task(
-    out: Path,
-    recipe: Recipe,
+    work: Path,
     folders: list[Path],
     candidates: Path,
     grams: list[Path],
     settings: dedup.DedupSettings,
     *,
     advance: Advance,
-) -> None:
+) -> dict[str, Any]:
     """Decide which documents to remove, and list them."""
-    with create(out, recipe) as (work, counts):
-        signatures = dedup.Signatures.open(folders)
-        meetings = open_array(candidates / "meetings.npy")
-        sets = dedup.GramSets(grams, np.unique(meetings[:, 0]), signatures)
-        removals = dedup.decide(meetings, signatures, sets, settings, advance=advance)
-        names = [folder.name for folder in folders if not folder.name.startswith("evaluation-")]
-        counts["removed"] = dedup.write_removed(work, removals, signatures, sets, names)
-        counts["documents"] = {
-            kind: int((signatures.splits == number).sum()) for number, kind in enumerate(dedup.KINDS)
-        }
+    signatures = dedup.Signatures.open(folders)
+    meetings = open_array(candidates / "meetings.npy")
+    sets = dedup.GramSets(grams, np.unique(meetings[:, 0]), signatures)
+    removals = dedup.decide(meetings, signatures, sets, settings, advance=advance)
+    names = [folder.name for folder in folders if not folder.name.startswith("evaluation-")]
+    kinds = {kind: int((signatures.splits == number).sum()) for number, kind in enumerate(dedup.KINDS)}
+    return {"removed": dedup.write_removed(work, removals, signatures, sets, names), "documents": kinds}
 
 
 def summary(out: Path) -> str:

@@ -1,5 +1,6 @@
 """The `embed` stage: chunks → embedder → embeddings."""
 
+import shutil
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,52 +12,46 @@ from indexing.embedding.lexical import fit_lexical
 from indexing.embedding.settings import FIT_CHUNKS, Embedder, EmbedderSettings, write_settings
 from indexing.embedding.transformer import model_fingerprint
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest
-from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.artifact import Artifacts, Recipe, create, fingerprint, is_finished
+from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.documents import DocumentTable
+from indexing.store.errors import InputError
+from indexing.store.paths import path_of
+from indexing.store.remote import present
+from indexing.store.retrieval_set import check_tokenizer, embedder_identity
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
-from pipelines.stages import other_datastores as sharing
-from pipelines.stages.corpus import generations
-from pipelines.stages.shards import (
-    fingerprint_of,
-    former_setting,
-    joint_fingerprint,
-    prefixed,
-    run_tasks,
-    shard_task,
-    shards,
-)
+from pipelines.stages.generations import all_shards, generations
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, former_setting, prefixed, run_shards
 from pipelines.terminal.progress import progress
 
 
-def run_embed(config: Config, executor: Executor) -> str:
+def run_embed(config: Config, executor: Executor) -> Artifacts:
     """Chunks → embedder → embeddings."""
     folder = config.datastore
     _make_embedder(config)
-    embedder_print = fingerprint_of(folder / "embedder")
-    todo = []
-    for shard, source in enumerate(shards(folder, "chunks")):
-        recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": fingerprint_of(source), "embedder": embedder_print})
-        out = folder / "embeddings" / shard_name(shard)
-        if not is_finished(out, recipe):
-            size = sum(split["chunks"] for split in read_manifest(source)["counts"].values())
-            todo.append(shard_task(out, recipe, folder, embedder_print, source, config.embedder, size=size))
+    embedder, sizes = finished(folder, "embedder"), chunks_in_shards(folder)
+
+    def shard_of(shard: int) -> Shard:
+        chunks = finished(folder, path_of("chunks", shard))
+        recipe = Recipe("embed", 1, {"shard": shard}, {"chunks": chunks, "embedder": embedder})
+        arguments = (folder, embedder.fingerprint, folder / chunks.paths, config.embedder)
+        return Shard(path_of("embeddings", shard), recipe, arguments, sizes[shard])
+
     _open_embedder.cache_clear()  # from an earlier build in this process: a repaired embedder has the same fingerprint
-    run_tasks("embed", "chunks", embed_task, todo, executor)
-    return fingerprint([fingerprint_of(path) for path in shards(folder, "embeddings")])
+    return run_shards(folder, "embed", "chunks", embed_task, map(shard_of, all_shards(folder)), executor)
 
 
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
     datastore, first = Datastore.open(folder), generations(folder)[0]
-    inputs = {"chunks": joint_fingerprint(folder, "chunks", first)}
+    inputs: dict[str, Artifacts | str] = {"chunks": finished(folder, path_of("chunks", first))}
     if settings.kind == "transformer":
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
-        inputs = {"embedder.path": fingerprint(sharing.embedder_files(datastore, settings))}
+        inputs = {"embedder.path": fingerprint(_embedder_files(datastore, settings))}
     recipe_settings, fit_chunks = prefixed("embedder", settings.recipe()), 0
     if settings.kind == "lexical" and not settings.path:
         fit_chunks = former_setting(folder / "embedder", "embedder.fit_chunks", FIT_CHUNKS)
@@ -70,7 +65,7 @@ def _make_embedder(config: Config) -> None:
             write_settings(work, settings)
             return
         if settings.path:
-            sharing.copy_embedder(datastore, settings, work)
+            _copy_embedder(datastore, settings, work)
             return
         total = train.num_chunks
         rng = np.random.default_rng(settings.seed)
@@ -83,6 +78,29 @@ def _make_embedder(config: Config) -> None:
             advance(size)
 
 
+def _embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[str, str]:
+    """File name → checksum of the lexical embedder in the datastore at `embedder.path`.
+
+    Raises:
+        InputError: there is none, or it was made for another tokenizer.
+    """
+    other = Datastore.open(settings.path)
+    other.require("embed")
+    check_tokenizer(datastore, other, "embedder.path")
+    files = embedder_identity(other)
+    if isinstance(files, str):
+        raise InputError(
+            f"embedder.path: {other.folder} has a transformer. Set embedder.kind = 'transformer' and embedder.path to its model."
+        )
+    return files
+
+
+def _copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
+    """Copy this embedder to the folder `work`."""
+    for name in _embedder_files(datastore, settings):
+        shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)
+
+
 @lru_cache(maxsize=1)
 def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder:
     """Cached for the shards of one worker, so that a model is loaded once. The fingerprint in the key detects another embedder."""
@@ -90,16 +108,16 @@ def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder
 
 
 def embed_task(
-    out: Path, recipe: Recipe, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
-) -> None:
+    work: Path, folder: Path, embedder_print: str, source: Path, settings: Any, *, advance: Advance
+) -> dict[str, Any]:
     """Make one shard of embeddings for all splits."""
-    embedder = _open_embedder(folder, embedder_print, settings)
-    with create(out, recipe) as (work, counts):
-        for split in SPLITS:
-            tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
-            name_of = partial(_name_of_chunk, source / split)
-            out_file = work / f"{split}.npy"
-            counts[split] = embed_shard(out_file, embedder, tokens, lengths, name_of=name_of, advance=advance)
+    embedder, counts = _open_embedder(folder, embedder_print, settings), {}
+    for split in SPLITS:
+        tokens, lengths = (open_array(source / split / f"{name}.npy") for name in ("tokens", "lengths"))
+        name_of = partial(_name_of_chunk, source / split)
+        out_file = work / f"{split}.npy"
+        counts[split] = embed_shard(out_file, embedder, tokens, lengths, name_of=name_of, advance=advance)
+    return counts
 
 
 def _name_of_chunk(folder: Path, chunk: int) -> str:

@@ -1,46 +1,41 @@
-"""The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits."""
+"""The `neighbors` stage: embeddings and indexes → the neighbors of every chunk of all splits. And `materialize`: their tokens."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from indexing.embedding.lexical import token_weights
 from indexing.machine import keep_freed_memory
 from indexing.neighbors import search as neighbors
+from indexing.neighbors.materialize import materialize_shard
 from indexing.neighbors.search import Method
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store import remote
 from indexing.store.artifact import (
+    Artifacts,
     Recipe,
-    create,
     fingerprint,
-    is_finished,
     made_by,
     parse_manifest,
-    read_manifest,
     remove,
 )
 from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, shard_name
-from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.errors import InputError
+from indexing.store.paths import path_of
+from indexing.store.retrieval_set import RetrievalSet, open_others
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor, Task
-from pipelines.stages import other_datastores as sharing
+from pipelines.executors.tasks import Executor
 from pipelines.stages.choices import search_method
-from pipelines.stages.corpus import generations
-from pipelines.stages.shards import fingerprint_of, joint_fingerprint, prefixed, run_tasks, shard_task, shards
+from pipelines.stages.generations import all_shards, generations
+from pipelines.stages.index import TUNED
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
 
 log = logging.getLogger("retro")
-
-
-def _searched(config: Config) -> dict[str, str]:
-    """The inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage."""
-    by_ngrams = {"ngrams": "ngrams"} if config.neighbors.search == "ngrams" else {}
-    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_ngrams
 
 
 @dataclass(frozen=True)
@@ -51,69 +46,75 @@ class SearchedShards:
         folder: folder of the datastore.
         shards: their numbers.
         number: number of the datastore in the retrieval set.
-        fingerprint: fingerprint of everything that their search depends on.
+        made: everything that their search depends on; of another datastore only its fingerprint.
     """
 
     folder: Path
     shards: range
     number: int
-    fingerprint: str
+    made: Artifacts | str
 
 
-def run_neighbors(config: Config, executor: Executor) -> str:
+def run_neighbors(config: Config, executor: Executor) -> Artifacts:
     """Embeddings and indexes → the neighbors of every chunk of all splits."""
     folder = config.datastore
     config, method = search_method(config)
     own, others = _generations(config), _others(config)
     stops = [len(own)] * len(own) if config.neighbors.by_distance else _num_searched(config, own, others)
-    train, kept, todo = Datastore.open(folder).train, 0, list[Task]()
+    train, sizes, kept, shards = Datastore.open(folder).train, chunks_in_shards(folder), 0, list[Shard]()
     for generation, stop in zip(own, stops, strict=True):
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
-        todo += _tasks(config, method, generation.shards, own[:stop], others)
-    if todo:
-        _warn_of_few_chunks(config)
-    if todo and kept:
-        log.info(
-            "neighbors: %s earlier chunks keep their neighbors. To search the new chunks for them too: "
-            "retro index CONFIG --stage neighbors --rebuild",
-            f"{kept:,}",
-        )
+        shards += [_shard(config, method, shard, own[:stop], others, sizes[shard]) for shard in generation.shards]
+
     try:
-        run_tasks("neighbors", "chunks", neighbor_task, todo, executor)
+        made = run_shards(
+            folder, "neighbors", "chunks", neighbor_task, shards, executor, before=partial(_warn, config, kept)
+        )
     finally:  # the report opens the index again, and a repaired one has the same fingerprint
         _open_searched.cache_clear()
-    for out in shards(folder, "neighbors"):
-        remove(_before(out))
-    return fingerprint([fingerprint_of(path) for path in shards(folder, "neighbors")])
+    for shard in shards:
+        remove(_before(folder / shard.path))
+    return made
 
 
-def _tasks(
-    config: Config, method: Method, numbers: range, own: list[SearchedShards], others: list[SearchedShards]
-) -> Iterator[Task]:
-    """Yield a task for each unfinished shard of a generation, which searches the generations `own` and the datastores `others`."""
-    folder = config.datastore
-    for shard in numbers:
-        out = folder / "neighbors" / shard_name(shard)
-        # The recipes of this shard for a datastore with one generation, two generations, …
-        recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
-        known = _set_aside(out, recipes) if config.neighbors.by_distance else 0
-        if not is_finished(out, recipes[-1]):
-            searched = (*own[known:], *(() if known else others))
-            before = _before(out) if known else None
-            size = sum(split["chunks"] for split in read_manifest(folder / "chunks" / out.name)["counts"].values())
-            arguments = (shard, config.neighbors, searched, method, before)
-            yield shard_task(out, recipes[-1], *arguments, size=size)
+def _shard(
+    config: Config, method: Method, shard: int, own: list[SearchedShards], others: list[SearchedShards], size: int
+) -> Shard:
+    """The neighbors of a shard in the generations `own` and the datastores `others`."""
+    path = path_of("neighbors", shard)
+    out = config.datastore / path
+    # The recipes of this shard for a datastore with one generation, two generations, …
+    recipes = [_recipe(config, shard, own[:count], others) for count in range(1, len(own) + 1)]
+    known = _set_aside(out, recipes) if config.neighbors.by_distance else 0
+    searched = (*own[known:], *(() if known else others))
+    arguments = (config.datastore, shard, config.neighbors, searched, method, _before(out) if known else None)
+    return Shard(path, recipes[-1], arguments, size)
 
 
-def _warn_of_few_chunks(config: Config) -> None:
-    datastores = (Datastore.open(config.datastore), *sharing.retrieved_from(config))
-    num_chunks = sum(datastore.train.num_chunks for datastore in datastores)
+def _warn(config: Config, kept: int, unfinished: Sequence[Shard]) -> None:
+    """Log what a search of these shards will not find; `kept` chunks are not searched again."""
+    if not unfinished:
+        return
+    own, others = Datastore.open(config.datastore), config.neighbors.extra_datastores
+    num_chunks = sum(datastore.train.num_chunks for datastore in (own, *open_others(own, others)))
     if config.neighbors.stored > num_chunks:
         log.warning(
             "neighbors.stored = %s, but there are only %s chunks to retrieve. Missing neighbors are stored as -1.",
             f"{config.neighbors.stored:,}",
             f"{num_chunks:,}",
         )
+    if kept:
+        log.info(
+            "neighbors: %s earlier chunks keep their neighbors. To search the new chunks for them too: "
+            "retro index CONFIG --stage neighbors --rebuild",
+            f"{kept:,}",
+        )
+
+
+def _searched(config: Config) -> dict[str, str]:
+    """The inputs of the neighbors of a chunk, in every searched datastore: name in the recipe → stage."""
+    by_ngrams = {"ngrams": "ngrams"} if config.neighbors.search == "ngrams" else {}
+    return {"chunks": "chunk", "embeddings": "embed", "index": "add"} | by_ngrams
 
 
 def _generations(config: Config) -> list[SearchedShards]:
@@ -121,16 +122,16 @@ def _generations(config: Config) -> list[SearchedShards]:
     for stage in _searched(config).values():
         Datastore.open(folder).require(stage)
     for generation in generations(folder):
-        prints = {name: joint_fingerprint(folder, name, generation) for name in _searched(config)}
+        paths: dict[str, Any] = {name: path_of(name, generation) for name in _searched(config)}
         if not searched:
-            prints["index"] = fingerprint_of(folder / "index" / "tuned")
-        searched.append(SearchedShards(folder, generation, 0, fingerprint(prints)))
+            paths["index"] = TUNED
+        searched.append(SearchedShards(folder, generation, 0, finished(folder, paths)))
     return searched
 
 
 def _others(config: Config) -> list[SearchedShards]:
-    searched = []
-    for number, other in enumerate(sharing.retrieved_from(config), start=1):
+    own, searched = Datastore.open(config.datastore), []
+    for number, other in enumerate(open_others(own, config.neighbors.extra_datastores), start=1):
         for stage in _searched(config).values():
             other.require(stage)
         prints = {name: other.manifest["fingerprints"][stage] for name, stage in _searched(config).items()}
@@ -144,9 +145,9 @@ def _recipe(config: Config, shard: int, own: list[SearchedShards], others: list[
         version=7 if config.neighbors.search == "ngrams" else 6,  # 7: until the lists have 512 entries
         settings=prefixed("neighbors", config.neighbors, without=("extra_datastores", "materialized"))
         | {"shard": shard},
-        inputs={f"generation {number}": part.fingerprint for number, part in enumerate(own)}
+        inputs={f"generation {number}": part.made for number, part in enumerate(own)}
         # The folder is not an input: a datastore that was moved is the same.
-        | {f"neighbors.extra_datastores[{number}]": part.fingerprint for number, part in enumerate(others)},
+        | {f"neighbors.extra_datastores[{number}]": part.made for number, part in enumerate(others)},
     )
 
 
@@ -202,8 +203,8 @@ def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list
 
 
 def neighbor_task(
-    out: Path,
-    recipe: Recipe,
+    work: Path,
+    folder: Path,
     shard: int,
     settings: Any,
     searched: tuple[SearchedShards, ...],
@@ -211,30 +212,69 @@ def neighbor_task(
     before: Path | None,
     *,
     advance: Advance,
-) -> None:
+) -> dict[str, Any]:
     """Search the neighbors of one shard's chunks for all splits, and merge them with those of earlier generations."""
     keep_freed_memory()
-    folder, opened = out.parent.parent, _open_searched(searched, method)
-    datastore = Datastore.open(folder)
+    opened, datastore = _open_searched(searched, method), Datastore.open(folder)
     own = datastore.train.first_shards(max(part.shards.stop for part in searched if part.number == 0))
     # Complete unless neighbors are merged. Then nothing below reads it.
     retrieval = RetrievalSet((own, *(Datastore.open(part.folder).train for part in searched if part.number)))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
     by_ngrams = NgramIndex.open(retrieval) if method == "ngrams" else None
-    with create(out, recipe) as (work, counts):
-        counts["search"] = method
-        for split in map(datastore.split, SPLITS):
-            starts = split.tokens.starts
-            counts[split.name] = neighbors.neighbor_shard(
-                work / split.name,
-                split,
-                (int(starts[shard]), int(starts[shard + 1])),
-                opened,
-                settings,
-                order=order,
-                by_ngrams=by_ngrams,
-                before=before / split.name if before else None,
-                advance=advance,
-            )
-            if before:  # so that the counts equal those of one search of everything
-                counts[split.name]["deeper"] += parse_manifest(before)["counts"][split.name]["deeper"]
+    counts: dict[str, Any] = {"search": method}
+    for split in map(datastore.split, SPLITS):
+        starts = split.tokens.starts
+        counts[split.name] = neighbors.neighbor_shard(
+            work / split.name,
+            split,
+            (int(starts[shard]), int(starts[shard + 1])),
+            opened,
+            settings,
+            order=order,
+            by_ngrams=by_ngrams,
+            before=before / split.name if before else None,
+            advance=advance,
+        )
+        if before:  # so that the counts equal those of one search of everything
+            counts[split.name]["deeper"] += parse_manifest(before)["counts"][split.name]["deeper"]
+    return counts
+
+
+# --- materialize -------------------------------------------------------------------------------------------------------
+
+
+def run_materialize(config: Config, executor: Executor) -> Artifacts:
+    """Chunks and neighbors → the tokens of each chunk's first neighbors, next to the chunk.
+
+    Raises:
+        InputError: neighbors.materialized is 0, or a datastore that neighbors come from has changed.
+    """
+    folder, num_neighbors = config.datastore, config.neighbors.materialized
+    if not num_neighbors:
+        raise InputError(
+            "neighbors.materialized = 0: set how many neighbors of each chunk to write, for example data.k + 2."
+        )
+    sizes = chunks_in_shards(folder)
+
+    def shard_of(shard: int) -> Shard:
+        # The recipe of the neighbors names all chunks that were searched.
+        inputs = {"neighbors": finished(folder, path_of("neighbors", shard))}
+        recipe = Recipe("materialize", 1, {"neighbors.materialized": num_neighbors, "shard": shard}, inputs)
+        return Shard(path_of("materialized", shard), recipe, (folder, shard, num_neighbors), sizes[shard])
+
+    shards = map(shard_of, all_shards(folder))
+    # It reads as many data as the search, so it runs on the workers of the search.
+    return run_shards(folder, "neighbors", "chunks", materialize_task, shards, executor, name="materialize")
+
+
+def materialize_task(work: Path, folder: Path, shard: int, num_neighbors: int, *, advance: Advance) -> dict[str, Any]:
+    """Write the neighbors of one shard's chunks for all splits."""
+    datastore, counts = Datastore.open(folder), {}
+    retrieval = RetrievalSet.of(datastore)
+    for split in map(datastore.split, SPLITS):
+        starts = split.tokens.starts
+        rows = (int(starts[shard]), int(starts[shard + 1]))
+        counts[split.name] = materialize_shard(
+            work / split.name, split, rows, retrieval, num_neighbors, advance=advance
+        )
+    return counts

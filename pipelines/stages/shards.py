@@ -1,79 +1,96 @@
-"""Common to all stages: their shards, fingerprints, and running the tasks of unfinished shards."""
+"""The shards of a stage: what it makes each of them from, and running its function for those that are not finished."""
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from indexing.progress import Advance
-from indexing.store.artifact import Recipe, damage, fingerprint, is_finished, parse_manifest, read_manifest
+from indexing.store.artifact import (
+    Artifacts,
+    Recipe,
+    create,
+    damage,
+    fingerprint,
+    is_finished,
+    parse_manifest,
+    read_manifest,
+)
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
+from indexing.store.paths import fingerprint_at, joined
 from indexing.store.remote import drop_if_changed, url_of
 from pipelines.executors.tasks import Executor, StageName, Task
-from pipelines.stages.corpus import generations
+from pipelines.stages.generations import all_shards
 from pipelines.terminal.progress import progress
 
 
-def shards(folder: Path, stage: str) -> list[Path]:
-    """The artifact of every shard of a stage (`chunks`, `embeddings`, …), finished or not."""
-    return [folder / stage / shard_name(shard) for generation in generations(folder) for shard in generation]
+@dataclass(frozen=True)
+class Shard:
+    """A shard that a stage makes, or another artifact of it.
+
+    Attributes:
+        path: its folder in the datastore.
+        recipe: the recipe.
+        arguments: of the stage's function, after the folder to fill.
+        size: units that it adds to the progress bar.
+    """
+
+    path: str
+    recipe: Recipe
+    arguments: tuple[Any, ...]
+    size: int
 
 
-def joint_fingerprint(folder: Path, stage: str, numbers: range) -> str:
-    """One fingerprint over some shards of a stage."""
-    return fingerprint([fingerprint_of(folder / stage / shard_name(shard)) for shard in numbers])
+def run_shards(
+    folder: Path,
+    stage: StageName,
+    unit: str,
+    function: Callable[..., dict[str, Any] | None],
+    shards: Iterable[Shard],
+    executor: Executor,
+    *,
+    name: str = "",
+    before: Callable[[Sequence[Shard]], object] = lambda _: None,
+) -> Artifacts:
+    """Make the unfinished shards of a stage under one progress bar; returns all of them.
+
+    Args:
+        folder: the datastore.
+        stage: the section of `[executor]` with the resources of a worker.
+        unit: unit of the progress bar.
+        function: `function(work, *arguments, advance=…)` fills the folder `work` and returns the counts for the manifest.
+        shards: finished and unfinished ones.
+        executor: where the function runs.
+        name: name of the progress bar, if it is not the stage's.
+        before: called with the unfinished shards when all recipes have been compared, before any of them is made.
+
+    Raises:
+        InputError: a finished shard has another recipe.
+    """
+    shards = list(shards)
+    todo = [shard for shard in shards if not is_finished(folder / shard.path, shard.recipe)]
+    before(todo)
+    tasks = [Task(shard.path, (folder / shard.path, shard.recipe, *shard.arguments), shard.size) for shard in todo]
+    if tasks:
+        with progress(name or stage, total=sum(task.size for task in tasks), unit=unit) as advance:
+            for _ in executor.map(stage, partial(_make_once, function), tasks, advance):
+                pass
+    for shard in todo:
+        _require_seen(folder / shard.path)
+    return Artifacts(fingerprint([shard.recipe.fingerprint for shard in shards]), joined([s.path for s in shards]))
 
 
-def shard_counts(folder: Path) -> list[dict[str, Any]]:
-    """Counts of each shard of chunks: split → documents, chunks, tokens and bytes."""
-    return [read_manifest(path)["counts"] for path in shards(folder, "chunks")]
-
-
-def fingerprint_of(folder: Path) -> str:
-    """The fingerprint of a finished artifact."""
-    return read_manifest(folder)["fingerprint"]
-
-
-def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Settings as `section.key`, the names in messages and on the command line."""
-    values = settings if isinstance(settings, dict) else asdict(settings)
-    return {f"{section}.{key}": value for key, value in values.items() if key not in without}
-
-
-def former_setting(out: Path, key: str, value: int) -> int:
-    """The value of a setting that was removed: what the recipe of the finished artifact `out` has, else the constant `value`."""
-    try:
-        return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
-    except InputError:  # not made yet, or damaged
-        return value
-
-
-def shard_task(out: Path, recipe: Recipe, *arguments: Any, size: int) -> Task:
-    """The task that makes the artifact `out` with this recipe; these are its first two arguments."""
-    return Task(f"{out.parent.name}/{out.name}", (out, recipe, *arguments), size)
-
-
-def make_once(function: Callable[..., Any], out: Path, recipe: Recipe, *arguments: Any, advance: Advance) -> None:
-    """Run a shard's task unless it is finished: a worker may have died after the last rename and before reporting it."""
+def _make_once(
+    function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: Any, advance: Advance
+) -> None:
+    """Make a shard unless it is finished: a worker may have died after the last rename and before reporting it."""
     drop_if_changed(out)
     if damage(out) or not is_finished(out, recipe):
-        function(out, recipe, *arguments, advance=advance)
-
-
-def run_tasks(
-    stage: StageName, unit: str, function: Callable[..., Any], todo: list[Task], executor: Executor, name: str = ""
-) -> None:
-    """Run the tasks of unfinished shards under one progress bar; see `shard_task`."""
-    if not todo:
-        return
-    with progress(name or stage, total=sum(task.size for task in todo), unit=unit) as advance:
-        for _ in executor.map(stage, partial(make_once, function), todo, advance):
-            pass
-    for task in todo:
-        _require_seen(task.arguments[0])
+        with create(out, recipe) as (work, counts):
+            counts |= function(work, *arguments, advance=advance) or {}
 
 
 def _require_seen(out: Path) -> None:
@@ -85,3 +102,32 @@ def _require_seen(out: Path) -> None:
             f"{out} was made, but is not visible on this machine: workers on other machines wrote to their own disks. "
             "Put `datastore` on storage that every machine sees under the same path."
         )
+
+
+def finished(folder: Path, paths: Any) -> Artifacts:
+    """The finished artifacts at these paths of a datastore."""
+    return Artifacts(fingerprint_at(paths, lambda path: read_manifest(folder / path)["fingerprint"]), paths)
+
+
+def shard_counts(folder: Path) -> list[dict[str, Any]]:
+    """Counts of each shard of chunks: split → documents, chunks, tokens and bytes."""
+    return [read_manifest(folder / "chunks" / shard_name(shard))["counts"] for shard in all_shards(folder)]
+
+
+def chunks_in_shards(folder: Path) -> list[int]:
+    """The chunks of all splits in each shard."""
+    return [sum(split["chunks"] for split in counts.values()) for counts in shard_counts(folder)]
+
+
+def former_setting(out: Path, key: str, value: int) -> int:
+    """The value of a setting that was removed: what the recipe of the finished artifact `out` has, else the constant `value`."""
+    try:
+        return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
+    except InputError:  # not made yet, or damaged
+        return value
+
+
+def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings as `section.key`, the names in messages and on the command line."""
+    values = settings if isinstance(settings, dict) else asdict(settings)
+    return {f"{section}.{key}": value for key, value in values.items() if key not in without}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.store import remote
-from indexing.store.artifact import leftovers, remove
+from indexing.store.artifact import Artifacts, leftovers, remove
 from indexing.store.datastore import (
     SPLITS,
     Datastore,
@@ -26,22 +26,19 @@ from indexing.store.datastore import (
 )
 from indexing.store.deletions import locked, read_deletions, write_deletions
 from indexing.store.errors import InputError
+from indexing.store.retrieval_set import entries_of
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
-from pipelines.stages import corpus as corpus_stage
-from pipelines.stages import other_datastores as sharing
+from pipelines.stages import corpus
 from pipelines.stages.choices import with_choices
 from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
+from pipelines.stages.generations import missing_generation
 from pipelines.stages.index import run_add, run_merge, run_train_index
-from pipelines.stages.materialize import run_materialize
-from pipelines.stages.neighbors import run_neighbors
-from pipelines.stages.ngrams import run_ngrams
+from pipelines.stages.neighbors import run_materialize, run_neighbors
 from pipelines.stages.shards import shard_counts
-from pipelines.stages.sparse import run_sparse
-from pipelines.stages.suffixes import run_suffixes
-from pipelines.stages.votes import run_votes
+from pipelines.stages.token_indexes import run_ngrams, run_sparse, run_suffixes, run_votes
 from pipelines.terminal.stages import StagesView
 
 log = logging.getLogger("retro")
@@ -52,16 +49,16 @@ class Stage:
     """A row of the table of stages.
 
     Attributes:
-        run: makes every unfinished artifact of the stage and returns the stage's fingerprint.
+        run: makes every unfinished artifact of the stage and returns all of them.
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
-        wanted: whether `all` includes the stage under these settings.
+        included: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
         reads: another stage that it reads under some settings; empty: none.
     """
 
-    run: Callable[[Config, Executor], str]
+    run: Callable[[Config, Executor], Artifacts]
     outputs: tuple[str, ...]
-    wanted: Callable[[Config], bool] = lambda config: True
+    included: Callable[[Config], bool] = lambda config: True
     needs: str = ""
     reads: str = ""
 
@@ -117,11 +114,11 @@ def build(
         remote.pull(folder)
         if rebuild:
             if only in ("all", "chunk"):
-                corpus_stage.list_files_before_rebuild(config)
+                corpus.list_files_before_rebuild(config)
             _remove_from(folder, "chunk" if only == "all" else only)
         if only in ("all", "neighbors"):
             config = with_choices(config)
-        names = [name for name, stage in STAGES.items() if stage.wanted(config)] if only == "all" else [only]
+        names = [name for name, stage in STAGES.items() if stage.included(config)] if only == "all" else [only]
         with view.shown(names):
             if append:
                 config = _append(config, executor, names)
@@ -133,24 +130,24 @@ def build(
 
 def _append(config: Config, executor: Executor, names: list[str]) -> Config:
     """Add the files of the corpus that the datastore does not have; returns settings without files."""
-    new = corpus_stage.files_to_append(config, executor)
+    new = corpus.files_to_append(config, executor)
     appended, config = config, replace(config, corpus=replace(config.corpus, paths=()))
-    if new and _manifest_so_far(config.datastore) and not corpus_stage.missing_generation(config.datastore):
+    if new and _manifest_so_far(config.datastore) and not missing_generation(config.datastore):
         for name in names:  # nothing is added unless every finished stage agrees with the settings
             _run(config, executor, name)
     if new:
-        corpus_stage.append(appended, new)
+        corpus.append(appended, new)
     return config
 
 
 def _run(config: Config, executor: Executor, name: str) -> None:
     if needed := _needs(name):
         Datastore.open(config.datastore).require(needed)
-    result = STAGES[name].run(config, executor)
+    made = STAGES[name].run(config, executor)
     for parent in {(config.datastore / output).parent for output in STAGES[name].outputs}:
         for left in leftovers(parent):  # by killed builds, next to artifacts that others have finished
             shutil.rmtree(left, ignore_errors=True)
-    _write_manifest(config, name, result)
+    _write_manifest(config, name, made)
 
 
 def _needs(name: str) -> str:
@@ -196,8 +193,7 @@ def _remove_from(folder: Path, first: str) -> None:
             deletions = read_deletions(folder)
             write_deletions(folder, replace(deletions, documents=dict.fromkeys(deletions.documents, 0)))
     if manifest:
-        kept = {name: value for name, value in manifest["fingerprints"].items() if name not in affected}
-        write_datastore_manifest(folder, {**manifest, "fingerprints": kept})
+        write_datastore_manifest(folder, _without(manifest, affected))
     for name in reversed(affected):
         for pattern in STAGES[name].outputs:
             for output in folder.glob(pattern):
@@ -226,35 +222,46 @@ def _manifest_so_far(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _write_manifest(config: Config, name: str, result: str) -> None:
+def _without(manifest: dict[str, Any], stages: list[str]) -> dict[str, Any]:
+    """The datastore's manifest with only the other stages recorded."""
+    prints, artifacts = (manifest.get(key, {}) for key in ("fingerprints", "artifacts"))
+    kept = {name: value for name, value in prints.items() if name not in stages}
+    left = {key: value for key, value in manifest.items() if key != "extra_datastores" or "neighbors" in kept}
+    named = {name: paths for name, paths in artifacts.items() if name in kept}
+    return left | {"fingerprints": kept, "artifacts": named}
+
+
+def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
     """Record that a stage is finished. Stages that depend on it stay recorded only if its fingerprint has not changed."""
     folder = config.datastore
     old = _manifest_so_far(folder)
     if old:
         Datastore.open(folder)  # rejects another format version
-    fingerprints = dict(old.get("fingerprints", {}))
-    if fingerprints.get(name) != result:
-        affected = _depending_on(name)
-        fingerprints = {key: value for key, value in fingerprints.items() if key not in affected} | {name: result}
-    tokenizer = Tokenizer.open(folder / "tokenizer")
-    counts = shard_counts(folder)
-    manifest = {
+    is_same = old.get("fingerprints", {}).get(name) == made.fingerprint
+    manifest = _without(old, [] if is_same else _depending_on(name))
+    manifest["fingerprints"][name] = made.fingerprint
+    manifest["artifacts"][name] = made.paths  # earlier versions recorded none
+    if name == "neighbors":
+        manifest["extra_datastores"] = entries_of(Datastore.open(folder), config.neighbors.extra_datastores)
+    if name == "chunk":
+        manifest |= _properties_of_chunks(config)
+    if name == "chunk" and read_deletions(folder).documents:
+        with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded
+            record_deletions(Datastore(folder, manifest), read_deletions(folder).documents)
+            write_datastore_manifest(folder, manifest)
+    elif manifest != old:
+        write_datastore_manifest(folder, manifest)
+
+
+def _properties_of_chunks(config: Config) -> dict[str, Any]:
+    """The part of the datastore's manifest that a reader of chunks needs."""
+    tokenizer, counts = Tokenizer.open(config.datastore / "tokenizer"), shard_counts(config.datastore)
+    return {
         "chunk_length": config.chunks.chunk_length,
         "pad_id": tokenizer.pad_id,
         "vocab_size": tokenizer.vocab_size,
-        "fingerprints": fingerprints,
         "splits": {
             split: {key: [count[split][key] for count in counts] for key in ("documents", "chunks", "tokens", "bytes")}
             for split in SPLITS
         },
     }
-    if "neighbors" in fingerprints:
-        manifest["extra_datastores"] = (
-            sharing.manifest_entries(config) if name == "neighbors" else old.get("extra_datastores", [])
-        )
-    if name == "chunk" and read_deletions(folder).documents:
-        with locked(folder):  # no reader sees new chunks before the deleted ones among them are recorded
-            record_deletions(Datastore(folder, manifest), read_deletions(folder).documents)
-            write_datastore_manifest(folder, manifest)
-    elif manifest != {key: value for key, value in old.items() if key != "format_version"}:
-        write_datastore_manifest(folder, manifest)

@@ -12,25 +12,15 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from typing import Literal
 
 import numpy as np
 
 from indexing.store.errors import InputError
-
-Language = Literal["en", "zh"]
+from indexing.tokenization.language import Language
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_HAN = re.compile(r"[\u4e00-\u9fa5]")
 _CHINESE_PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
 _ENGLISH_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_HAN_SHARE = 0.2  # a Chinese text has at least this share of Chinese characters; names and numbers use other scripts
-
-
-def language_of(texts: Sequence[str]) -> Language:
-    """Return Chinese if at least a fifth of the characters are Chinese, else English."""
-    characters = sum(map(len, texts))
-    return "zh" if sum(len(_HAN.findall(text)) for text in texts) >= _HAN_SHARE * max(1, characters) else "en"
 
 
 def exact_match(answer: str, right: Sequence[str], language: Language) -> float:

@@ -21,8 +21,8 @@ from indexing.progress import Advance
 from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
+from indexing.tokenization.language import Language
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.evaluation.answer_metrics import Language
 from retro.evaluation.question_sets import Question
 from retro.evaluation.retrieval_metrics import right_documents
 

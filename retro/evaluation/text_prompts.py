@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from indexing.store.errors import InputError
+from indexing.tokenization.language import Language
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.evaluation.answer_metrics import Language
 from retro.evaluation.question_sets import Question
 
 

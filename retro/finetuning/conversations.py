@@ -8,23 +8,13 @@ A file may have lines of both kinds, in any language. Other lines raise an error
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from indexing.corpus.json_lines import read_json_lines
 from indexing.store.errors import InputError
+from retro.inference.chat_template import Conversation, Message
 
 ROLES = ("system", "user", "assistant")
-
-
-class Message(NamedTuple):
-    """A message of `system`, `user` or `assistant`."""
-
-    role: str
-    content: str
-
-
-Conversation = tuple[Message, ...]
-"""Messages in order; the last one is the assistant's."""
 
 
 def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:

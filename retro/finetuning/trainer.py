@@ -23,10 +23,10 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.finetuning.chat_template import read_template
 from retro.finetuning.example_batches import ExampleData, Rows
 from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
+from retro.inference.chat_template import read_template
 from retro.model.datastore_fit import fit_to
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL

@@ -22,10 +22,10 @@ class Neighbors(NamedTuple):
 
     def of_chunks(self) -> "list[Neighbors]":
         """Return the neighbors of each of the n chunks."""
-        return [Neighbors(*own) for own in zip(*(table for table in self if table is not None), strict=True)]
+        return [Neighbors(*rows) for rows in zip(*(table for table in self if table is not None), strict=True)]
 
 
-class ReadChunk(NamedTuple):
+class ReadNeighbors(NamedTuple):
     """A complete chunk, whose neighbors the model reads for the tokens after it.
 
     Attributes:

@@ -36,9 +36,10 @@ from retro.server.errors import ApiError, error_responses
 from retro.server.examples import finish_measuring
 from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
-from retro.server.openai import chat, requests
+from retro.server.openai import chat, completions, requests
 from retro.server.openai.schemas import ChatChunk
-from retro.server.service import Service, ServiceDependency
+from retro.server.routes import ServiceDependency
+from retro.server.service import Service
 from retro.server.settings import ServeSettings
 
 PAGE = Path(__file__).parent / "page"
@@ -51,7 +52,7 @@ router = APIRouter(tags=["server"])
 
 
 class Api(FastAPI):
-    """FastAPI with the models of `model_api.stream_responses` in its OpenAPI description."""
+    """FastAPI with the models of `routes.stream_responses` in its OpenAPI description."""
 
     def openapi(self) -> dict[str, Any]:
         described = super().openapi()
@@ -98,7 +99,7 @@ def make_app(
     app.state.service = service
     routers = (
         router, search_api.router, trace_api.router, page_api.router, model_api.router,
-        requests.router, chat.router, openai_api.router, openai_api.tokenizer_router,
+        requests.router, chat.router, completions.router, openai_api.router, openai_api.tokenizer_router,
     )  # fmt: skip
     for included in routers:
         app.include_router(included)

@@ -19,8 +19,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -66,6 +67,7 @@ class Batcher(Generic[K, T, R]):
         max_batch: largest total cost of a call, unless a single item costs more.
         on_batch: called with the number of items of each call.
         cost: (key, item) → cost of the item.
+        before: called before each call of `work`; an exception ends the requests of the call.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Batcher(Generic[K, T, R]):
         max_batch: int,
         on_batch: Callable[[int], None] = lambda size: None,
         cost: Callable[[K, T], int] = lambda key, item: 1,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._work, self._max_batch, self._on_batch, self._cost = work, max_batch, on_batch, cost
+        self._before, self._work, self._cost = before, work, cost
+        self._max_batch, self._on_batch = max_batch, on_batch
         self._waiting: deque[_Request[K, T, R]] = deque()
         self._name, self._running = name, False
         self._last: _LastBatch[K] | None = None
@@ -165,6 +169,7 @@ class Batcher(Generic[K, T, R]):
         started = time.monotonic()
         answers: dict[_Request[K, T, R], list[R] | Exception] = {}
         try:
+            self._before()
             results = iter(self._work(key, items))
             for request, count in parts.items():
                 request.results += islice(results, count)
@@ -182,22 +187,30 @@ class Batcher(Generic[K, T, R]):
             # Count before the answers are sent: a client that returned already would be counted twice.
             present = len(answers) + len(self._waiting)
             self._last = _LastBatch(key, present, ended + _WAIT_RATIO * (ended - started))
-        _hand_over(answers)
+        call_on_loops(
+            (request.answer.get_loop(), partial(_answer, request.answer, answer)) for request, answer in answers.items()
+        )
 
 
-def _hand_over(answers: Mapping[_Request[K, T, R], list[R] | Exception]) -> None:
-    """Send the answers to the requests. Each event loop is woken once: that takes as long as a short search."""
-    for loop in {request.answer.get_loop() for request in answers}:
-        mine = [(request, answer) for request, answer in answers.items() if request.answer.get_loop() is loop]
+def _answer(future: "asyncio.Future[list[R]]", answer: list[R] | Exception) -> None:
+    if future.done():
+        return  # cancelled
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def call_on_loops(pairs: Iterable[tuple[asyncio.AbstractEventLoop, Callable[[], None]]]) -> None:
+    """Make calls on event loops, in order. Each loop is woken once: that takes as long as a short search."""
+    of_loops: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for loop, call in pairs:
+        of_loops.setdefault(loop, []).append(call)
+    for loop, calls in of_loops.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
-            loop.call_soon_threadsafe(_resume, mine)
+            loop.call_soon_threadsafe(_call_all, calls)
 
 
-def _resume(answered: Sequence[tuple[_Request[K, T, R], list[R] | Exception]]) -> None:
-    for request, answer in answered:
-        if request.answer.done():
-            continue  # cancelled
-        if isinstance(answer, Exception):
-            request.answer.set_exception(answer)
-        else:
-            request.answer.set_result(answer)
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -18,7 +18,6 @@ from indexing.store.deletions import inside, read_deletions
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.language_model import Scores
 from retro.server import schemas
-from retro.server.model_api import as_document
 from retro.server.service import ScoreKey, Service
 
 _MOST_DOCUMENTS = 4096  # examples come from the first held-out documents
@@ -49,8 +48,8 @@ async def best_examples(service: Service, count: int, chunks: int) -> schemas.Ex
         service.examples.pop(chunks, None)
         raise error
     deleted = read_deletions(service.retriever.datastore.folder).documents  # also those deleted after the first call
-    kept = [example for example in passages.examples if example.document_id not in deleted]
-    ranked = sorted(kept, key=lambda example: math.inf if example.gain is None else -example.gain)
+    examples = [example for example in passages.examples if example.document_id not in deleted]
+    ranked = sorted(examples, key=lambda example: math.inf if example.gain is None else -example.gain)
     return passages.model_copy(update={"examples": ranked[:count]})
 
 
@@ -69,7 +68,7 @@ async def _measure(service: Service, examples: list[schemas.Example]) -> None:
         for example in examples:
             if time.monotonic() > until or service.admission.draining:
                 break
-            tokens = as_document(service, await asyncio.to_thread(tokenizer.encode, example.text))
+            tokens = service.as_document(await asyncio.to_thread(tokenizer.encode, example.text))
             on, off = [(await service.scores([tokens], ScoreKey(neighbors, top=1)))[0] for neighbors in (k, 0)]
             example.gain = float(1 - on.log_probabilities.sum() / off.log_probabilities.sum())
             example.prompt = await asyncio.to_thread(differing_prompt, tokenizer, tokens, on, off) or example.prompt
@@ -86,9 +85,8 @@ def differing_prompt(tokenizer: Tokenizer, tokens: np.ndarray, on: Scores, off: 
         on: scores with retrieval, with the likeliest token.
         off: scores without.
     """
-    gains = np.concatenate(
-        [[0.0], np.cumsum(on.log_probabilities - off.log_probabilities)]
-    )  # [t]: of all tokens before
+    saved = on.log_probabilities - off.log_probabilities
+    gains = np.concatenate([[0.0], np.cumsum(saved)])  # [t]: of all tokens before
     ends = np.arange(len(gains) - 1)
     later = gains[np.minimum(ends + _PROMPT_GAIN_TOKENS, len(ends))] - gains[:-1]
     chosen = (on.likeliest[:, 0] == tokens[1:]) & (off.likeliest[:, 0] != tokens[1:])

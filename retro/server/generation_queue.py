@@ -9,13 +9,13 @@ ends its own request only.
 """
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -24,6 +24,7 @@ from retro.inference.generation import Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
+from retro.server.batching import call_on_loops
 from retro.server.errors import ApiError, time_limit_error
 from retro.server.metrics import Metrics
 
@@ -238,14 +239,6 @@ class GenerationQueue:
         _send([(request, error) for request in requests])
 
 
-def _send(messages: Sequence[tuple[_Request, Message]]) -> None:
+def _send(messages: Iterable[tuple[_Request, Message]]) -> None:
     """Send messages to requests, on the event loop of each."""
-
-    def put(own: Sequence[tuple[_Request, Message]]) -> None:
-        for request, message in own:
-            request.messages.put_nowait(message)
-
-    for loop in {request.loop for request, _ in messages}:
-        own = [(request, message) for request, message in messages if request.loop is loop]
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
-            loop.call_soon_threadsafe(put, own)
+    call_on_loops((request.loop, partial(request.messages.put_nowait, message)) for request, message in messages)

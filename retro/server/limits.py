@@ -75,8 +75,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.status, self.begun = message["status"], True
             present = {name.lower() for name, _ in message["headers"]}
-            own = [*self._headers, *self._scope.get("state", {}).get("headers", ())]
-            message["headers"] = [*message["headers"], *(header for header in own if header[0] not in present)]
+            headers = [*self._headers, *self._scope.get("state", {}).get("headers", ())]
+            message["headers"] = [*message["headers"], *(header for header in headers if header[0] not in present)]
         await self._send(message)
 
 

@@ -13,64 +13,42 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        own = {"registry": self._registry}
-        self._requests = Counter("retro_requests", "Requests answered.", ["method", "path", "status"], **own)
+        registry = {"registry": self._registry}
+        self._requests = Counter("retro_requests", "Requests answered.", ["method", "path", "status"], **registry)
         self._seconds = Histogram(
             "retro_request_seconds", "Time from a request's first byte to the last byte of its answer.", ["path"],
-            buckets=_SECONDS, **own,
+            buckets=_SECONDS, **registry,
         )  # fmt: skip
         self._batches = Histogram(
-            "retro_batch_size", "Items processed at once; tokens of a generation step.", ["work"], buckets=_SIZES, **own
+            "retro_batch_size",
+            "Items processed at once; tokens of a generation step.",
+            ["work"],
+            buckets=_SIZES,
+            **registry,
         )
-        self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **own)
-        self._drafts = Counter("retro_draft_tokens", "Tokens of drafts that were verified.", ["result"], **own)
+        self._tokens = Counter("retro_generated_tokens", "Tokens generated.", **registry)
+        self._drafts = Counter("retro_draft_tokens", "Tokens of drafts that were verified.", ["result"], **registry)
         self._first_token = Histogram(
-            "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **own
+            "retro_first_token_seconds", "Time to a request's first generated token.", buckets=_SECONDS, **registry
         )
         self._next_token = Histogram(
             "retro_next_token_seconds",
             "Time between two steps of a request, which generate a token each, or several with drafts.",
             buckets=_SECONDS,
-            **own,
+            **registry,
         )
         ProcessCollector(registry=self._registry)
 
-    def watch(
-        self,
-        waiting: Mapping[str, Callable[[], int]],
-        running: Mapping[str, Callable[[], int]],
-        under_way: Callable[[], int],
+    def gauge(
+        self, name: str, text: str, read: Callable[[], int] | Mapping[str, Callable[[], int]], label: str = "work"
     ) -> None:
-        """Add gauges that are read when the metrics are requested.
-
-        Args:
-            waiting: for each kind of work, a function that returns the number of waiting requests; of texts for `generate`.
-            running: the same for work that is in progress.
-            under_way: returns the number of requests that were accepted and not answered yet.
-        """
-        for name, text, counts in (
-            ("retro_waiting", "Requests that wait for a worker; texts that wait for a place in the batch.", waiting),
-            ("retro_running", "Texts in the batch.", running),
-        ):
-            gauge = Gauge(name, text, ["work"], registry=self._registry)
-            for work, count in counts.items():
-                gauge.labels(work).set_function(count)
-        accepted = Gauge("retro_requests_under_way", "Requests accepted and not yet answered.", registry=self._registry)
-        accepted.set_function(under_way)
-
-    def watch_neighbors(self, counts: Mapping[str, Callable[[], int]], size: Callable[[], int]) -> None:
-        """Add gauges of the cache of encoded neighbors.
-
-        Args:
-            counts: for `hit` and `miss`, a function that returns the number of neighbors so far.
-            size: returns the bytes of the cache.
-        """
-        own = {"registry": self._registry}
-        read = Gauge("retro_neighbors_read", "Neighbors found in the cache, or encoded.", ["cache"], **own)
-        for name, count in counts.items():
-            read.labels(name).set_function(count)
-        kept = Gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors that are kept.", **own)
-        kept.set_function(size)
+        """Add a gauge that is read when the metrics are requested; a mapping reads the value of each value of the label."""
+        if callable(read):
+            Gauge(name, text, registry=self._registry).set_function(read)
+            return
+        gauge = Gauge(name, text, [label], registry=self._registry)
+        for value, function in read.items():
+            gauge.labels(value).set_function(function)
 
     def count_request(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count an answer. `path` is the route's template, so that there are few label values."""

@@ -14,7 +14,7 @@ from indexing.retrieval.retriever import Retriever
 from retro.server import schemas
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.examples import best_examples
-from retro.server.service import ServiceDependency
+from retro.server.routes import ServiceDependency
 
 router = APIRouter(tags=["server"])
 

@@ -4,14 +4,17 @@
 `GET /datastore` returns the limits that the server's settings add.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from indexing.retrieval.results import Hit
+from indexing.sparse.candidates import Retrieval
 from indexing.suffixes.search import SHORTEST_RUN
 from retro.inference.settings import BOUNDS
-
-Retrieval = Literal["dense", "sparse", "hybrid"]
+from retro.inference.source_texts import Sources
+from retro.inference.verbatim_runs import TracedRun
 
 
 def _as_integer(value: Any) -> Any:
@@ -94,27 +97,6 @@ class SearchRequest(Request):
         return self
 
 
-class Hit(BaseModel):
-    """A retrieved chunk with its document's metadata."""
-
-    chunk_id: int
-    score: float = Field(
-        description="Hits are ordered by it, the largest first. `dense`: the cosine of the vectors, -1 to 1. `sparse`: BM25, "
-        "above 0 without a limit. `hybrid`: BM25 as a fraction of its maximum, plus the weighted cosine. Compare "
-        "scores within a query only."
-    )
-    distance: float = Field(
-        description="Squared L2 distance of the unit vectors, 0 (equal) to 4, with every `retrieval`. With `dense`, "
-        "score = 1 - distance / 2."
-    )
-    text: str
-    continuation: str
-    document_id: str
-    title: str
-    source: str
-    metadata: dict[str, Any]
-
-
 class SearchResponse(BaseModel):
     """Hits of each query, nearest first."""
 
@@ -145,29 +127,6 @@ class TraceRequest(Request):
     documents: Positive = Field(3, description="Documents that are named for each run.")
 
 
-class Place(BaseModel):
-    """An occurrence of a run. Both ends are the id of a chunk (`GET /chunks/ID`) and a character of its text."""
-
-    document_id: str
-    title: str
-    source: str
-    start: tuple[int, int] = Field(description="The chunk of the first token, and the first character.")
-    stop: tuple[int, int] = Field(description="The chunk of the last token, and the character after the last one.")
-
-
-class TracedRun(BaseModel):
-    """A run of tokens that occurs verbatim in a datastore, as long as possible to both sides."""
-
-    text: tuple[int, int] = Field(description="Characters [start, stop) of the text of all tokens.")
-    tokens: int
-    occurrences: int
-    datastore: str = Field(description="Name of the datastore, see `GET /datastore`.")
-    places: list[Place] = Field(
-        description="One occurrence in each of the first documents that it occurs in. Only the longest 1,024 different runs of a text "
-        "have places."
-    )
-
-
 class TraceResponse(BaseModel):
     """Runs in the order of the text. They may overlap; none contains another run of the same datastore."""
 
@@ -191,12 +150,16 @@ class Span(BaseModel):
     tokens: int
 
 
+@dataclass(frozen=True)
 class NeighborHit(Hit):
     """A neighbor of a chunk and the token runs that both share: at least 3 tokens, longest first."""
 
-    overlap: float = Field(
-        description="Length of the longest common token run divided by the chunk's length: r in section 2.7 of the paper."
-    )
+    overlap: Annotated[
+        float,
+        Field(
+            description="Length of the longest common token run divided by the chunk's length: r in section 2.7 of the paper."
+        ),
+    ]
     spans: list[Span]
 
 
@@ -232,32 +195,6 @@ class NeighborTokensResponse(BaseModel):
     lengths: list[list[int]] = Field(description="Number of ids that are not padding; 0 = no neighbor.")
     partial: bool = False
     missing: list[str] = Field(default_factory=list)
-
-
-class StoredChunk(BaseModel):
-    """A chunk of the datastore with its document and the ids of its neighbors in the document."""
-
-    chunk_id: int
-    text: str
-    continuation: str
-    previous_chunk_id: int | None
-    next_chunk_id: int | None
-    document_id: str
-    title: str
-    source: str
-    metadata: dict[str, Any]
-
-
-class StoredDocument(BaseModel):
-    """A document of the datastore with a range of its chunks, which begins at chunk number `first`."""
-
-    document_id: str
-    title: str
-    source: str
-    metadata: dict[str, Any]
-    num_chunks: int
-    first: int
-    chunks: list[StoredChunk]
 
 
 class EmbedRequest(Request):
@@ -327,45 +264,9 @@ class FilterValuesResponse(BaseModel):
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-class ReadChunk(BaseModel):
-    """A complete chunk and its neighbors, best first. The model reads them for the tokens of the next chunk."""
-
-    chunk: int = Field(description="Its number in what the model reads (prompt and continuation), from 0.")
-    text: str
-    neighbors: list[Hit]
-
-
-class Copy(BaseModel):
-    """A run of tokens that the copy head copied from a neighbor: at least half of the probability of each."""
-
-    text: tuple[int, int] = Field(description="Characters [start, stop) of the answer's text.")
-    chunk: int = Field(description="Number of the chunk whose neighbors were read.")
-    neighbor: int = Field(description="Number of the neighbor, from 0.")
-    neighbor_text: tuple[int, int] = Field(description="Characters [start, stop) of its `text + continuation`.")
-    tokens: int
-    share: float = Field(description="Mean share of a token's probability that is copied, 0.5 to 1.")
-
-
-class GeneratedRun(TracedRun):
-    """A run of at least 8 tokens that occurs verbatim in a datastore and has generated tokens."""
-
-    text: tuple[int, int] = Field(description="Characters [start, stop) of the answer's text that were generated.")
-    prompt_tokens: int = Field(description="Tokens of the run that are the end of the prompt.")
-
-
 def absent_if_none(description: str | None = None) -> Any:
     """Return a field that is None unless there is a value to return; answers do not contain it then."""
     return Field(default=None, exclude_if=lambda value: value is None, description=description)
-
-
-class Sources(BaseModel):
-    """What the model read and copied, and what occurs verbatim; in an event of a stream, only what is new."""
-
-    chunks: list[ReadChunk]
-    copies: list[Copy]
-    runs: list[GeneratedRun] | None = absent_if_none(
-        "In the order of their ends. Absent if no datastore has the stage `suffixes`, and in `/score`."
-    )
 
 
 RETURN_SOURCES = (

@@ -17,27 +17,20 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from indexing.retrieval.results import Hit, StoredChunk, StoredDocument
+from indexing.retrieval.results import StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.inference.spans import ChunkTexts, characters, shared_runs, token_ends
 from retro.model.presets import count_parameters
 from retro.server import schemas
-from retro.server.chunk_texts import ChunkTexts
+from retro.server.batched_search import BareHit, QueryKind, SearchKey, SearchResult
 from retro.server.errors import InvalidRequest, error_responses
-from retro.server.service import (
-    BareHit,
-    JsonRoute,
-    QueryKind,
-    SearchKey,
-    SearchResult,
-    Service,
-    ServiceDependency,
-)
-from retro.server.spans import characters, shared_runs, token_ends
+from retro.server.routes import JsonRoute, ServiceDependency
+from retro.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -55,7 +48,9 @@ _NO_TEXT = {
 async def search(request: schemas.SearchRequest, service: ServiceDependency) -> Response:
     """Find the nearest chunks of texts, token ids or vectors."""
     results = await search_for(service, request)
-    hits = [[hit_fields(hit) for hit in result.hits] for result in results]
+    hits = [
+        [_NO_TEXT | hit._asdict() if isinstance(hit, BareHit) else hit for hit in result.hits] for result in results
+    ]
     # Without a pydantic model for each hit, which would take longer than the search.
     return Response(to_json({"results": hits} | _missing(results)), media_type="application/json")
 
@@ -70,16 +65,16 @@ async def search_for(service: Service, request: schemas.SearchRequest) -> list[S
     queries: Any
     if request.texts is not None:
         kind, queries = "texts", request.texts
-        service.check("max_characters", sum(map(len, queries)), "texts", "characters")
+        service.limits.characters(queries, "texts")
     elif request.tokens is not None:
         kind, queries = "tokens", [np.array(row, dtype=np.int64) for row in request.tokens]
-        service.check("max_input_tokens", sum(map(len, queries)), "tokens", "tokens")
+        service.limits.tokens(queries, "tokens")
     else:
         assert request.vectors is not None
         kind, queries = "vectors", decoded_vectors(request.vectors, service.retriever.embedder.dimension)
-    service.check_search(len(queries), request.k, request.retrieval, kind)
+    service.limits.search(len(queries), request.k, request.retrieval, kind)
     filters = json.dumps(request.filters, sort_keys=True)
-    datastore = service.check_datastore(request.datastore)
+    datastore = service.limits.datastore(request.datastore)
     search = SearchKey(kind, request.k, filters, request.retrieval, request.text, datastore)
     return await service.search(search, queries)
 
@@ -115,24 +110,11 @@ def _missing(results: Iterable[SearchResult]) -> dict[str, Any]:
     return {"partial": bool(names), "missing": names}
 
 
-def _of_document(stored: Hit | StoredChunk | StoredDocument) -> dict[str, Any]:
-    names = {"document_id": stored.document_id, "title": stored.title, "source": stored.source}
-    return names | {"metadata": stored.document}
-
-
-def hit_fields(hit: Hit | BareHit) -> dict[str, Any]:
-    """Return the fields of `schemas.Hit`."""
-    if isinstance(hit, BareHit):
-        return _NO_TEXT | {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    ranked = {"chunk_id": hit.chunk_id, "score": hit.score, "distance": hit.distance}
-    return ranked | {"text": hit.text, "continuation": hit.continuation} | _of_document(hit)
-
-
 @router.post("/embed", responses=error_responses(413, 422), tags=["search"])
 async def embed(request: schemas.EmbedRequest, service: ServiceDependency) -> schemas.EmbedResponse:
     """Embed texts with the datastore's embedder; returns unit vectors."""
-    service.check("max_queries", len(request.texts), "texts")
-    service.check("max_characters", sum(map(len, request.texts)), "texts", "characters")
+    service.limits.within("max_queries", len(request.texts), "texts")
+    service.limits.characters(request.texts, "texts")
     vectors = await service.embed("texts", request.texts)
     return schemas.EmbedResponse.model_construct(vectors=[encoded(row, request.encoding) for row in vectors])
 
@@ -156,9 +138,9 @@ async def neighbors(request: schemas.NeighborsRequest, service: ServiceDependenc
     tokens = np.concatenate([[retriever.tokenizer.bos_id], tokens])  # the text is the beginning of a document
     m = retriever.datastore.chunk_length
     rows = [tokens[start : start + m] for start in range(0, len(tokens), m)]
-    service.check_search(len(rows), request.k, request.retrieval, "chunks of text")
-    service.check_neighbors([len(rows) * m], request.k, "text")
-    filters, datastore = json.dumps(request.filters, sort_keys=True), service.check_datastore(request.datastore)
+    service.limits.search(len(rows), request.k, request.retrieval, "chunks of text")
+    service.limits.neighbors([len(rows) * m], request.k, "text")
+    filters, datastore = json.dumps(request.filters, sort_keys=True), service.limits.datastore(request.datastore)
     search = SearchKey("tokens", request.k, filters, request.retrieval, datastore=datastore)
     results = await service.search(search, rows)
     # Chunk by chunk, so that the work stops when the client disconnects or the time is over.
@@ -176,14 +158,14 @@ async def neighbor_tokens(
     They are found and ordered as the stored neighbors that models are trained with (`neighbors.search`, `neighbors.rerank`).
     """
     retriever, m = service.retriever, service.retriever.datastore.chunk_length
-    service.check_search(len(request.chunks), request.k, "dense", "chunks")
-    service.check("max_input_tokens", sum(map(len, request.chunks)), "chunks", "tokens")
+    service.limits.search(len(request.chunks), request.k, "dense", "chunks")
+    service.limits.tokens(request.chunks, "chunks")
     for index, row in enumerate(request.chunks):
         if len(row) != m:
             raise InvalidRequest(
                 f"chunks[{index}] has {len(row)} tokens; the datastore's chunks have {m}.", param="chunks"
             )
-        service.check_ids(row, f"chunks[{index}]", "chunks")
+        service.limits.token_ids(row, f"chunks[{index}]", "chunks")
     search = SearchKey("tokens", request.k, "{}", "dense", text=False, neighbors=True)
     results = await service.search(search, [np.array(row, dtype=np.int64) for row in request.chunks])
     ids = np.full((len(results), request.k), -1, dtype=np.int64)
@@ -213,7 +195,7 @@ def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: 
             )
             for i, j, n in shared_runs(tokens, row[:length])
         ]
-        neighbors.append(schemas.NeighborHit(**hit_fields(hit), overlap=share, spans=spans))
+        neighbors.append(schemas.NeighborHit(**vars(hit), overlap=float(share), spans=spans))
     return schemas.Chunk(text=text, tokens=len(tokens), neighbors=neighbors)
 
 
@@ -221,9 +203,9 @@ def _chunk(retriever: Retriever, texts: ChunkTexts, tokens: np.ndarray, result: 
 
 
 @router.get("/chunks/{chunk_id}", responses=error_responses(404, 422), tags=["by id"])
-def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> schemas.StoredChunk:
+def chunk(chunk_id: Annotated[int, Path(ge=0, le=_LARGEST_ID)], service: ServiceDependency) -> StoredChunk:
     """Return a chunk by its id, with the ids of the previous and the next chunk of its document."""
-    return _stored_chunk(service.retriever.chunk(chunk_id))
+    return service.retriever.chunk(chunk_id)
 
 
 First = Annotated[int, Query(ge=0, le=_LARGEST_ID, description="Number of the first chunk, from 0.")]
@@ -238,34 +220,15 @@ def document_by_query(
     service: ServiceDependency,
     first: First = 0,
     count: Count = 8,
-) -> schemas.StoredDocument:
+) -> StoredDocument:
     """Return a document by its id, with a range of its chunks."""
     return document(id, service, first, count)
 
 
 @router.get("/documents/{document_id:path}", responses=error_responses(404, 422), tags=["by id"])
-def document(
-    document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8
-) -> schemas.StoredDocument:
+def document(document_id: str, service: ServiceDependency, first: First = 0, count: Count = 8) -> StoredDocument:
     """Return a document by its id in the path, with a range of its chunks."""
-    stored = service.retriever.document(document_id, first, count)
-    return schemas.StoredDocument(
-        num_chunks=stored.num_chunks,
-        first=stored.first,
-        chunks=[_stored_chunk(chunk) for chunk in stored.chunks],
-        **_of_document(stored),
-    )
-
-
-def _stored_chunk(chunk: StoredChunk) -> schemas.StoredChunk:
-    return schemas.StoredChunk(
-        chunk_id=chunk.chunk_id,
-        text=chunk.text,
-        continuation=chunk.continuation,
-        previous_chunk_id=chunk.previous_chunk_id,
-        next_chunk_id=chunk.next_chunk_id,
-        **_of_document(chunk),
-    )
+    return service.retriever.document(document_id, first, count)
 
 
 # --- what is served --------------------------------------------------------------------------------------------------

@@ -1,72 +1,43 @@
-"""The service behind the endpoints: batched access to retriever and model, and the limits of a request.
+"""The service behind the endpoints: batched access to retriever and model.
 
 endpoints ─► Service.search, embed ─► one thread each ─► Retriever
           ─► Service.score, generations ─► threads ─► LanguageModel
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from fastapi import Depends, Request
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
-from starlette.responses import Response
 
-from indexing.retrieval.results import Hit
-from indexing.retrieval.retriever import CANDIDATES, Retriever
+from indexing.retrieval.retriever import Retriever
 from indexing.sparse.candidates import Retrieval
 from indexing.store.errors import DamagedFile, InputError
-from indexing.store.remote import datastore_name
-from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet
-from indexing.store.watch import Watch
-from retro.finetuning.chat_template import ChatTemplate, read_template, stored_template
+from retro.inference.chat_template import ChatTemplate, read_template, stored_template
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel, Scores
 from retro.inference.scoring import Window
 from retro.inference.settings import GenerationSettings
+from retro.inference.source_texts import SourceFinder, Sources
+from retro.inference.spans import ChunkTexts
+from retro.inference.verbatim_runs import GeneratedRuns, TracedDatastore, is_traced, traced_datastores
 from retro.server import schemas
+from retro.server.batched_search import Query, SearchKey, SearchResult, cost_of_search, search_with
 from retro.server.batching import Batcher
-from retro.server.errors import ApiError, InvalidRequest
+from retro.server.errors import ApiError
 from retro.server.generation_queue import GenerationQueue
 from retro.server.limits import Admission
 from retro.server.metrics import Metrics
+from retro.server.request_limits import RequestLimits
 from retro.server.settings import ServeSettings
-from retro.server.verbatim_runs import TracedDatastore, is_traced, traced_datastores
 from retro.server.watched_files import WatchedFiles
-
-Key = TypeVar("Key")
-Item = TypeVar("Item")
-Done = TypeVar("Done")
 
 log = logging.getLogger("retro.server")
 
-Query = str | np.ndarray
-"""A text, token ids [t] int64, or a vector [d] float32."""
-
-_COST_WITH_TERMS = 16  # of a query that is searched by its terms too; a query searched by its vector alone costs 1
 _TICKS_TO_ANSWER = 20  # of 0.05 s each: time to answer requests that are cut off
-
-QueryKind = Literal["texts", "tokens", "vectors"]
-
-
-class SearchKey(NamedTuple):
-    """Everything except the queries that the results of a search depend on."""
-
-    kind: QueryKind
-    k: int
-    filters: str
-    retrieval: Retrieval
-    text: bool = True
-    datastore: str = ""
-    neighbors: bool = False
-    """Queries are whole chunks; find and order their neighbors as the stored ones."""
 
 
 class ScoreKey(NamedTuple):
@@ -77,19 +48,8 @@ class ScoreKey(NamedTuple):
     sources: bool = False
 
 
-class BareHit(NamedTuple):
-    """A hit without text. Unlike `Hit`, it is cheap to create; the search thread is blocked meanwhile."""
-
-    chunk_id: int
-    score: float
-    distance: float
-
-
-class SearchResult(NamedTuple):
-    """Hits of one query (`BareHit` if `SearchKey.text` is False), and the parts of the index that did not answer."""
-
-    hits: Sequence[Hit | BareHit]
-    missing: tuple[str, ...]
+Sourced = tuple[GeneratedToken, Sources | None]
+"""A token, and what is new in the sources of its continuation."""
 
 
 class Service:
@@ -101,6 +61,7 @@ class Service:
         settings: the limits.
 
     Attributes:
+        limits: of what a request asks for.
         name: name of the model, or of the datastore without a model.
         search: (`SearchKey`, queries) → a result for each query.
         embed: ("texts" | "tokens", texts or token ids) → unit vectors [d].
@@ -121,39 +82,50 @@ class Service:
     def __init__(self, retriever: Retriever, language_model: LanguageModel | None, settings: ServeSettings) -> None:
         self.retriever, self.language_model, self.settings = retriever, language_model, settings
         self.name, self.started = settings.name or _name_of(retriever, language_model), int(time.time())
+        self.limits = RequestLimits(settings, retriever, language_model)
         self.admission, self.metrics = Admission(), Metrics()
         self.files = WatchedFiles(split.folder for split in retriever.retrieval.splits)
-        count, size = self.metrics.count_batch, settings.max_batch
+        count, size, watch = self.metrics.count_batch, settings.max_batch, self.files.watch.require
         self.search: Batcher[SearchKey, Query, SearchResult] = Batcher(
-            "search", _watched(self.files.watch, _search_with(retriever)), size, count("search"), _cost_of_search
+            "search", search_with(retriever), size, count("search"), cost_of_search, watch
         )
         self.embed: Batcher[str, Query, np.ndarray] = Batcher("embed", _embed_with(retriever), size, count("embed"))
         self.trace: Batcher[None, Callable[[], Any], Any] = Batcher(
-            "trace", _watched(self.files.watch, lambda _, parts: [part() for part in parts]), 1
+            "trace", lambda _, parts: [part() for part in parts], 1, before=watch
         )
-        waiting, running = dict[str, Callable[[], int]](search=self.search.__len__, embed=self.embed.__len__), {}
-        waiting["trace"] = self.trace.__len__
         self._traced: list[TracedDatastore] | None = None
         if language_model is not None:
             self.score = Batcher(
                 "score",
-                _watched(self.files.watch, _score_with(language_model)),
+                _score_with(language_model),
                 settings.max_score_tokens,
                 count("score"),
                 lambda key, window: len(window) * (1 + 2 * key.k),
+                watch,
             )
-            generations = self.generations = GenerationQueue(
-                language_model, settings.max_num_seqs, self.metrics, self.files.watch.require
-            )
+            self.generations = GenerationQueue(language_model, settings.max_num_seqs, self.metrics, watch)
             self.chat_template = _chat_template(language_model, settings.chat_template)
-            waiting |= {"score": self.score.__len__, "generate": generations.__len__}
-            running = {"generate": lambda: generations.num_running}
-            if (cache := language_model.neighbor_cache) is not None:
-                counts = {"hit": lambda: cache.hits, "miss": lambda: cache.misses}
-                self.metrics.watch_neighbors(counts, lambda: cache.bytes)
-        self.metrics.watch(waiting, running, lambda: self.admission.under_way)
+        self._watch_queues()
         self.examples: dict[int, tuple[schemas.ExamplesResponse, asyncio.Task[None]]] = {}
         self.measuring = asyncio.Lock()
+
+    def _watch_queues(self) -> None:
+        """Add what is waiting and running to the metrics."""
+        queues: dict[str, Sized] = {"search": self.search, "embed": self.embed, "trace": self.trace}
+        running: dict[str, Callable[[], int]] = {}
+        if self.score is not None and (generations := self.generations) is not None:
+            queues |= {"score": self.score, "generate": generations}
+            running["generate"] = lambda: generations.num_running
+        waiting = {work: queue.__len__ for work, queue in queues.items()}
+        gauge = self.metrics.gauge
+        gauge("retro_waiting", "Requests that wait for a worker; texts that wait for a place in the batch.", waiting)
+        gauge("retro_running", "Texts in the batch.", running)
+        accepted = "Requests accepted and not yet answered."
+        gauge("retro_requests_under_way", accepted, lambda: self.admission.under_way)
+        if self.language_model is not None and (cache := self.language_model.neighbor_cache) is not None:
+            read = {"hit": lambda: cache.hits, "miss": lambda: cache.misses}
+            gauge("retro_neighbors_read", "Neighbors found in the cache, or encoded.", read, "cache")
+            gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors in the cache.", lambda: cache.bytes)
 
     def warm_up(self) -> None:
         """Run one search and one scoring, so that the first request does not wait for initialization."""
@@ -225,7 +197,7 @@ class Service:
         await self.score(key, [window for sequence in begun for window in sequence.windows])
         return [sequence.scores for sequence in begun]
 
-    def generate(
+    async def generate(
         self,
         prompts: Sequence[np.ndarray],
         settings: GenerationSettings,
@@ -233,68 +205,32 @@ class Service:
         *,
         n: int = 1,
         sources: bool = False,
-    ) -> AsyncIterator[list[GeneratedToken]]:
-        """See `GenerationQueue.generate`."""
+        starts: Sequence[int] = (),
+    ) -> AsyncIterator[list[Sourced]]:
+        """Yield the steps of `GenerationQueue.generate`; with `sources`, each token has what is new in those of its continuation.
+
+        `starts` are the characters of each answer before its continuation; empty = 0.
+        """
         self.model()
         assert self.generations is not None
         seconds = self.settings.request_seconds
-        return self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources)
+        rows = [prompt for prompt in prompts for _ in range(n)]
+        finders = await asyncio.to_thread(self._finders, rows, starts or [0] * len(rows)) if sources else []
 
-    # --- limits -----------------------------------------------------------------------------------------------------
+        def of_step(step: list[GeneratedToken]) -> list[Sourced]:
+            return [(token, finders[token.row].add_generated(token)) for token in step]
 
-    def check(self, setting: str, amount: int, param: str, unit: str = "") -> int:
-        """Return an amount in a request; raise ApiError if it is above the limit of a setting."""
-        limit = getattr(self.settings, setting)
-        if amount > limit:
-            sent = f"{param}: {amount:,} {unit};" if unit else f"{param} = {amount:,}:"
-            option = f"retro serve --{setting.replace('_', '-')}"
-            raise InvalidRequest(f"{sent} at most {limit:,} ({setting}, set with `{option}`).", param=param)
-        return amount
+        async for step in self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources):
+            yield await asyncio.to_thread(of_step, step) if sources else [(token, None) for token in step]
 
-    def check_datastore(self, name: str) -> str:
-        """Return the name of the only datastore to search (empty = all); raise ApiError if it is not served."""
-        names = [datastore_name(split.folder) for split in self.retriever.retrieval.splits]
-        if name and name not in names:
-            raise InvalidRequest(f"datastore = {name!r}: served are {', '.join(names)}.", param="datastore")
-        return name
+    def _finders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
+        texts, traced = ChunkTexts(self.retriever), self.traced() if self.traces else []
+        return [
+            SourceFinder(self.retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
 
-    def check_neighbors(self, lengths: Sequence[int], k: int, param: str) -> None:
-        """Raise ApiError if the neighbors of texts of these lengths have more tokens than allowed for one request."""
-        m = self.retriever.datastore.chunk_length
-        tokens = sum(length // m for length in lengths) * k * 2 * m
-        self.check("max_neighbor_tokens", tokens, param, f"neighbor tokens with k = {k}")
-
-    def check_search(self, queries: int, k: int, retrieval: Retrieval, param: str) -> None:
-        """Raise ApiError if a search has too many queries or neighbors, or would rank too many candidates."""
-        self.check("max_queries", queries, param)
-        self.check("max_k", k, "k")
-        candidates = (2 if retrieval == "hybrid" else 1) * queries * max(k, CANDIDATES)
-        self.check("max_candidates", candidates, param, f"candidates with k = {k} and {retrieval} retrieval")
-
-    def check_generation(self, prompts: Sequence[np.ndarray], max_tokens: int, k: int, param: str) -> None:
-        """Raise ApiError if a prompt [t] exceeds the context, or prompts and generated text would read too many neighbor tokens."""
-        self.check_context(prompts, param)
-        # A generation longer than the context drops the oldest tokens.
-        context = self.model().context
-        self.check_neighbors([min(len(prompt) + max_tokens, context) for prompt in prompts], k, param)
-
-    def check_context(self, prompts: Sequence[np.ndarray], param: str) -> None:
-        """Raise ApiError if a prompt [t], with the beginning-of-document token, is longer than the model's context."""
-        context, longest = self.model().context, max(map(len, prompts))
-        if longest > context:
-            # Clients search for these words of OpenAI's and vLLM's message.
-            message = (
-                f"This model's maximum context length is {context} tokens. However, {param} has {longest}. Shorten it."
-            )
-            raise InvalidRequest(message, param=param, code="context_length_exceeded")
-
-    def check_ids(self, ids: Sequence[int] | np.ndarray, name: str, param: str = "") -> None:
-        """Raise ApiError if a token id is not in the tokenizer."""
-        size = self.retriever.tokenizer.vocab_size
-        if len(ids) and (largest := max(ids)) >= size:
-            raise InvalidRequest(
-                f"{name} has the token id {largest}: accepted are 0 to {size - 1}.", param=param or name
-            )
+    # --- tokens -----------------------------------------------------------------------------------------------------
 
     async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
         """Return the token ids [t] int64 of texts, without beginning and end of document.
@@ -302,88 +238,18 @@ class Service:
         Raises:
             ApiError: the texts have more characters or tokens than allowed for one request.
         """
-        self.check("max_characters", sum(map(len, texts)), param, "characters")
+        self.limits.characters(texts, param)
         rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
-        self.check("max_input_tokens", sum(map(len, rows)), param, "tokens")
+        self.limits.tokens(rows, param)
         return [row.astype(np.int64) for row in rows]
 
-
-class JsonRoute(APIRoute):
-    """A route that reads bodies with pydantic's parser. Unlike Python's, it rejects halves of surrogate pairs, which have no UTF-8."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
-
-        return answer
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        return from_json(await self.body())
-
-
-async def service_of(request: Request) -> Service:
-    """Return the service of a request's application. (`async`, because FastAPI runs other functions on another thread.)"""
-    service: Service = request.app.state.service
-    return service
-
-
-ServiceDependency = Annotated[Service, Depends(service_of)]
-"""Type of the parameter `service` of an endpoint."""
-
-
-def _cost_of_search(search: SearchKey, query: Query) -> int:
-    """Return the cost of one query; a query searched by its vector alone costs 1."""
-    return 1 if search.retrieval == "dense" else _COST_WITH_TERMS
-
-
-def _watched(watch: Watch, work: Callable[[Key, list[Item]], Done]) -> Callable[[Key, list[Item]], Done]:
-    """Work that begins with a check of the files, because its requests may have waited."""
-
-    def watched(key: Key, items: list[Item]) -> Done:
-        watch.require()
-        return work(key, items)
-
-    return watched
-
-
-def _search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list[SearchResult]]:
-    alone = dict(_each_alone(retriever))
-
-    def work(search: SearchKey, queries: list[Query]) -> list[SearchResult]:
-        together: Any = np.stack(queries) if search.kind == "vectors" else queries
-        filters = json.loads(search.filters)
-        first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
-        if search.text:
-            results = searched.search(together, search.k, filters=filters, retrieval=search.retrieval)
-            return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
-        if search.neighbors:
-            ranked = searched.rank_neighbors(np.stack(together), search.k)
-        else:
-            ranked = searched.rank(together, search.k, filters=filters, retrieval=search.retrieval)
-        ids = np.where(ranked.ids < 0, -1, first_id + ranked.ids)
-        rows = zip(ids.tolist(), ranked.scores.tolist(), ranked.distances.tolist(), strict=True)
-        return [
-            SearchResult([BareHit(*hit) for hit in zip(*row, strict=True) if hit[0] >= 0], ranked.missing)
-            for row in rows
-        ]
-
-    return work
-
-
-def _moved(hits: list[Hit], first_id: int) -> list[Hit]:
-    """Add the id of a datastore's first chunk to the ids of hits."""
-    return [replace(hit, chunk_id=first_id + hit.chunk_id) for hit in hits] if first_id else hits
-
-
-def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
-    """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this datastore."""
-    for place, split in enumerate(retriever.retrieval.splits):
-        own = replace(retriever, indexes=retriever.indexes[place : place + 1], retrieval=RetrievalSet((split,)))
-        yield datastore_name(split.folder), (place << CHUNK_ID_BITS, own)
+    def as_document(self, tokens: np.ndarray) -> np.ndarray:
+        """Put the beginning-of-document token in front of tokens [t], unless it is there: the model was trained on whole documents."""
+        bos, eos = self.retriever.tokenizer.bos_id, self.retriever.tokenizer.eos_id
+        # lm-eval's client begins a document with the end-of-document token if the beginning-of-document token has the id 0.
+        begun = {bos, eos} if bos == 0 else {bos}
+        rest = tokens[1:] if len(tokens) and int(tokens[0]) in begun else tokens
+        return np.concatenate([[bos], rest]).astype(np.int64)
 
 
 def _embed_with(retriever: Retriever) -> Callable[[str, list[Query]], Sequence[np.ndarray]]:

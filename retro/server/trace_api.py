@@ -12,12 +12,12 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
 from indexing.suffixes.search import Match, Run, Tracer
+from retro.inference.spans import ChunkTexts, characters, token_ends
+from retro.inference.verbatim_runs import Place, PlaceFinder, TracedDatastore, TracedRun, in_order, tokens_in
 from retro.server import schemas
-from retro.server.chunk_texts import ChunkTexts
 from retro.server.errors import error_responses
-from retro.server.service import JsonRoute, Service, ServiceDependency
-from retro.server.spans import characters, token_ends
-from retro.server.verbatim_runs import PlaceFinder, TracedDatastore, in_order, tokens_in
+from retro.server.routes import JsonRoute, ServiceDependency
+from retro.server.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -28,22 +28,22 @@ _PLACED = 1024  # different runs of a text whose places are found
 _Key = tuple[TracedDatastore, Match]
 
 
-class _Found(NamedTuple):
+class _Occurrences(NamedTuple):
     """How often a match occurs, and some of the places."""
 
     occurrences: int
-    places: list[schemas.Place]
+    places: list[Place]
 
 
 @router.post("/trace", responses=error_responses(404, 413, 422), tags=["search"])
 async def trace_text(request: schemas.TraceRequest, service: ServiceDependency) -> schemas.TraceResponse:
     """Find the parts of a text that occur verbatim in the training documents, how often, and where."""
-    service.check("max_k", request.documents, "documents")
+    service.limits.within("max_k", request.documents, "documents")
     tokens = (await service.encoded([request.text], "text"))[0]
     datastores, retriever = await run_in_threadpool(service.traced), service.retriever
     text, ends = await run_in_threadpool(token_ends, retriever.tokenizer.decode_batch, tokens)
-    found = [await _runs(service, datastore, tokens.tolist(), request.least) for datastore in datastores]
-    runs = in_order(datastores, found)
+    of_datastores = [await _runs(service, datastore, tokens.tolist(), request.least) for datastore in datastores]
+    runs = in_order(datastores, of_datastores)
     matches = await _matches(service, {(datastore, run.match) for datastore, run in runs}, request.documents)
     # Its documents may have been deleted since a run was found.
     runs = [(datastore, run) for datastore, run in runs if matches[datastore, run.match].occurrences]
@@ -70,25 +70,27 @@ async def _runs(service: Service, datastore: TracedDatastore, tokens: list[int],
     return [*chain.from_iterable(await service.trace(None, [*parts, tracer.rest]))]
 
 
-async def _matches(service: Service, keys: set[_Key], documents: int) -> dict[_Key, _Found]:
+async def _matches(service: Service, keys: set[_Key], documents: int) -> dict[_Key, _Occurrences]:
     """Return occurrences of all matches, and places of the longest ones in up to `documents` documents."""
     texts = ChunkTexts(service.retriever)
     longest = sorted(keys, key=lambda key: (-key[1].length, key[0].number, key[1].ranges))
-
     placed = set(longest[:_PLACED])
 
-    def find(part: Sequence[_Key]) -> list[_Found]:
+    def find(part: Sequence[_Key]) -> list[_Occurrences]:
         places = [PlaceFinder(key[0], texts).of(key[1], documents) if key in placed else [] for key in part]
-        return [_Found(datastore.index.count(match), own) for (datastore, match), own in zip(part, places, strict=True)]
+        return [
+            _Occurrences(datastore.index.count(match), rows)
+            for (datastore, match), rows in zip(part, places, strict=True)
+        ]
 
     size = max(1, _PLACES // documents)
     parts = [partial(find, longest[first : first + size]) for first in range(0, len(longest), size)]
     return dict(zip(longest, chain.from_iterable(await service.trace(None, parts)), strict=True))
 
 
-def _traced(datastore: TracedDatastore, run: Run, ends: list[int], found: _Found) -> schemas.TracedRun:
+def _traced(datastore: TracedDatastore, run: Run, ends: list[int], found: _Occurrences) -> TracedRun:
     """Return a run of a text whose tokens end at these characters."""
-    return schemas.TracedRun(
+    return TracedRun(
         text=characters(ends, run.first, run.stop),
         tokens=run.stop - run.first,
         occurrences=found.occurrences,

@@ -23,7 +23,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.reports.html import ColoredPassage, CopiedFrom, Piece
 from pipelines.terminal.output import echo_shaded, one_line
 from retro.evaluation.token_gains import Passage
-from retro.server.spans import character_groups, characters, token_ends
+from retro.inference.spans import character_groups, characters, token_ends
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import ChunkScores

@@ -23,16 +23,16 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.tokenization.language import Language, language_of
 from pipelines.cli.evaluation.settings import QaSettings
 from pipelines.cli.results import Table
 from pipelines.terminal.progress import progress
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from retro.evaluation.answer_metrics import Language, exact_match, f1, language_of, mean_with_interval
+from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
 from retro.evaluation.text_prompts import CHAT_INSTRUCTIONS, PromptBuilder, room_for_prompts
-from retro.finetuning.chat_template import ChatTemplate, stored_template
-from retro.finetuning.conversations import Message
+from retro.inference.chat_template import ChatTemplate, Message, stored_template
 from retro.inference.language_model import GivenNeighbors, LanguageModel
 from retro.inference.settings import GenerationSettings
 

@@ -189,9 +189,7 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     examples = []
     for row in range(len(drawn)):
         hits = retriever.hits(retriever.retrieval.without_deleted(near[row]), distances[row])
-        neighbors = [
-            report.NeighborText(hit.distance, str(hit.document["id"]), hit.text, hit.continuation) for hit in hits
-        ]
+        neighbors = [report.NeighborText(hit.distance, hit.document_id, hit.text, hit.continuation) for hit in hits]
         text = retriever.tokenizer.decode(tokens[row, : lengths[row]])
         continuation = retriever.tokenizer.decode(following[row, split.chunk_length :])
         examples.append(report.NeighborExample(str(documents[row]["id"]), text, continuation, neighbors))

@@ -216,7 +216,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
 
 def inspect_datastore(folder: Path, form: Format) -> int:
     """Print totals, stages, problems of the corpus, removed near copies and, where there is a report, the recalls."""
-    from pipelines.stages import dedup as dedup_stage
+    from pipelines.stages import dedup
 
     datastore = Datastore.open(folder)
     folder = datastore.folder
@@ -236,7 +236,7 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "disk_bytes": _disk_bytes(folder),
         "splits": totals,
         "problems": stored_json(folder / "corpus" / "problems.json")["counts"],
-        "dedup": dedup_stage.summary(folder / dedup_stage.FOLDER / "removed") if deduplicated else None,
+        "dedup": dedup.summary(folder / dedup.REMOVED) if deduplicated else None,
         "report": read_report(folder),
     }
     print_result(metadata, grouped(_datastore_groups(metadata)), form)
@@ -317,6 +317,11 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         removed = repair(folder, result) if options.repair else []
     for problem in result.problems:
         echo(problem)
+    if result.unnamed:
+        echo(
+            f"{folder}: the manifests of {result.unnamed:,} artifacts are of an earlier version and hold no paths of inputs: only "
+            "their files were compared."
+        )
     size = f"{result.artifacts:,} artifacts, {result.files:,} files, {human_bytes(result.bytes)}"
     if not result.problems:
         echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")

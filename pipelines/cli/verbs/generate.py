@@ -9,7 +9,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,9 +28,8 @@ from retro.inference.settings import GenerationSettings
 if TYPE_CHECKING:
     from retro.inference.generation import GeneratedToken
     from retro.inference.language_model import LanguageModel
-    from retro.server.schemas import GeneratedRun, Sources
-    from retro.server.sources import SourceFinder
-    from retro.server.verbatim_runs import TracedDatastore
+    from retro.inference.source_texts import SourceFinder, Sources
+    from retro.inference.verbatim_runs import GeneratedRun, TracedDatastore
 
 _SHORTEST = 2  # tokens of a run whose source is named; single ones are often punctuation
 
@@ -93,7 +92,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
         rows.append({"prompt": answer.prompt, "text": answer.text, "sources": answer.sources()})
         if traced():
             runs = verbatim_runs(model, traced(), answer.tokens, answer.generated)
-            rows[-1]["runs"] = [run.model_dump(mode="json") for run in runs]
+            rows[-1]["runs"] = [asdict(run) for run in runs]
     print_result(rows, "", options.format)
     return 0
 
@@ -137,14 +136,14 @@ class Answer:
             self.text += token.text
             self.generated.append(token)
             if self.finder is not None:
-                self.parts.append(self.finder.add(token.text, token.read, token.copied))
+                self.parts.append(self.finder.add_generated(token))
             yield token.text, bool(self.parts and self.parts[-1].copies)
             if token.finish_reason is not None:
                 return
 
     def sources(self) -> list[dict[str, Any]]:
         """The documents that runs were copied from: `document_id`, `title` and `runs`, in the order of the text."""
-        from retro.server.sources import joined
+        from retro.inference.source_texts import joined
 
         documents: dict[str, dict[str, Any]] = {}
         sources = joined(self.parts)
@@ -160,15 +159,15 @@ class Answer:
 def _finder(model: "LanguageModel", k: int) -> "SourceFinder | None":
     if not k or model.retriever is None:
         return None
-    from retro.server.chunk_texts import ChunkTexts
-    from retro.server.sources import SourceFinder
+    from retro.inference.source_texts import SourceFinder
+    from retro.inference.spans import ChunkTexts
 
     return SourceFinder(model.retriever, ChunkTexts(model.retriever))
 
 
 def _traced(model: "LanguageModel") -> "list[TracedDatastore]":
     """The model's datastores that have the stage `suffixes`."""
-    from retro.server.verbatim_runs import is_traced, traced_datastores
+    from retro.inference.verbatim_runs import is_traced, traced_datastores
 
     if model.retriever is None or not any(map(is_traced, model.retriever.retrieval.splits)):
         return []
@@ -191,8 +190,8 @@ def verbatim_runs(
         generated: all tokens after it.
         least: tokens of the shortest run.
     """
-    from retro.server.chunk_texts import ChunkTexts
-    from retro.server.verbatim_runs import GeneratedRuns
+    from retro.inference.spans import ChunkTexts
+    from retro.inference.verbatim_runs import GeneratedRuns
 
     if not datastores or model.retriever is None:
         return []
@@ -246,8 +245,7 @@ def _prompts(model: "LanguageModel", options: GenerateOptions) -> list[np.ndarra
     """The tokens of each prompt."""
     tokenizer = model.tokenizer
     if options.chat:
-        from retro.finetuning.chat_template import template_of
-        from retro.finetuning.conversations import Message
+        from retro.inference.chat_template import Message, template_of
 
         template = template_of(tokenizer, model.checkpoint.settings)
         return [template.prompt([Message("user", prompt)]) for prompt in options.prompt]

@@ -97,9 +97,9 @@ def local_folder(source: str) -> Path:
 
 def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "") -> None:
     """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`."""
-    from retro.finetuning.chat_template import template_in
     from retro.huggingface.compare_logits import has_transformers, verify
     from retro.huggingface.import_folder import import_base, read_base
+    from retro.inference.chat_template import template_in
 
     base = read_base(folder, options.chunk_length)
     if options.verify and has_transformers():

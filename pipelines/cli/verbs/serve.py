@@ -128,9 +128,8 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self._service.admission
-        seconds = (
-            0.0 if admission.draining else self._service.settings.shutdown_seconds
-        )  # at the second signal: at once
+        # The second signal stops at once.
+        seconds = 0.0 if admission.draining else self._service.settings.shutdown_seconds
         self._stop_at, admission.draining = time.monotonic() + seconds, True
 
     async def on_tick(self, counter: int) -> bool:

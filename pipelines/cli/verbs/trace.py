@@ -20,10 +20,10 @@ from pipelines.cli.results import Format, print_result
 from pipelines.cli.verbs.datastore import indented
 from pipelines.terminal.output import one_line
 from pipelines.terminal.units import counted, times
-from retro.server.spans import characters, token_ends
+from retro.inference.spans import characters, token_ends
 
 if TYPE_CHECKING:
-    from retro.server.verbatim_runs import TracedDatastore
+    from retro.inference.verbatim_runs import TracedDatastore
 
 log = logging.getLogger("retro")
 
@@ -45,7 +45,7 @@ class TraceOptions:
 
 
 @dataclass(frozen=True)
-class TracedRun:
+class ShownRun:
     """Tokens of the text that occur in a row.
 
     Attributes:
@@ -76,20 +76,20 @@ class TracedRun:
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     """`retro trace DATASTORE "text"`."""
-    from retro.server.verbatim_runs import in_order, tokens_in, traced_datastores
+    from retro.inference.verbatim_runs import in_order, tokens_in, traced_datastores
 
     opened = Datastore.open(datastore)
     retrieval, tokenizer = RetrievalSet.of(opened), Tokenizer.open(opened.folder / "tokenizer")
     traced = traced_datastores(retrieval)
-    names = [each.name for each in traced]
+    names = [searched.name for searched in traced]
     for name in (datastore_name(split.folder) for split in retrieval.splits):
         if name not in names:
             log.warning("%s is not searched: it has no stage `suffixes`", name)
     tokens = tokenizer.encode(_read(datastore, text)).astype(np.int64)
     whole, ends = token_ends(tokenizer.decode_batch, tokens)
-    found = in_order(traced, [trace(each.index, tokens, options.least) for each in traced])
-    runs = [_traced_run(*pair, whole, ends, options.documents) for pair in found]
-    share = {"tokens": len(tokens), "tokens_in_runs": tokens_in(run for _, run in found), "datastores": names}
+    pairs = in_order(traced, [trace(searched.index, tokens, options.least) for searched in traced])
+    runs = [_traced_run(*pair, whole, ends, options.documents) for pair in pairs]
+    share = {"tokens": len(tokens), "tokens_in_runs": tokens_in(run for _, run in pairs), "datastores": names}
     places = datastore if len(retrieval.splits) == 1 else " and ".join(names)
     summary = f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
     if len(tokens) < options.least:
@@ -101,12 +101,12 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     return 0
 
 
-def _traced_run(datastore: "TracedDatastore", run: Run, text: str, ends: list[int], documents: int) -> TracedRun:
+def _traced_run(datastore: "TracedDatastore", run: Run, text: str, ends: list[int], documents: int) -> ShownRun:
     """A run of a text for printing. `ends`: the character after each token. `documents`: at most so many are named."""
     index, (start, stop) = datastore.index, characters(ends, run.first, run.stop)
     names = [str(place.document["id"]) for place in index.places(run.match, documents)]
     size, count = run.stop - run.first, index.count(run.match)
-    return TracedRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, names)
+    return ShownRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, names)
 
 
 def _read(datastore: str, text: str) -> str:

@@ -16,16 +16,15 @@ from starlette.responses import Response
 
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.generation import GeneratedToken
+from retro.inference.source_texts import joined
 from retro.server.errors import InvalidRequest
-from retro.server.model_api import event_stream, stream_responses, with_first_step
 from retro.server.openai import schemas
 from retro.server.openai.completions import GeneratedCount, token_name, usage_of
-from retro.server.openai.requests import continuations, generation_settings, identity_of, lenient, neighbors_of
-from retro.server.service import JsonRoute, Service, ServiceDependency
-from retro.server.sources import Sourced, joined, with_sources
+from retro.server.openai.requests import generation_settings, identity_of, lenient, neighbors_of
+from retro.server.routes import JsonRoute, ServiceDependency, event_stream, stream_responses
+from retro.server.service import Service, Sourced
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
@@ -43,7 +42,6 @@ async def chat_completions(
     template = _template(service)
     _check_supported(request)
     prompt = await _prompt(service, template, request.messages)
-    service.check_context([prompt], "messages")
     settings = generation_settings(
         service,
         request,
@@ -51,16 +49,14 @@ async def chat_completions(
         logprobs=request.top_logprobs or 0,
         end_of_turn=template.end_of_turn,
     )
-    n = continuations(service, request, 1)
-    service.check_generation([prompt] * n, settings.max_tokens, k, "messages")
-    tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
-    wanted = service if request.return_sources else None
-    steps = await with_first_step(with_sources(tokens, wanted, [prompt] * n, [0] * n))
+    n = service.limits.continuations(request.n or 1, 1)
+    service.limits.generation([prompt] * n, settings.max_tokens, k, "messages")
+    steps = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
     identity = identity_of(service, request.model, "chatcmpl")
     tokenizer = service.retriever.tokenizer
     if request.stream:
         chunk = schemas.ChatChunk.model_construct(**identity)
-        return event_stream(_events(request, chunk, steps, prompt, tokenizer))
+        return await event_stream(_events(request, chunk, steps, prompt, tokenizer))
     answers: list[list[Sourced]] = [[] for _ in range(n)]
     generated = GeneratedCount()
     async for step in steps:
@@ -102,12 +98,12 @@ async def _prompt(service: Service, template: ChatTemplate, received: Sequence[s
         Message("system" if message.role == "developer" else message.role, _text(index, message))
         for index, message in enumerate(received)
     ]
-    service.check("max_characters", sum(len(message.content) for message in messages), "messages", "characters")
+    service.limits.characters([message.content for message in messages], "messages")
     try:
         prompt = await asyncio.to_thread(template.prompt, messages)
     except InputError as error:
         raise InvalidRequest(str(error), param="messages") from error
-    service.check("max_input_tokens", len(prompt), "messages", "tokens")
+    service.limits.tokens([prompt], "messages")
     return prompt
 
 
@@ -137,7 +133,7 @@ def _max_tokens(service: Service, request: schemas.ChatRequest, prompt: int) -> 
     """Return the largest number of tokens of an answer to a prompt of this length."""
     for name in ("max_completion_tokens", "max_tokens"):
         if (given := getattr(request, name)) is not None:
-            return service.check("max_tokens", given, name)
+            return service.limits.within("max_tokens", given, name)
     return min(service.settings.max_tokens, max(1, service.model().context - prompt))
 
 
@@ -165,16 +161,15 @@ async def _events(
     steps: AsyncIterator[list[Sourced]],
     prompt: np.ndarray,
     tokenizer: Tokenizer,
-) -> AsyncIterator[str]:
-    """Yield the events of a stream as JSON."""
+) -> AsyncIterator[schemas.ChatChunk]:
+    def event(**fields: object) -> schemas.ChatChunk:
+        return chunk.model_copy(update=fields)
 
-    def event(**fields: object) -> str:
-        return chunk.model_copy(update=fields).model_dump_json()
-
-    for index in range(request.n or 1):
-        yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
-    generated = GeneratedCount()
+    generated, beginning = GeneratedCount(), range(request.n or 1)
     async for step in steps:
+        for index in beginning:
+            yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
+        beginning = range(0)
         for token, sources in step:
             generated.add(token)
             choice = schemas.ChunkChoice(
@@ -192,8 +187,8 @@ async def _events(
 def _logprobs(tokens: Sequence[GeneratedToken], tokenizer: Tokenizer) -> schemas.ChatLogprobs:
     def entry(token: int, value: float) -> schemas.TopLogprob:
         text = tokenizer.decode([token])
-        known = [*text.encode()] if text and "\ufffd" not in text else None
-        return schemas.TopLogprob(token=token_name(tokenizer, token), logprob=value, bytes=known)
+        utf8 = [*text.encode()] if text and "\ufffd" not in text else None
+        return schemas.TopLogprob(token=token_name(tokenizer, token), logprob=value, bytes=utf8)
 
     return schemas.ChatLogprobs(
         content=[

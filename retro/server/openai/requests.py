@@ -10,19 +10,22 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import ApiError, InvalidRequest, accepted_fields, error_responses
-from retro.server.model_api import effective_temperature
 from retro.server.openai import schemas
-from retro.server.service import Service, ServiceDependency
+from retro.server.routes import ServiceDependency
+from retro.server.service import Service
 
 router = APIRouter(tags=["OpenAI"])
 
 _OFF, _EMBEDDER = ":off", ":embedder"
 _MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header
+_SAMPLING = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+_LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
@@ -40,6 +43,11 @@ def model(model: str, service: ServiceDependency) -> schemas.Model:
     return _model(service, model)
 
 
+def generating_model(service: Service, retrieval: bool) -> str:
+    """Return the name of the model with retrieval ON or OFF."""
+    return service.name if retrieval or not service.retrieves else service.name + _OFF
+
+
 def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
     """Return the number of neighbors of each chunk that a request's model reads; 0 = retrieval OFF.
 
@@ -49,7 +57,7 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
     service.model()
     _check(request.model, _generating(service))
     retrieves = service.retrieves and not request.model.endswith(_OFF)
-    return service.check("max_model_k", request.k, "k") if retrieves else 0
+    return service.limits.within("max_model_k", request.k, "k") if retrieves else 0
 
 
 def check_embedder(service: Service, name: str) -> None:
@@ -115,6 +123,25 @@ def _unknown_fields(received: Any, *parents: str) -> Iterator[tuple[str, type[Ba
             yield from _unknown_fields(item, *parents, str(index))
 
 
+async def token_rows(service: Service, prompt: schemas.Prompt, param: str) -> list[np.ndarray]:
+    """Return the token ids [t] int64 of one or several prompts.
+
+    Raises:
+        ApiError: there are no prompts or too many, they are too long, or an id is not in the tokenizer.
+    """
+    several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
+    if not several:
+        raise InvalidRequest(f"{param} is an empty list.", param=param)
+    service.limits.within("max_queries", len(several), param)
+    if isinstance(several[0], str):
+        return await service.encoded(several, param)
+    service.limits.tokens(several, param)
+    rows = [np.array(row, dtype=np.int64) for row in several]
+    for index, row in enumerate(rows):
+        service.limits.token_ids(row, f"{param}[{index}]", param)
+    return rows
+
+
 def generation_settings(
     service: Service,
     request: schemas.SamplingRequest,
@@ -139,16 +166,14 @@ def generation_settings(
     ends = [*(request.stop_token_ids or ()), *(() if end_of_turn is None or request.ignore_eos else (end_of_turn,))]
     biases = _biases(request.logit_bias or {})
     for name, ids in (("logit_bias", [token for token, _ in biases]), ("stop_token_ids", ends)):
-        service.check_ids(ids, name)
+        service.limits.token_ids(ids, name)
+    sampling: dict[str, Any] = {name: _or_default(request, name) for name in _SAMPLING}
+    if sampling["temperature"] < _LEAST_TEMPERATURE:
+        sampling["temperature"] = 0.0
     return GenerationSettings(
+        **sampling,
         max_tokens=max_tokens,
-        temperature=effective_temperature(1.0 if request.temperature is None else request.temperature),
         top_k=max(0, request.top_k),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=biases,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
         stop=tuple(text for text in stop if text),
@@ -158,16 +183,9 @@ def generation_settings(
     )
 
 
-def continuations(service: Service, request: schemas.SamplingRequest, prompts: int) -> int:
-    """Return the number of continuations of each prompt.
-
-    Raises:
-        ApiError: all prompts together have more than a request may have.
-    """
-    n, limit = request.n or 1, service.settings.max_queries
-    if n > 1 and n * prompts > limit:
-        raise InvalidRequest(f"n = {n:,}: {n * prompts:,} continuations; at most {limit:,} (max_queries).", param="n")
-    return n
+def _or_default(request: schemas.SamplingRequest, name: str) -> float:
+    value = getattr(request, name)
+    return float(type(request).model_fields[name].default if value is None else value)
 
 
 def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from retro.inference.source_texts import Sources
 from retro.server.schemas import (
     INTEGER,
     LONGEST_STOP,
@@ -18,7 +19,6 @@ from retro.server.schemas import (
     Positive,
     Request,
     Seed,
-    Sources,
     TokenId,
     absent_if_none,
     bounded,
@@ -137,16 +137,21 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
-class CompletionResponse(BaseModel):
-    """An answer, or one event of a stream."""
-
+class _Response(BaseModel):
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Any]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+
+
+class CompletionResponse(_Response):
+    """An answer, or one event of a stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 # ------------------------------------------------------------------------------------------------------------- chat
@@ -252,14 +257,10 @@ class ChatChoice(BaseModel):
     sources: Sources | None = absent_if_none()
 
 
-class ChatResponse(BaseModel):
-    id: str
+class ChatResponse(_Response):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
 
 
 class Delta(BaseModel):
@@ -279,16 +280,11 @@ class ChunkChoice(BaseModel):
     sources: Sources | None = absent_if_none()
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(_Response):
     """An event of a stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
 
 
 # ------------------------------------------------------------------------------------------- embeddings and models

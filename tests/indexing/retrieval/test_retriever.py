@@ -74,9 +74,9 @@ def test_hits_are_sorted_by_score_and_contain_the_stored_text(retriever: Retriev
     assert hits[0].text == query  # the text of this chunk, or of another with equal text
     for hit in hits:
         stored = retriever.chunk(hit.chunk_id)
-        assert (hit.text, hit.continuation, hit.document) == (stored.text, stored.continuation, stored.document)
-        assert hit.document == split.metadata(split.documents_of(np.array([hit.chunk_id]))[0].tolist())[0]
-        assert (hit.document_id, hit.title, hit.source) == (hit.document["id"], hit.document["title"], "")
+        assert (hit.text, hit.continuation, hit.metadata) == (stored.text, stored.continuation, stored.metadata)
+        assert hit.metadata == split.metadata(split.documents_of(np.array([hit.chunk_id]))[0].tolist())[0]
+        assert (hit.document_id, hit.title, hit.source) == (hit.metadata["id"], hit.metadata["title"], "")
         vectors = to_float32(split.embeddings.gather(np.array([hit.chunk_id])))
         assert hit.distance == pytest.approx(((vectors - retriever.embed([query])) ** 2).sum(), abs=2e-3)
 
@@ -180,7 +180,7 @@ def test_several_datastores_are_searched_as_one(
     both = Retriever.open(tiny_datastore.folder, other.folder)
     alone = Retriever.open(other.folder)
     queries = [text_of(alone, 30), text_of(retriever, 30)]
-    titles = [each.chunk(30).document["title"] + " " for each in (alone, retriever)]  # other chunks have the same words
+    titles = [each.chunk(30).metadata["title"] + " " for each in (alone, retriever)]  # other chunks have the same words
     for way, before in (("dense", ["", ""]), ("sparse", titles), ("hybrid", titles)):
         hits = both.search([title + query for title, query in zip(before, queries, strict=True)], 8, retrieval=way).hits
         assert [of_query[0].text for of_query in hits] == queries, way
@@ -191,7 +191,7 @@ def test_several_datastores_are_searched_as_one(
     np.testing.assert_allclose(both.nearest(vectors, 8)[1], near, atol=1e-6)
     theirs = next(hit for hits in both.search(queries, 8).hits for hit in hits if hit.chunk_id >> CHUNK_ID_BITS)
     stored = both.chunk(theirs.chunk_id)
-    assert (stored.text, stored.document) == (theirs.text, theirs.document)
+    assert (stored.text, stored.metadata) == (theirs.text, theirs.metadata)
     assert "lang" not in both.filter_columns
     assert "lang" in alone.filter_columns
     found = both.search(queries, 500, filters={"title": "Title 7"}).hits[0]

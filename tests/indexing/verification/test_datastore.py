@@ -159,10 +159,16 @@ def test_every_edited_manifest_is_named(config: Config, change: Callable[[dict],
     assert [name for name in names if not any(line.startswith(name) for line in found)] == []
 
 
-@pytest.mark.parametrize("shards", [10**12, -1, None, "2"])
-def test_corpus_that_counts_other_shards_than_its_plan_can_list_is_named_at_once(folder: Path, shards: object) -> None:
-    edit(folder / "corpus" / "manifest.json", lambda manifest: manifest["counts"].update(shards=shards))
-    assert any(line.startswith("corpus/manifest.json counts") for line in lines(folder))
+@pytest.mark.parametrize("paths", ["chunks/00000..999999999", "../../chunks", "/etc", 7, ["chunks/00000", None]])
+@pytest.mark.parametrize("name", ["", "embedder"])
+def test_manifest_that_names_what_can_be_no_artifact_is_named_at_once(folder: Path, name: str, paths: object) -> None:
+    key, outside = "paths" if name else "artifacts", folder.parent / "chunks"
+    outside.mkdir()
+    edit(folder / name / "manifest.json", lambda manifest: manifest[key].update(chunks=paths))
+    named = f"{name}/manifest.json".strip("/") + " names something that cannot be an artifact"
+    assert any(line.startswith(named) for line in lines(folder))
+    repair(folder, verify(folder))
+    assert outside.exists()
 
 
 def test_intact_datastore_has_no_problems_and_is_not_changed(config: Config) -> None:
@@ -172,7 +178,8 @@ def test_intact_datastore_has_no_problems_and_is_not_changed(config: Config) -> 
     verified = verify(folder)
     assert verified.problems == ()
     assert verified.artifacts == len(list(folder.rglob("manifest.json"))) - 1
-    assert verified.stages[:6] == ("chunk", "embed", "train-index", "add", "sparse", "neighbors")
+    assert {*verified.stages} >= {"chunk", "embed", "train-index", "add", "sparse", "neighbors"}
+    assert verified.unnamed == 0
     assert verified.bytes == sum((folder / name).stat().st_size for name in files_of(folder, manifests=False))
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
@@ -216,7 +223,7 @@ def test_artifact_of_another_build_is_found_by_its_fingerprint(tmp_path, folder,
     shutil.rmtree(folder / "chunks/00002")
     shutil.copytree(other / "chunks/00003", folder / "chunks/00002")
     assert [line.partition(":")[0] for line in lines(folder)] == [
-        "chunks/00002 holds shard 3",
+        "chunks/00002 does not belong here",
         "embeddings/00001 was made from another 'embedder' than the existing one",
     ]
 
@@ -368,3 +375,36 @@ def test_deletions_beyond_the_datastore_are_a_problem(folder: Path) -> None:
     assert any("deletes chunks of train up to" in line for line in lines(folder))
     write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": {"train": [[4, 8], [0, 2]]}})
     assert any("the ranges are not in order" in line for line in lines(folder))
+
+
+# --- datastores of earlier versions ----------------------------------------------------------------------------------
+
+
+def test_datastore_whose_manifests_hold_no_paths_is_read_grown_and_repaired(
+    tmp_path: Path, grown: Config, capsys
+) -> None:
+    config = replace(grown, datastore=shutil.copytree(grown.datastore, tmp_path / "datastore"))
+    folder, whole = config.datastore, contents(config.datastore)
+    for path in folder.rglob("manifest.json"):
+        edit(path, lambda manifest: [manifest.pop(key, None) for key in ("name", "paths", "artifacts")])
+    before = contents(folder)
+    check_contents(Datastore.open(folder))
+    verified = verify(folder)
+    assert verified.problems == ()
+    assert verified.unnamed == verified.artifacts
+    assert main(["verify", str(folder)]) == 0
+    assert "hold no paths of inputs" in capsys.readouterr().out
+    build_local(config)
+    after = contents(folder)
+    assert {name for name in before if before[name] != after[name]} == {"manifest.json"}
+    assert after["manifest.json"] == whole["manifest.json"]
+    victim = folder / "embeddings" / "00001"
+    shutil.rmtree(victim)
+    assert lines(folder)[0].startswith("embeddings/00001 is not finished")
+    build_local(config)
+    assert contents(victim) == {
+        name.removeprefix("embeddings/00001/"): data
+        for name, data in whole.items()
+        if name.startswith("embeddings/00001/")
+    }
+    assert verify(folder).problems == ()

@@ -158,12 +158,12 @@ def test_restarted_dedup_keeps_finished_artifacts_and_gives_the_same_bytes(
     config = config_of(tmp_path, corpus[0], **everything(corpus[1]))
     task, calls = getattr(dedup_stage, stop), 0
 
-    def dies(*arguments, **keywords) -> None:
+    def dies(*arguments, **keywords) -> object:
         nonlocal calls
         calls += 1
         if calls == (2 if stop in ("sign_task", "gram_task") else 1):
             raise KeyboardInterrupt
-        task(*arguments, **keywords)
+        return task(*arguments, **keywords)
 
     monkeypatch.setattr(dedup_stage, stop, dies)
     with pytest.raises(KeyboardInterrupt):

@@ -68,13 +68,13 @@ def test_deleted_documents_disappear_from_results_at_once(datastore: Datastore, 
     retriever = Retriever.open(datastore.folder)
     text = retriever.tokenizer.decode(datastore.train.tokens.gather(np.array([40]))[0])
     hits = retriever.search([text], 5).hits[0]
-    victims = sorted({hit.document["id"] for hit in hits})
+    victims = sorted({hit.document_id for hit in hits})
     print_before = datastore.fingerprint
     assert main(["delete", str(datastore.folder), "--ids", *victims]) == 0
     assert f"{len(victims)} documents deleted" in capsys.readouterr().out
     after = retriever.search([text], 5).hits[0]  # the retriever opened before the deletion
     assert len(after) == 5
-    assert not {hit.document["id"] for hit in after} & set(victims)
+    assert not {hit.document_id for hit in after} & set(victims)
     assert datastore.fingerprint != print_before
     assert datastore.built == print_before
 
@@ -94,7 +94,7 @@ def test_remaining_document_is_found_after_deleting_all_others(datastore: Datast
     ids = ids_of(datastore)
     delete_documents(datastore.folder, ids[1:])
     hits = Retriever.open(datastore.folder).search(["alpha beta"], 3).hits[0]
-    assert {hit.document["id"] for hit in hits} == {ids[0]}
+    assert {hit.document_id for hit in hits} == {ids[0]}
 
 
 def test_batches_hold_no_token_of_a_deleted_document(datastore: Datastore) -> None:

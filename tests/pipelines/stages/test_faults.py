@@ -5,7 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.executors.tasks import LocalExecutor
-from pipelines.stages.shards import run_tasks, shard_task
+from pipelines.stages.shards import Shard, run_shards
 from tests.conftest import ARTIFACTS, build_local, contents, tiny_config
 
 
@@ -152,25 +152,31 @@ def test_failing_shard_is_named_and_finished_shards_are_kept(config) -> None:
 
 def test_shard_finished_by_a_dead_worker_is_not_built_again(tmp_path) -> None:
     """A worker can die after the rename and before it reports. Its task is then given to another worker."""
-    out, recipe = tmp_path / "chunks/00000", Recipe("chunk", 1)
+    out, shard = tmp_path / "chunks/00000", Shard("chunks/00000", Recipe("chunk", 1), (), size=1)
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError
 
-    with create(out, recipe) as (work, _):
-        (work / "file").write_bytes(b"1")
-    run_tasks("chunk", "chunks", never, [shard_task(out, recipe, size=1)], LocalExecutor(ExecutorSettings()))
+    def finish(unfinished: Sequence[Shard]) -> None:
+        assert len(unfinished) == 1
+        with create(out, shard.recipe) as (work, _):
+            (work / "file").write_bytes(b"1")
+
+    executor = LocalExecutor(ExecutorSettings())
+    run_shards(tmp_path, "chunk", "chunks", never, [shard], executor, before=finish)
     assert (out / "file").read_bytes() == b"1"
 
 
 def test_shard_written_to_a_disk_of_another_machine_is_refused(tmp_path) -> None:
-    def elsewhere(out: Path, recipe: Recipe, *, advance: object) -> None:
-        with create(tmp_path / "other machine", recipe):
-            pass
+    class Elsewhere(LocalExecutor):
+        def map(self, stage, function, tasks, advance):
+            moved = [replace(task, arguments=(tmp_path / "other machine", *task.arguments[1:])) for task in tasks]
+            return super().map(stage, function, moved, advance)
 
-    task = shard_task(tmp_path / "chunks/00000", Recipe("chunk", 1), size=1)
+    shard = Shard("chunks/00000", Recipe("chunk", 1), (), size=1)
     with pytest.raises(InputError, match=r"chunks/00000.*not visible"):
-        run_tasks("chunk", "chunks", elsewhere, [task], LocalExecutor(ExecutorSettings()))
+        run_shards(tmp_path, "chunk", "chunks", lambda work, advance: None, [shard], Elsewhere(ExecutorSettings()))
+    assert (tmp_path / "other machine" / "manifest.json").exists()
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages import index as index_stage
+from pipelines.stages.generations import generations
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.verification.contents import check_contents
 
@@ -80,7 +81,7 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
     if method != "ngrams":
         assert not changed
     else:  # only the chunks of the last file have searched all the others before too
-        *earlier, _ = corpus_stage.generations(datastore.folder)
+        *earlier, _ = generations(datastore.folder)
         kept = [f"neighbors/{shard:05d}/" for shards in earlier for shard in shards]
         assert changed
         assert all(name.startswith((*kept, "manifest.json")) for name in changed)
@@ -112,7 +113,7 @@ def test_with_ngrams_earlier_chunks_keep_their_neighbors_until_a_rebuild(tmp_pat
     first = neighbors()
     build_local(large, append=True)
     appended = neighbors()
-    earlier, later = corpus_stage.generations(small.datastore)
+    earlier, later = generations(small.datastore)
     num_earlier = int(Datastore.open(small.datastore).train.tokens.starts[later.start])
     assert len(earlier) > 1
     assert first.items() < appended.items()

@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.stages.ngrams import run_ngrams
+from pipelines.stages import token_indexes
 from pipelines.stages.table import lock
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import problems_of
@@ -120,7 +119,7 @@ def test_a_lost_shard_and_a_killed_stage_are_made_again_with_the_same_bytes(tmp_
 
     killed = SimpleNamespace(map=die)
     with pytest.raises(RuntimeError, match="killed"):
-        run_ngrams(config, killed)
+        token_indexes.run_ngrams(config, killed)
     assert any("runs" in name for name in contents(config.datastore))
     build_local(config)
     assert contents(config.datastore) == before
@@ -131,11 +130,7 @@ def test_what_a_build_leaves_that_is_killed_after_its_last_shard_is_reported_and
     tmp_path: Path, built: Config, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     shutil.copytree(built.datastore, tmp_path / "datastore")
-    config, module, folder = (
-        replace(built, datastore=tmp_path / "datastore"),
-        import_module(f"pipelines.stages.{stage}"),
-        tmp_path / "datastore" / stage,
-    )
+    config, folder = replace(built, datastore=tmp_path / "datastore"), tmp_path / "datastore" / stage
     if stage == "votes":
         build_local(config, only="suffixes")
     before = contents(build_local(config, only=stage).folder)
@@ -146,10 +141,10 @@ def test_what_a_build_leaves_that_is_killed_after_its_last_shard_is_reported_and
         remove(path)
 
     shutil.rmtree(folder / "00000")
-    monkeypatch.setattr(module, "remove", die)
+    monkeypatch.setattr(token_indexes, "remove", die)
     with pytest.raises(RuntimeError, match="killed"):
         build_local(config, only=stage)
-    monkeypatch.setattr(module, "remove", remove)
+    monkeypatch.setattr(token_indexes, "remove", remove)
     (folder / ".00000.0123abcd.tmp").mkdir()  # of a second process, which died when this one had finished the shard
     (folder / ".00000.0123abcd.tmp" / "x.npy").write_bytes(b"x")
     (temporary,) = {"runs", "ranges"} & {path.name for path in folder.iterdir()}

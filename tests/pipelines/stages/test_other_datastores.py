@@ -131,7 +131,7 @@ def test_search_and_report_use_the_whole_retrieval_set(both: Config, other: Conf
     tokens = theirs.tokens.read(*theirs.chunk_range(40))[:1]
     hit = retriever.search([retriever.tokenizer.decode(tokens[0])], k=1).hits[0][0]
     assert hit.chunk_id >> CHUNK_ID_BITS == 1
-    assert hit.document == wanted
+    assert hit.metadata == wanted
     figures = measure(retriever)
     assert figures["recall"]["recall_at_6"] == 1
     assert retriever.neighbors(tokens.astype(np.int64), 2)[0].shape == (1, 2, 32)

@@ -27,7 +27,7 @@ from pipelines.executors.tasks import Task
 from pipelines.stages.table import build
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.server.verbatim_runs import traced_datastores
+from retro.inference.verbatim_runs import traced_datastores
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
@@ -219,13 +219,13 @@ def test_dedup_at_a_url_gives_the_bytes_of_a_local_build(
 def test_deletion_at_a_url_is_visible_from_every_machine(url, another_machine, capsys) -> None:
     another_machine()
     whole = Datastore.open(url)
-    victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document["id"]
+    victim = Retriever.open(url).search(["search model index"], 1).hits[0][0].document_id
     cache = another_machine()
     assert main(["delete", url, "--ids", victim]) == 0
     assert "1 documents deleted" in capsys.readouterr().out
     assert "deleted.json" in fetched(cache)
     there = another_machine()
-    assert not {hit.document["id"] for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
+    assert not {hit.document_id for hit in Retriever.open(url).search(["search model index"], 9).hits[0]} & {victim}
     assert "deleted.json" in fetched(there)
     assert Datastore.open(url).fingerprint != whole.fingerprint
     filesystem, root = fsspec.core.url_to_fs(url)

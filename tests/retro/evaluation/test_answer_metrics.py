@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from indexing.store.errors import InputError
-from retro.evaluation.answer_metrics import exact_match, f1, language_of, mean_with_interval
+from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,6 @@ def test_chinese_exact_match_ignores_punctuation_and_case(answer, right, same) -
 )
 def test_chinese_f1_counts_the_longest_common_run(answer, right, value) -> None:
     assert f1(answer, right, "zh") == pytest.approx(value)
-
-
-def test_the_language_is_detected_from_characters() -> None:
-    assert language_of(["When did the oil crisis begin?", "谁?"]) == "en"
-    assert language_of(["黑豹队的防守丢了多少分？", "Windows 2000 的发行日期"]) == "zh"
-    assert language_of([]) == "en"
 
 
 def test_a_question_without_answers_is_rejected() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from indexing.retrieval.retriever import Retriever
+from indexing.tokenization.language import Language
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.evaluation.answer_metrics import Language
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question
 

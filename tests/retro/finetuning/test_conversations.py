@@ -7,7 +7,8 @@ import pytest
 import zstandard
 
 from indexing.store.errors import InputError
-from retro.finetuning.conversations import Message, read_conversations
+from retro.finetuning.conversations import read_conversations
+from retro.inference.chat_template import Message
 
 ROWS = [
     {"instruction": "Add.", "input": "1 2", "output": " 3 "},

@@ -19,9 +19,8 @@ from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat
 from retro.finetuning import prepare as preparing
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
 from retro.finetuning.settings import FinetuneSettings
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
@@ -119,8 +118,11 @@ def test_incompatible_settings_are_rejected_with_their_key(config: Config, secti
 
 def test_training_an_adapter_keeps_the_base(config: Config, tiny_run: Path) -> None:
     pytest.importorskip("peft")
-    config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2, weights="none")
-    config = replace(config, model=ModelSettings(preset="base", chunk_length=16), lora=LoraSettings(rank=8))
+    config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2)
+    train = replace(config.train, weights="none")
+    config = replace(
+        config, train=train, model=ModelSettings(preset="base", chunk_length=16), lora=LoraSettings(rank=8)
+    )
     outcome = run(config)
     before, after = (read_tensors(index(open_checkpoint(path).weights)) for path in (tiny_run, outcome.checkpoint))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -11,7 +11,8 @@ from retro.device import choose_placement
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.inference.sources import ReadChunk
+from retro.inference.source_texts import Copy, Sources, joined
+from retro.inference.sources import ReadNeighbors
 
 K, M = 3, 16
 
@@ -39,7 +40,7 @@ def generated(
     return rows
 
 
-def check_chunks(language_model: LanguageModel, tokens: list[int], read: list[ReadChunk]) -> None:
+def check_chunks(language_model: LanguageModel, tokens: list[int], read: list[ReadNeighbors]) -> None:
     """All complete chunks in order, each with the neighbors that a search finds."""
     retriever = language_model.retriever
     assert retriever is not None
@@ -138,3 +139,20 @@ def test_retrieval_off_has_no_sources(language_model: LanguageModel, prompts: li
         assert scored.read == []
         assert set(scored.copied) == {None}
     assert language_model.score_with_likeliest(prompts, K, 0)[0].copied == []
+
+
+def test_only_adjacent_copies_of_one_neighbor_are_joined() -> None:
+    def copy(text: tuple[int, int], neighbor_text: tuple[int, int], neighbor: int = 0, share: float = 0.5) -> Sources:
+        one = Copy(text=text, chunk=1, neighbor=neighbor, neighbor_text=neighbor_text, tokens=1, share=share)
+        return Sources(chunks=[], copies=[one])
+
+    parts = [
+        copy((0, 2), (5, 7)), copy((2, 3), (7, 8), share=0.9),
+        copy((3, 5), (8, 10), neighbor=1), copy((6, 7), (10, 11), neighbor=1), copy((7, 8), (13, 14), neighbor=1),
+    ]  # fmt: skip
+    runs = joined([None, *parts])
+    assert runs is not None
+    assert [run.text for run in runs.copies] == [(0, 3), (3, 5), (6, 7), (7, 8)]
+    assert runs.copies[0].neighbor_text == (5, 8)
+    assert (runs.copies[0].tokens, runs.copies[0].share) == (2, pytest.approx(0.7))
+    assert joined([None, None]) is None

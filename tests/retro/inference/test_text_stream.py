@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
+from retro.inference.spans import token_ends
 from retro.inference.text_stream import TextStream
-from retro.server.spans import token_ends
 from tests.indexing.tokenization.test_extension import BASES
 
 few = settings(max_examples=200, deadline=None, derandomize=True)

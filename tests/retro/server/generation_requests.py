@@ -3,16 +3,18 @@
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from retro.finetuning.chat_template import ChatTemplate
-from retro.finetuning.conversations import Message
+from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.inference.source_texts import Sources
 from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+SOURCES = TypeAdapter(Sources)
 ENDPOINTS = [GENERATE, COMPLETIONS, CHAT]
 MESSAGES = [
     {"role": "system", "content": "index and chunk"},

@@ -14,10 +14,9 @@ from retro.inference import scoring
 from retro.inference.cached_layers import CachedLayers
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import Window
-from retro.server import schemas, search_api
-from retro.server.model_api import as_document
-from retro.server.service import ScoreKey
-from retro.server.sources import joined
+from retro.inference.source_texts import joined
+from retro.server import search_api
+from retro.server.service import ScoreKey, Service
 from tests.retro.server.conftest import CHAT_TEMPLATE, TEXT, Gate, Make, events_of
 from tests.retro.server.generation_requests import (
     BODIES,
@@ -26,6 +25,7 @@ from tests.retro.server.generation_requests import (
     ENDPOINTS,
     GENERATE,
     MESSAGES,
+    SOURCES,
     choices_of,
     generated,
     post,
@@ -94,10 +94,10 @@ def test_the_events_of_a_stream_join_to_the_answer(client: TestClient, path: str
         parts = [part for part in parts if part.get("index", 0) == index]
         assert "".join(part["delta"]["content"] if path == CHAT else part["text"] for part in parts) == text
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [finish]
-        sources = joined([schemas.Sources(**part["sources"]) for part in parts if part.get("sources")])
+        sources = joined([SOURCES.validate_python(part["sources"]) for part in parts if part.get("sources")])
         expected = whole if path == GENERATE else whole["choices"][index]
         assert sources is not None
-        assert sources.model_dump(mode="json") == expected["sources"]
+        assert SOURCES.dump_python(sources, mode="json") == expected["sources"]
         if path == CHAT:
             assert [part["delta"]["role"] for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
             streamed = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
@@ -271,22 +271,6 @@ def test_sources_are_empty_without_retrieval_and_refused_without_generation(clie
     assert refusal(refused)[:2] == (400, "return_sources")
 
 
-def test_only_adjacent_copies_of_one_neighbor_are_joined() -> None:
-    def copy(text: tuple[int, int], neighbor_text: tuple[int, int], neighbor: int = 0, share: float = 0.5) -> Any:
-        one = schemas.Copy(text=text, chunk=1, neighbor=neighbor, neighbor_text=neighbor_text, tokens=1, share=share)
-        return schemas.Sources(chunks=[], copies=[one])
-
-    parts = [
-        copy((0, 2), (5, 7)), copy((2, 3), (7, 8), share=0.9),
-        copy((3, 5), (8, 10), neighbor=1), copy((6, 7), (10, 11), neighbor=1), copy((7, 8), (13, 14), neighbor=1),
-    ]  # fmt: skip
-    runs: Any = joined([None, *parts])
-    assert [run.text for run in runs.copies] == [(0, 3), (3, 5), (6, 7), (7, 8)]
-    assert runs.copies[0].neighbor_text == (5, 8)
-    assert (runs.copies[0].tokens, runs.copies[0].share) == (2, pytest.approx(0.7))
-    assert joined([None, None]) is None
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
@@ -370,7 +354,7 @@ def test_a_document_begins_once_also_if_lm_evals_client_begins_it(bos: int, eos:
     service: Any = SimpleNamespace(retriever=SimpleNamespace(tokenizer=SimpleNamespace(bos_id=bos, eos_id=eos)))
     prefix = bos or eos  # the rule of lm-eval's client, which takes 0 for a missing token
     for tokens in ([], [7, 8], [bos, 7], [prefix, 7, eos]):
-        row = as_document(service, np.array(tokens, np.int64))
+        row = Service.as_document(service, np.array(tokens, np.int64))
         assert row.tolist() == [bos, *(token for token in tokens[:1] if token not in (bos, prefix)), *tokens[1:]]
         assert row.dtype == np.int64
 

@@ -44,7 +44,7 @@ def test_texts_tokens_and_vectors_give_the_results_of_python(client: TestClient,
             assert hit["distance"] == pytest.approx(other.distance)
             assert hit["score"] == pytest.approx(other.score)
             assert (hit["document_id"], hit["title"]) == (other.document_id, other.title)
-            assert hit["metadata"] == other.document
+            assert hit["metadata"] == other.metadata
     vectors = retriever.embed(TEXTS)
     coded = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
     tokens = [row.tolist() for row in retriever.tokenizer.encode_batch(TEXTS)]
@@ -290,3 +290,20 @@ def test_every_scored_token_names_its_chunk(client: TestClient, retriever: Retri
     for chunk in answer["sources"]["chunks"][1:]:  # the first one begins with the beginning-of-document token
         text = "".join(token["text"] for token in answer["tokens"] if token["chunk"] == chunk["chunk"])
         assert text.strip("\ufffd") in chunk["text"] or chunk["text"].strip("\ufffd") in text
+
+
+def test_spans_of_a_neighbor_are_the_same_text(retriever: Retriever, client) -> None:
+    text = retriever.chunk(3).text + retriever.chunk(3).continuation
+    answer = client.post("/neighbors", json={"text": text * 2, "k": 3})
+    chunks = answer.json()["chunks"]
+    assert "".join(chunk["text"] for chunk in chunks) == text * 2
+    spans = 0
+    for chunk in chunks:
+        for hit in chunk["neighbors"]:
+            both = hit["text"] + hit["continuation"]
+            longest = max((span["tokens"] for span in hit["spans"]), default=0)
+            assert longest == (round(hit["overlap"] * chunk["tokens"]) if longest else 0)
+            for span in hit["spans"]:
+                spans += 1
+                assert chunk["text"][slice(*span["chunk"])] == both[slice(*span["neighbor"])]
+    assert spans > 3

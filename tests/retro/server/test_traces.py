@@ -19,14 +19,14 @@ from indexing.store.files import read_json, write_checked
 from indexing.suffixes.search import SHORTEST_RUN, Match, Place, Run, SuffixIndex, trace
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
+from retro.inference.source_texts import joined
+from retro.inference.spans import ChunkTexts
+from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, TracedDatastore, traced_datastores
 from retro.model.copy_datastore import DatastoreSource
 from retro.server import schemas, trace_api
 from retro.server.app import make_app
-from retro.server.chunk_texts import ChunkTexts
 from retro.server.service import Service
 from retro.server.settings import ServeSettings
-from retro.server.sources import joined
-from retro.server.verbatim_runs import GeneratedRuns, TracedDatastore, traced_datastores
 from tests.conftest import PATIENCE
 from tests.retro.server.conftest import CHAT_TEMPLATE, events_of
 from tests.retro.server.generation_requests import (
@@ -34,6 +34,7 @@ from tests.retro.server.generation_requests import (
     COMPLETIONS,
     ENDPOINTS,
     GENERATE,
+    SOURCES,
     choices_of,
     post,
     refusal,
@@ -261,7 +262,7 @@ def test_runs_of_a_generated_text_come_from_all_datastores(two: Retriever) -> No
     tokens[-1] = replace(tokens[-1], finish_reason="length")
     datastores = traced_datastores(two.retrieval)
 
-    def runs_in(*searched: TracedDatastore) -> list[schemas.GeneratedRun]:
+    def runs_in(*searched: TracedDatastore) -> list[GeneratedRun]:
         finder = GeneratedRuns(searched, texts, prompt)
         return [run for token in tokens for run in finder.add(token)]
 
@@ -358,11 +359,11 @@ def test_the_runs_of_a_stream_join_to_those_of_the_answer(copying: TestClient, r
         event if path == GENERATE else event["choices"][0]
         for event in events_of(post(copying, path, **body, stream=True))
     ]
-    parts = [schemas.Sources(**event["sources"]) for event in events if "sources" in event]
+    parts = [SOURCES.validate_python(event["sources"]) for event in events if "sources" in event]
     assert all(part.runs is not None for part in parts)
     streamed = joined(parts)
     assert streamed is not None
-    assert streamed.model_dump(mode="json")["runs"] == whole["runs"]
+    assert SOURCES.dump_python(streamed, mode="json")["runs"] == whole["runs"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,8 +19,8 @@ from pipelines.cli.verbs.demo_model import fetch_smollm2, marked, measured, one_
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.device import choose_placement
 from retro.evaluation.sets import EvaluationSet
+from retro.inference.verbatim_runs import GeneratedRun, Place
 from retro.model.retro import Retro
-from retro.server.schemas import GeneratedRun, Place
 from tests.conftest import tiny_config
 from tests.retro.huggingface.small_gguf import write_gguf
 

@@ -18,9 +18,9 @@ from pipelines.cli.main import main
 from pipelines.cli.verbs.generate import GenerateOptions, in_order
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
+from retro.inference.verbatim_runs import TracedDatastore, traced_datastores
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
-from retro.server.verbatim_runs import TracedDatastore, traced_datastores
 from tests.pipelines.conftest import Terminal
 
 PROMPT = "the index of a chunk and the neighbor in memory with a vector from the store\n"
@@ -123,7 +123,7 @@ def test_the_text_is_printed_before_the_datastore_is_opened_for_runs(arguments, 
         seen.append(capsys.readouterr().out)
         return traced_datastores(*given)
 
-    monkeypatch.setattr("retro.server.verbatim_runs.traced_datastores", opened)
+    monkeypatch.setattr("retro.inference.verbatim_runs.traced_datastores", opened)
     assert main([*arguments, PROMPT, "a"]) == 0
     (before,) = seen  # once for all prompts
     assert before.startswith(PROMPT)

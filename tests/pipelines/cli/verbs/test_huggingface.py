@@ -10,8 +10,7 @@ from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import TokenizerSettings, read_meta
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.finetuning.chat_template import template_of
-from retro.finetuning.conversations import Message
+from retro.inference.chat_template import Message, template_of
 from retro.inference.language_model import LanguageModel
 from tests.conftest import build_local, tiny_config
 from tests.retro.huggingface.small_bases import save, transformers_logits

@@ -8,22 +8,21 @@ Each datastore is searched on its own: a run is as long as possible in its datas
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.datastore import Datastore, Split
 from indexing.store.remote import datastore_name
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.build import FOLDER
-from indexing.suffixes.search import SHORTEST_RUN, Match, Place, Run, SuffixIndex, Tracer
-from retro.server import schemas
-from retro.server.spans import characters
+from indexing.suffixes.search import SHORTEST_RUN, Match, Run, SuffixIndex, Tracer
+from retro.inference.spans import ChunkTexts, characters
 
 if TYPE_CHECKING:  # `retro trace` needs neither torch nor Faiss
     from retro.inference.generation import GeneratedToken
-    from retro.server.chunk_texts import ChunkTexts
 
 _PLACES = 3  # of a run of a generated text
 
@@ -41,6 +40,46 @@ class TracedDatastore:
     name: str
     number: int
     index: SuffixIndex
+
+
+@dataclass(frozen=True)
+class Place:
+    """An occurrence of a run. Both ends are the id of a chunk (`GET /chunks/ID`) and a character of its text."""
+
+    document_id: str
+    title: str
+    source: str
+    start: Annotated[tuple[int, int], Field(description="The chunk of the first token, and the first character.")]
+    stop: Annotated[
+        tuple[int, int], Field(description="The chunk of the last token, and the character after the last one.")
+    ]
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A run of tokens that occurs verbatim in a datastore, as long as possible to both sides."""
+
+    text: Annotated[tuple[int, int], Field(description="Characters [start, stop) of the text of all tokens.")]
+    tokens: int
+    occurrences: int
+    datastore: Annotated[str, Field(description="Name of the datastore, see `GET /datastore`.")]
+    places: Annotated[
+        list[Place],
+        Field(
+            description="One occurrence in each of the first documents that it occurs in. Only the longest 1,024 different runs "
+            "of a text have places."
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class GeneratedRun(TracedRun):
+    """A run of at least 8 tokens that occurs verbatim in a datastore and has generated tokens."""
+
+    text: Annotated[
+        tuple[int, int], Field(description="Characters [start, stop) of the answer's text that were generated.")
+    ]
+    prompt_tokens: Annotated[int, Field(description="Tokens of the run that are the end of the prompt.")]
 
 
 def is_traced(split: Split) -> bool:
@@ -73,37 +112,38 @@ def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None
 
 def in_order(datastores: Sequence[TracedDatastore], runs: Sequence[Sequence[Run]]) -> list[tuple[TracedDatastore, Run]]:
     """The runs of a text in each of the datastores, all in the order of the text."""
-    pairs = [(datastore, run) for datastore, own in zip(datastores, runs, strict=True) for run in own]
+    pairs = [(datastore, run) for datastore, in_it in zip(datastores, runs, strict=True) for run in in_it]
     return sorted(pairs, key=lambda pair: (pair[1].first, pair[1].stop))
 
 
 def tokens_in(runs: Iterable[Run]) -> int:
     """How many tokens of a text are in one of its runs."""
-    number, reached = 0, 0
+    tokens, reached = 0, 0
     for first, stop in sorted((run.first, run.stop) for run in runs):
-        number += max(0, stop - max(first, reached))
+        tokens += max(0, stop - max(first, reached))
         reached = max(reached, stop)
-    return number
+    return tokens
 
 
 class PlaceFinder:
     """Finds the places of runs in a datastore. `texts`: of the request."""
 
-    def __init__(self, datastore: TracedDatastore, texts: "ChunkTexts") -> None:
+    def __init__(self, datastore: TracedDatastore, texts: ChunkTexts) -> None:
         self.datastore, self._texts = datastore, texts
 
-    def of(self, match: Match, most: int) -> list[schemas.Place]:
+    def of(self, match: Match, most: int) -> list[Place]:
         """Return one place of a match in each of up to `most` documents."""
-        return [self._of_document(place) for place in self.datastore.index.places(match, most)]
+        places = self.datastore.index.places(match, most)
+        return [self._place(place.document, place.first, place.last) for place in places]
 
-    def _of_document(self, place: Place) -> schemas.Place:
-        (first, start), (last, end) = place.first, place.last
-        return schemas.Place(
-            document_id=str(place.document["id"]),
-            title=str(place.document.get("title") or ""),
-            source=str(place.document.get("source") or ""),
-            start=(self._id(first), characters(self._ends(first), start, start + 1)[0]),
-            stop=(self._id(last), characters(self._ends(last), end, end + 1)[1]),
+    def _place(self, document: dict[str, Any], first: tuple[int, int], last: tuple[int, int]) -> Place:
+        """Convert the first and the last token of an occurrence, each its chunk and its position there."""
+        return Place(
+            document_id=str(document["id"]),
+            title=str(document.get("title") or ""),
+            source=str(document.get("source") or ""),
+            start=(self._id(first[0]), characters(self._ends(first[0]), first[1], first[1] + 1)[0]),
+            stop=(self._id(last[0]), characters(self._ends(last[0]), last[1], last[1] + 1)[1]),
         )
 
     def _id(self, chunk: int) -> int:
@@ -121,7 +161,7 @@ class GeneratedRuns:
     def __init__(
         self,
         datastores: Sequence[TracedDatastore],
-        texts: "ChunkTexts",
+        texts: ChunkTexts,
         prompt: np.ndarray,
         start: int = 0,
         least: int = SHORTEST_RUN,
@@ -141,18 +181,18 @@ class GeneratedRuns:
         ]
         self._ends = [start]  # characters of the answer up to each generated token
 
-    def add(self, token: "GeneratedToken") -> list[schemas.GeneratedRun]:
+    def add(self, token: "GeneratedToken") -> list[GeneratedRun]:
         """Return the runs that end before the next token; after the last token, also the runs at the end."""
         self._ends.append(self._ends[-1] + len(token.text))
         ended = [(places, run) for places, tracer in self._tracers for run in tracer.add(token.token)]
         if token.finish_reason is not None:
             ended += [(places, run) for places, tracer in self._tracers for run in tracer.rest()]
-        found = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
-        return [run for run in found if run.text[0] < run.text[1] and run.occurrences]
+        generated = [self._generated(places, run) for places, run in ended if run.stop > self._prompt]
+        return [run for run in generated if run.text[0] < run.text[1] and run.occurrences]
 
-    def _generated(self, places: PlaceFinder, run: Run) -> schemas.GeneratedRun:
+    def _generated(self, places: PlaceFinder, run: Run) -> GeneratedRun:
         first = max(0, run.first - self._prompt)
-        return schemas.GeneratedRun(
+        return GeneratedRun(
             text=(self._ends[first], self._ends[run.stop - self._prompt]),
             tokens=run.stop - run.first,
             prompt_tokens=max(0, self._prompt - run.first),

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.server.spans import character_groups, characters, shared_runs, token_ends
+from retro.inference.spans import character_groups, characters, shared_runs, token_ends
 
 TEXTS = [
     "",
@@ -92,20 +91,3 @@ def test_shared_runs_are_equal_tokens_and_include_the_longest(first: list[int], 
         default=0,
     )  # fmt: skip
     assert (runs[0][2] if runs else 0) == (longest if longest >= 3 else 0)
-
-
-def test_spans_of_a_neighbor_are_the_same_text(retriever: Retriever, client) -> None:
-    text = retriever.chunk(3).text + retriever.chunk(3).continuation
-    answer = client.post("/neighbors", json={"text": text * 2, "k": 3})
-    chunks = answer.json()["chunks"]
-    assert "".join(chunk["text"] for chunk in chunks) == text * 2
-    spans = 0
-    for chunk in chunks:
-        for hit in chunk["neighbors"]:
-            both = hit["text"] + hit["continuation"]
-            longest = max((span["tokens"] for span in hit["spans"]), default=0)
-            assert longest == (round(hit["overlap"] * chunk["tokens"]) if longest else 0)
-            for span in hit["spans"]:
-                spans += 1
-                assert chunk["text"][slice(*span["chunk"])] == both[slice(*span["neighbor"])]
-    assert spans > 3

@@ -1,4 +1,4 @@
-"""Character ranges of tokens, and of token runs that a chunk shares with a neighbor.
+"""Character ranges of tokens, in a text and in stored chunks, and of token runs that a chunk shares with a neighbor.
 
     tokens ─► texts of their prefixes ─► character range [start, stop) of each token ─► runs that two rows of tokens share
 
@@ -8,8 +8,12 @@ what the decoded prefix gains with it, counted in whole characters. The last par
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:  # `retro trace` needs no retriever
+    from indexing.retrieval.retriever import Retriever
 
 DecodeBatch = Callable[[Sequence[np.ndarray]], list[str]]
 
@@ -31,11 +35,11 @@ def token_ends(decode_batch: DecodeBatch, tokens: np.ndarray) -> tuple[str, list
         before, *prefixes, whole = decode_batch([*rows, tokens[first : stop + _AFTER]])
         if stop == len(tokens):
             whole = prefixes[-1]
-        known, block = len(before), list[int]()
+        reached, block = len(before), list[int]()
         for prefix in prefixes:
-            if len(prefix) >= known and whole.startswith(prefix):
-                known = len(prefix)
-            block.append(known)
+            if len(prefix) >= reached and whole.startswith(prefix):
+                reached = len(prefix)
+            block.append(reached)
         # The next block begins at a character: after the last token that completed one.
         clean = [index for index, prefix in enumerate(prefixes) if whole.startswith(prefix)]
         taken = clean[-1] + 1 if clean else len(prefixes)
@@ -64,6 +68,32 @@ def characters(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
     if end == (ends[stop - 2] if stop > 1 else 0):  # the last token ends inside a character
         end = next((later for later in ends[stop:] if later > end), ends[-1])
     return begin, end
+
+
+class ChunkTexts:
+    """Character positions of the tokens of chunks for one request: decodes each chunk once, even if it is used several times."""
+
+    def __init__(self, retriever: "Retriever") -> None:
+        self._decode, self._m = retriever.tokenizer.decode_batch, retriever.datastore.chunk_length
+        self._chunks: dict[int, tuple[str, list[int]]] = {}
+
+    def ends(self, chunk_id: int, tokens: np.ndarray) -> list[int]:
+        """Return `token_ends` of a chunk, or of a chunk and its continuation, decoded separately like the two texts of a hit.
+
+        Args:
+            chunk_id: id of the chunk; that of its continuation is the next one.
+            tokens: [≤ 2m] of both, without padding.
+        """
+        text, ends = self._of_chunk(chunk_id, tokens[: self._m])
+        if len(tokens) <= self._m:
+            return ends
+        _, later = self._of_chunk(chunk_id + 1, tokens[self._m :])
+        return ends + [len(text) + end for end in later]
+
+    def _of_chunk(self, chunk_id: int, tokens: np.ndarray) -> tuple[str, list[int]]:
+        if chunk_id not in self._chunks:
+            self._chunks[chunk_id] = token_ends(self._decode, tokens)
+        return self._chunks[chunk_id]
 
 
 def shared_runs(first: np.ndarray, second: np.ndarray, least: int = 3) -> list[tuple[int, int, int]]:

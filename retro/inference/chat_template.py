@@ -25,10 +25,9 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object
+from indexing.tokenization.language import Language, language_of
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.evaluation.answer_metrics import Language, language_of
-from retro.finetuning.conversations import Conversation, Message
-from retro.finetuning.jinja_process import TemplateError, render
+from retro.inference.jinja_process import TemplateError, render
 
 _PLAIN = """\
 {% for message in messages %}
@@ -55,6 +54,17 @@ _STORED = "the checkpoint's chat template"
 
 # Roles of the messages before an answer; a template must write the first one.
 _SHAPES = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
+
+
+class Message(NamedTuple):
+    """A message of `system`, `user` or `assistant`."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+"""Messages in order; the last one is the assistant's."""
 
 
 class _Refused(InputError):

@@ -9,9 +9,8 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer, TokenizerSettings, install_tokenizer
-from retro.finetuning import jinja_process
-from retro.finetuning.chat_template import ChatTemplate, Written, read_template
-from retro.finetuning.conversations import Conversation, Message
+from retro.inference import jinja_process
+from retro.inference.chat_template import ChatTemplate, Conversation, Message, Written, read_template
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n'}}"

@@ -1,32 +1,64 @@
-"""Sources of answers as JSON: the neighbors that the model read, the runs that it copied from them, and verbatim runs.
+"""Sources of a text as texts: the neighbors that the model read, the runs that it copied from them, and verbatim runs.
 
 GeneratedToken.read, Scores.read ─► ids ─► chunks of the datastore with their documents ─► ReadChunk
 GeneratedToken.copied, Scores.copied ─► characters of the neighbor's text ─► Copy ─► joined to runs
 GeneratedToken.token ─► `GeneratedRuns` ─► runs that occur verbatim in the datastores
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Annotated
 
-import numpy as np
+from pydantic import Field
 
+from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.inference.sources import CopiedFrom, Neighbors, ReadChunk
-from retro.server import schemas
-from retro.server.chunk_texts import ChunkTexts
-from retro.server.search_api import hit_fields
-from retro.server.service import Service
-from retro.server.spans import characters
-from retro.server.verbatim_runs import GeneratedRuns
+from retro.inference.sources import CopiedFrom, Neighbors, ReadNeighbors
+from retro.inference.spans import ChunkTexts, characters
+from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
-Sourced = tuple[GeneratedToken, schemas.Sources | None]
-"""A token, and what is new in the sources of its continuation."""
+
+@dataclass(frozen=True)
+class ReadChunk:
+    """A complete chunk and its neighbors, best first. The model reads them for the tokens of the next chunk."""
+
+    chunk: Annotated[int, Field(description="Its number in what the model reads (prompt and continuation), from 0.")]
+    text: str
+    neighbors: list[Hit]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A run of tokens that the copy head copied from a neighbor: at least half of the probability of each."""
+
+    text: Annotated[tuple[int, int], Field(description="Characters [start, stop) of the answer's text.")]
+    chunk: Annotated[int, Field(description="Number of the chunk whose neighbors were read.")]
+    neighbor: Annotated[int, Field(description="Number of the neighbor, from 0.")]
+    neighbor_text: Annotated[
+        tuple[int, int], Field(description="Characters [start, stop) of its `text + continuation`.")
+    ]
+    tokens: int
+    share: Annotated[float, Field(description="Mean share of a token's probability that is copied, 0.5 to 1.")]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the model read and copied, and what occurs verbatim; in an event of a stream, only what is new."""
+
+    chunks: list[ReadChunk]
+    copies: list[Copy]
+    runs: Annotated[
+        list[GeneratedRun] | None,
+        Field(
+            exclude_if=lambda runs: runs is None,
+            description="In the order of their ends. Absent if no datastore has the stage `suffixes`, and in `/score`.",
+        ),
+    ] = None
 
 
 @dataclass
@@ -46,13 +78,12 @@ class SourceFinder:
     runs: GeneratedRuns | None = None
     _read: dict[int, Neighbors] = field(default_factory=dict)
 
-    def add_generated(self, token: GeneratedToken) -> schemas.Sources:
+    def add_generated(self, token: GeneratedToken) -> Sources:
         """Return what a generated token adds."""
-        sources = self.add(token.text, token.read, token.copied)
-        sources.runs = None if self.runs is None else self.runs.add(token)
-        return sources
+        runs = None if self.runs is None else self.runs.add(token)
+        return replace(self.add(token.text, token.read, token.copied), runs=runs)
 
-    def add(self, text: str, read: Iterable[ReadChunk], copied: CopiedFrom | None) -> schemas.Sources:
+    def add(self, text: str, read: Iterable[ReadNeighbors], copied: CopiedFrom | None) -> Sources:
         """Return what the next token adds; `text` is its text."""
         start, self.length = self.length, self.length + len(text)
         # A model that copies from the whole datastore alone reads no neighbors.
@@ -60,25 +91,25 @@ class SourceFinder:
         copies = []
         if copied is not None and copied.share >= _LEAST_SHARE:
             copies = [self._copy((start, self.length), copied)]
-        return schemas.Sources(chunks=chunks, copies=copies)
+        return Sources(chunks=chunks, copies=copies)
 
-    def _chunk(self, read: ReadChunk) -> schemas.ReadChunk:
+    def _chunk(self, read: ReadNeighbors) -> ReadChunk:
         neighbors = self._read[read.number] = read.neighbors
         assert neighbors.ids is not None
         assert neighbors.distances is not None
         hits = self.retriever.hits(neighbors.ids, neighbors.distances)
-        return schemas.ReadChunk(
+        return ReadChunk(
             chunk=read.number,
             text=self.retriever.tokenizer.decode(read.tokens),
-            neighbors=[schemas.Hit(**hit_fields(hit)) for hit in hits],
+            neighbors=hits,
         )
 
-    def _copy(self, text: tuple[int, int], copied: CopiedFrom) -> schemas.Copy:
+    def _copy(self, text: tuple[int, int], copied: CopiedFrom) -> Copy:
         neighbors = self._read[copied.chunk]
         assert neighbors.ids is not None
         row = neighbors.tokens[copied.neighbor][: neighbors.lengths[copied.neighbor]]
         ends = self.texts.ends(int(neighbors.ids[copied.neighbor]), row)
-        return schemas.Copy(
+        return Copy(
             text=text,
             chunk=copied.chunk,
             neighbor=copied.neighbor,
@@ -88,39 +119,7 @@ class SourceFinder:
         )
 
 
-async def with_sources(
-    steps: AsyncIterator[list[GeneratedToken]],
-    service: Service | None,
-    prompts: Sequence[np.ndarray],
-    starts: Sequence[int],
-) -> AsyncIterator[list[Sourced]]:
-    """Add to each token what is new in the sources of its continuation.
-
-    Args:
-        steps: steps of a generation.
-        service: its retriever is the model's; None = no sources are wanted.
-        prompts: of each continuation, [t].
-        starts: for each continuation, the characters of the answer before it.
-    """
-    finders = [] if service is None else await asyncio.to_thread(_finders, service, prompts, starts)
-
-    def of_step(step: list[GeneratedToken]) -> list[Sourced]:
-        return [(token, finders[token.row].add_generated(token)) for token in step]
-
-    async for step in steps:
-        yield await asyncio.to_thread(of_step, step) if finders else [(token, None) for token in step]
-
-
-def _finders(service: Service, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
-    retriever, texts = service.retriever, ChunkTexts(service.retriever)
-    traced = service.traced() if service.traces else []
-    return [
-        SourceFinder(retriever, texts, start, GeneratedRuns(traced, texts, prompt, start) if traced else None)
-        for prompt, start in zip(prompts, starts, strict=True)
-    ]
-
-
-def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores) -> schemas.Sources:
+def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores) -> Sources:
     """Return the sources of a scored text.
 
     Args:
@@ -128,33 +127,33 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
         texts: text of each scored token.
         scores: of the text, with `read` and `copied`.
     """
-    finder, read, parts = SourceFinder(retriever, ChunkTexts(retriever)), scores.read, list[schemas.Sources]()
+    finder, read, parts = SourceFinder(retriever, ChunkTexts(retriever)), scores.read, list[Sources]()
     for text, copied in zip(texts, scores.copied, strict=True):
         parts.append(finder.add(text, read, copied))
         read = []
-    return joined(parts) or schemas.Sources(chunks=[], copies=[])
+    return joined(parts) or Sources(chunks=[], copies=[])
 
 
-def joined(parts: Iterable[schemas.Sources | None]) -> schemas.Sources | None:
+def joined(parts: Iterable[Sources | None]) -> Sources | None:
     """Join the sources of a text in order; copies that continue each other become one run. None if no part has sources."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    runs: list[schemas.Copy] = []
+    runs: list[Copy] = []
     for copy in (copy for part in present for copy in part.copies):
         if runs and _continues(runs[-1], copy):
             runs[-1] = _run_of(runs[-1], copy)
         else:
             runs.append(copy)
     traced = [part.runs for part in present if part.runs is not None]
-    return schemas.Sources(
+    return Sources(
         chunks=[chunk for part in present for chunk in part.chunks],
         copies=runs,
         runs=list(chain(*traced)) if traced else None,
     )
 
 
-def _continues(run: schemas.Copy, copy: schemas.Copy) -> bool:
+def _continues(run: Copy, copy: Copy) -> bool:
     """Whether a copy is the next text of a run, in the answer and in the same neighbor.
 
     Tokens that are parts of one character all have the character.
@@ -167,9 +166,9 @@ def _continues(run: schemas.Copy, copy: schemas.Copy) -> bool:
     ) and first <= copy.neighbor_text[0] <= last <= copy.neighbor_text[1]
 
 
-def _run_of(run: schemas.Copy, copy: schemas.Copy) -> schemas.Copy:
+def _run_of(run: Copy, copy: Copy) -> Copy:
     tokens = run.tokens + copy.tokens
-    return schemas.Copy(
+    return Copy(
         text=(run.text[0], copy.text[1]),
         chunk=run.chunk,
         neighbor=run.neighbor,
