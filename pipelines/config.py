@@ -36,6 +36,8 @@ REMOVED = {
     "index.points_per_list": _CHOSEN,
     "index.tune_queries": _CHOSEN,
     "model.chunk_length": "It was removed: a model has the chunk length of its datastore (chunks.chunk_length). Delete the key.",
+    "model.attention.smeared_keys": "It was removed: model.attention.smeared_tokens = 3 is enough. Delete the key.",
+    "model.copying_init": "It was removed: model.attention.smeared_tokens includes it. Delete the key.",
     "model.norm_eps": _OF_MODEL,
     "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
     "model.rope.high_freq_factor": _OF_MODEL,

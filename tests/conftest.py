@@ -63,6 +63,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests kill processes, never the machine. Half of the time of a tiny datastore's build is the disk's.
 os.fsync = lambda descriptor: None
 
+# Builds set the threads of torch for the whole process. With one thread, results do not depend on the tests before, and no test
+# waits for a second core.
+torch.set_num_threads(1)
+
 # Ray reads its token once per process, so all tests that start a cluster share one.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex)
 # Seconds that a cluster waits for its own processes; the defaults are 30 and 60.
@@ -230,9 +234,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(autouse=True)
-def _quiet_logger() -> Iterator[None]:
-    """Undo the changes of the command line to the project's logger."""
+def _same_process() -> Iterator[None]:
+    """Undo the changes of the command line to the project's logger, and of a build to the threads of torch."""
     yield
+    torch.set_num_threads(1)
     log = logging.getLogger("retro")
     log.handlers.clear()
     log.propagate = True

@@ -43,8 +43,7 @@ from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from retro.training.fitted_copy_head import fit_copy_head
-from retro.training.fitted_retrieval import read_batches
+from retro.training.fitted_copy_head import fit_copy_head, read_batches
 
 WINDOW = 1024
 ALL = ("context", "neighbors", "datastore")

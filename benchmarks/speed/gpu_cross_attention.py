@@ -43,8 +43,7 @@ from retro.model.loss import IGNORED_LABEL
 from retro.model.presets import resolve
 from retro.model.retro import Retro
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
-from retro.training.fitted_copy_head import fit_copy_head
-from retro.training.fitted_retrieval import read_batches
+from retro.training.fitted_copy_head import fit_copy_head, read_batches
 from retro.training.settings import TrainSettings
 from retro.training.trainer import train
 

@@ -1,7 +1,7 @@
 """Tasks of a stage, and the executor that runs them in this process.
 
-A task is an idempotent function call that writes its own artifact and returns counts, never arrays. The bytes on disk do not
-depend on the executor.
+A task is an idempotent function call that writes its own artifact, or returns a small result, never arrays. The bytes on disk do
+not depend on the executor.
 """
 
 import logging

@@ -65,7 +65,6 @@ def run_neighbors(config: Config, executor: Executor) -> Artifacts:
     for generation, stop in zip(own, stops, strict=True):
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
         shards += [_shard(config, method, shard, own[:stop], others, sizes[shard]) for shard in generation.shards]
-
     try:
         made = run_shards(
             folder, "neighbors", "chunks", neighbor_task, shards, executor, before=partial(_warn, config, kept)

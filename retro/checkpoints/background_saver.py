@@ -75,7 +75,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """A new tensor in host memory, pinned if its source is on a CUDA device; for a DTensor, one with the same local shard."""
     from torch.distributed.tensor import DTensor
 
-    own = local(tensor)
-    buffer = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).zero_()
+    part = local(tensor)
+    buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).zero_()
     # `DTensor.from_local` would move it to the mesh's device.
     return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer

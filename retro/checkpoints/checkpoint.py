@@ -201,11 +201,11 @@ def publish(
 def rotate(run: Path, best: dict[str, Any] | None, keep: int) -> None:
     """Name the best checkpoint, and remove all others except the newest `keep`, and leftovers of kills."""
     name_best(run, best)
-    kept = finished(run)[-keep:]
+    remaining = finished(run)[-keep:]
     if best:
-        kept.append(step_folder(run, best["step"]))
+        remaining.append(step_folder(run, best["step"]))
     for folder in (run / "checkpoints").iterdir():
-        if re.fullmatch(r"\d{8,}|\.\d{8,}(\.[0-9a-f]{8})?\.tmp", folder.name) and folder not in kept:
+        if re.fullmatch(r"\d{8,}|\.\d{8,}(\.[0-9a-f]{8})?\.tmp", folder.name) and folder not in remaining:
             remove(folder)
 
 
@@ -340,9 +340,9 @@ def _check_state(path: Path, state: Any) -> None:
             value = value.get(part) if isinstance(value, dict) else None
         if not isinstance(value, accepted) or isinstance(value, bool):
             kind = accepted if isinstance(accepted, type) else accepted[0]
-            found = "is missing" if value is None else f"is {value!r:.50}"
+            problem = "is missing" if value is None else f"is {value!r:.50}"
             raise InputError(
-                f"{path}: {key} {found} in its metadata; accepted: {_KINDS[kind]}. Export or copy it again."
+                f"{path}: {key} {problem} in its metadata; accepted: {_KINDS[kind]}. Export or copy it again."
             )
 
 

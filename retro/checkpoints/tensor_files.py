@@ -142,7 +142,7 @@ def check_size(settings: ModelSettings, num_tensors: int, num_elements: int, whe
     """
     attention = settings.attention
     rows = settings.vocab_size + (attention.max_positions if attention.positions == "learned" else 0)
-    elements, layers = rows * settings.d_model + settings.smeared_tokens, 0
+    elements, layers = rows * settings.d_model + attention.smeared_tokens, 0
     for stack in (settings, settings.encoder) if settings.retrieval.cca_layers else (settings,):
         heads = settings.attention if stack is settings else settings.encoder
         layers += stack.num_layers
@@ -173,9 +173,9 @@ def fill(tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor]) -> None
         assert item.storage_index.index is not None  # set by the plan: the number of the shard
         shard = stored[item.storage_index.fqn].shards[item.storage_index.index]
         by_file[shard.file].append((shard.name, item))
-    for file, wanted in by_file.items():
+    for file, items in by_file.items():
         with safe_open(file, "pt") as opened:
-            for name, item in wanted:
+            for name, item in items:
                 box = tuple(
                     slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)
                 )

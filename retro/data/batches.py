@@ -68,9 +68,8 @@ def read_sequences(
         votes[real] = within_limit(found, split, use.max_overlap)
         votes = votes.reshape(len(ids), -1, votes.shape[-1])  # [B, T, 1 + 2 S]
     if use.k:
-        own = np.stack(
-            [starts.min(axis=1), stops.max(axis=1)], axis=1
-        )  # [B, 2]: the documents of a range of chunks are a range of chunks too
+        # The documents of a range of chunks are a range of chunks too.
+        own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]
         followed = np.zeros(ids.shape, dtype=bool)
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(

@@ -90,6 +90,6 @@ def load(
 
 def _leave_signals_to_the_trainer(_: int) -> None:
     """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs batches."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, signal.SIG_IGN)
     torch.set_num_threads(1)

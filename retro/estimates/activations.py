@@ -88,7 +88,9 @@ def activations(settings: ModelSettings, run: Pass) -> tuple[dict[str, Block], d
     decoder = _Heads(s.d_model, s.d_model, own.num_heads, own.kv_heads, own.head_dim, own.qk_norm, own.positions)
     by_bounds = run.gpu and run.narrow and fits_bounds(own, torch.bfloat16)
     masked = (run.documents or 0 < own.sliding_window < t) and not by_bounds
-    attention = _attention(run, decoder, run.num_sequences, t, t, s.norm, s.smeared_tokens, causal=True, masked=masked)
+    attention = _attention(
+        run, decoder, run.num_sequences, t, t, s.norm, own.smeared_tokens, causal=True, masked=masked
+    )
     feed_forward = _feed_forward(run, s, s.d_model, s.d_ffw, n, s.norm)
     if s.parallel_residual:  # reads the input of the attention, which is kept there
         feed_forward = replace(feed_forward, kept=feed_forward.kept - 4 * n * s.d_model)
@@ -117,7 +119,7 @@ def activations(settings: ModelSettings, run: Pass) -> tuple[dict[str, Block], d
         to_chunk = replace(encoder, key_width=s.d_model)
         blocks[f"encoder.cross.{layer}"] = _attention(run, to_chunk, num_chunks, run.k * r, s.chunk_length)
     to_neighbors = replace(decoder, key_width=e.d_model, positions=s.retrieval_positions)
-    cross = _attention(run, to_neighbors, num_chunks, s.chunk_length, run.k * r, smeared=s.smeared_tokens)
+    cross = _attention(run, to_neighbors, num_chunks, s.chunk_length, run.k * r)
     blocks |= {f"cross.{layer}": cross for layer in s.retrieval.cca_layers}
     first = f"cross.{min(s.retrieval.cca_layers)}"
     blocks[first] = replace(
@@ -178,10 +180,7 @@ def _attention(
     if heads.qk_norm:
         kept += 4 * (q * wide + keys) + _norm(run, q * heads.num_heads + k * heads.num_kv_heads, heads.head_dim)
         kept_products += 0 if run.narrow else 4 * (q * wide + keys)
-    if smeared == 1:
-        kept += 2 * w * keys
-        kept_products += w * keys
-    elif smeared:
+    if smeared:
         kept += w * ((smeared + 1) * keys + smeared * q * wide)
         kept_products += w * (keys + q * wide)
     relative = heads.positions == "transformer-xl"

@@ -79,7 +79,7 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     if s.shared_embeddings:
         per_chunk += 2 * k * r * s.d_model * d
     # Windows are padded with queries that were not projected.
-    missing = num_chunks * m - (t - m + max(1, s.smeared_tokens))
+    missing = num_chunks * m - (t - m + 1)
     return total + num_chunks * per_chunk - len(s.retrieval.cca_layers) * 2 * width * s.d_model * missing
 
 

@@ -264,8 +264,8 @@ def of_questions(
     tokens = np.empty((len(keys), 2 * formats[0].chunk_length), dtype=np.int64)
     lengths = np.empty(len(keys), dtype=np.int64)
     for form in set(formats):
-        own = [number for number, key in enumerate(keys) if key[0] == form]
-        tokens[own], lengths[own] = form.neighbors([keys[number][1] for number in own], len(own))
+        of_form = [index for index, key in enumerate(keys) if key[0] == form]
+        tokens[of_form], lengths[of_form] = form.neighbors([keys[index][1] for index in of_form], len(of_form))
     return Neighbors(np.repeat(rows, counts, axis=0), tokens, lengths)
 
 

@@ -197,7 +197,7 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path, datastore: str, token
     ids = {"bos": opened.bos_id, "eos": opened.eos_id, "pad": opened.pad_id}
     if ids["pad"] >= checkpoint.model.vocab_size:  # the import added it, because the tokenizer had none
         ids["pad"] = ids["eos"]
-    return {f"{role}_token_id": number for role, number in ids.items()}
+    return {f"{role}_token_id": token_id for role, token_id in ids.items()}
 
 
 def _chat_template(checkpoint: Checkpoint) -> str:

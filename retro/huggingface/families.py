@@ -107,7 +107,7 @@ def _decoder_settings(settings: ModelSettings) -> dict[str, Any]:
     """The settings, by key, that define the function of a plain decoder; the others at their defaults."""
     default, values = flatten(ModelSettings()), flatten(updated(settings, {"retrieval.cca_layers": ()}))
     unused = keys_without_effect(updated(settings, {"retrieval.cca_layers": ()}))
-    for key in unused | {"shared_embeddings", "dropout", "copying_init"}:
+    for key in unused | {"shared_embeddings", "dropout"}:
         values[key] = default[key]
     values["attention.num_kv_heads"] = settings.attention.kv_heads
     if settings.attention.positions == "rope":  # fractions that rotate as many features are equal

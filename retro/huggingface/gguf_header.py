@@ -16,19 +16,8 @@ from typing import Any
 from indexing.store.errors import InputError
 
 _VERSIONS = (2, 3)
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}  # by type of a value
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Format of `struct` by type of a value."""
 _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 2**22
 """Values of all arrays. The largest vocabularies have a million, with scores, types and merges."""
@@ -111,13 +100,13 @@ class _Reader:
             raise _Damaged(f"its tensors need {data + max(ends):,} bytes")
         return Header(fields, tensors)
 
-    def _read(self, number: int) -> bytes:
-        if number > self._size - self._opened.tell():
-            raise _Damaged(f"{number:,} bytes are expected at byte {self._opened.tell():,}")
-        return self._opened.read(number)
+    def _read(self, num_bytes: int) -> bytes:
+        if num_bytes > self._size - self._opened.tell():
+            raise _Damaged(f"{num_bytes:,} bytes are expected at byte {self._opened.tell():,}")
+        return self._opened.read(num_bytes)
 
-    def _numbers(self, form: str, number: int) -> tuple[Any, ...]:
-        form = f"<{number}{form}"
+    def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        form = f"<{count}{form}"
         return struct.unpack(form, self._read(struct.calcsize(form)))
 
     def _string(self) -> str:
@@ -130,15 +119,13 @@ class _Reader:
             return self._string()
         if kind != _ARRAY:
             raise _Damaged(f"a key has a value of the unknown type {kind}")
-        inner, number = self._numbers("I", 1)[0], self._numbers("Q", 1)[0]
-        self._values += number
+        inner, count = self._numbers("I", 1)[0], self._numbers("Q", 1)[0]
+        self._values += count
         if inner not in _SCALARS and inner != _STRING:
             raise _Damaged(f"an array has values of the type {inner}; accepted: numbers, strings")
         if self._values > _MOST_VALUES:
             raise _Damaged(f"its arrays have more than {_MOST_VALUES:,} values")
-        return (
-            [*self._numbers(_SCALARS[inner], number)] if inner in _SCALARS else [self._string() for _ in range(number)]
-        )
+        return [*self._numbers(_SCALARS[inner], count)] if inner in _SCALARS else [self._string() for _ in range(count)]
 
 
 def _num_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:

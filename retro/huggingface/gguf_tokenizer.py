@@ -91,9 +91,9 @@ def write_tokenizer(file: Path, fields: Mapping[str, Any], folder: Path) -> None
     write_bytes(folder / HUGGINGFACE_MODEL, json.dumps(content, ensure_ascii=False).encode())
     names = {"bos": bos, "eos": eos, "unk": unk, "pad": header.special("padding")}
     config: dict[str, Any] = {
-        f"{role}_token": header.tokens[number] for role, number in names.items() if number is not None
+        f"{role}_token": header.tokens[token_id] for role, token_id in names.items() if token_id is not None
     }
-    config |= {f"add_{role}_token": number is not None for role, number in adds.items()}
+    config |= {f"add_{role}_token": token_id is not None for role, token_id in adds.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     write_json(folder / "tokenizer_config.json", config)
     if isinstance(template := fields.get("tokenizer.chat_template"), str):
@@ -118,7 +118,7 @@ class _Header:
             raise InputError(f"{file} has no tokenizer (tokenizer.ggml.tokens). Name a file with one.")
         self.tokens: list[str] = self.array("tokens", str)
         # llama.cpp's name for an empty token
-        self.tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(self.tokens)]
+        self.tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(self.tokens)]
         if len(set(self.tokens)) < len(self.tokens):
             twice = next(before for before, after in pairwise(sorted(self.tokens)) if before == after)
             raise InputError(f"{file}: {_KEY}tokens has {twice!r} twice. Download the file again.")
@@ -143,10 +143,10 @@ class _Header:
 
     def special(self, role: str) -> int | None:
         """Return the id of a special token; None without one."""
-        number = self.get(f"{role}_token_id")
-        if number is not None and not (type(number) is int and 0 <= number < len(self.tokens)):
+        token_id = self.get(f"{role}_token_id")
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(self.tokens)):
             self.refuse(f"{role}_token_id", f"an id below the number of tokens, {len(self.tokens):,}")
-        return number
+        return token_id
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
@@ -166,7 +166,7 @@ _FOLDER = "Import the model's folder in Hugging Face format instead."
 def _byte_level(header: _Header, rule: _Rule) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    ids = {text: number for number, text in enumerate(header.tokens)}
+    ids = {text: token_id for token_id, text in enumerate(header.tokens)}
     merges = []
     for merge in header.array("merges", str):
         cut = merge.find(" ", 1)  # a token can begin with a blank
@@ -191,7 +191,7 @@ def _sentencepiece(header: _Header, unknown: int | None) -> "Tokenizer":
 
     if header.flag("remove_extra_whitespaces", False):
         header.refuse("remove_extra_whitespaces", "false")
-    ids = {text: number for number, text in enumerate(header.tokens)}
+    ids = {text: token_id for token_id, text in enumerate(header.tokens)}
     has_bytes = header.types.count(_BYTE) == 256
     if unknown is None and not has_bytes:
         header.refuse("unknown_token_id", "an id, because the file has no token for each byte")
@@ -215,15 +215,15 @@ def _sentencepiece(header: _Header, unknown: int | None) -> "Tokenizer":
 def _merges(header: _Header, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that give a normal piece, the piece with the highest score first."""
     scores = header.array("scores", float)
-    normal = [number for number, kind in enumerate(header.types) if kind == _NORMAL]
-    longer = [number for number in normal if len(header.tokens[number]) > 1]
-    if len(longer) > 1 and len({scores[number] for number in longer}) == 1:
+    normal = [token_id for token_id, kind in enumerate(header.types) if kind == _NORMAL]
+    longer = [token_id for token_id in normal if len(header.tokens[token_id]) > 1]
+    if len(longer) > 1 and len({scores[token_id] for token_id in longer}) == 1:
         raise InputError(
             f"{header.file}: {_KEY}scores are all equal, so that the order of merges is unknown. {_FOLDER}"
         )
     merges = []
-    for number in sorted(longer, key=lambda number: (-scores[number], number)):
-        text = header.tokens[number]
+    for token_id in sorted(longer, key=lambda token_id: (-scores[token_id], token_id)):
+        text = header.tokens[token_id]
         pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
         merges += sorted((pair for pair in pairs if pair[0] in ids and pair[1] in ids), key=lambda pair: len(pair[0]))
     return merges
@@ -233,18 +233,18 @@ def _added(header: _Header) -> list[dict[str, Any]]:
     """Return the tokens that merges cannot give: control tokens, and user-defined ones, which a text can contain."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": number, "content": text, **flags, "special": kind != _USER_DEFINED}
-        for number, (text, kind) in enumerate(zip(header.tokens, header.types, strict=True))
+        {"id": token_id, "content": text, **flags, "special": kind != _USER_DEFINED}
+        for token_id, (text, kind) in enumerate(zip(header.tokens, header.types, strict=True))
         if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
     ]
 
 
 def _around(adds: Mapping[str, int | None], tokens: list[str]) -> dict[str, Any] | None:
     """Return a post-processor that puts `bos` in front of a text and `eos` behind it; None if the file adds neither."""
-    used = {role: number for role, number in adds.items() if number is not None}
+    used = {role: token_id for role, token_id in adds.items() if token_id is not None}
     if not used:
         return None
-    token = {role: {"SpecialToken": {"id": tokens[number], "type_id": 0}} for role, number in used.items()}
+    token = {role: {"SpecialToken": {"id": tokens[token_id], "type_id": 0}} for role, token_id in used.items()}
     before, after = ([token[role]] if role in token else [] for role in ("bos", "eos"))
     texts: list[Any] = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
     return {
@@ -252,7 +252,7 @@ def _around(adds: Mapping[str, int | None], tokens: list[str]) -> dict[str, Any]
         "single": [*before, texts[0], *after],
         "pair": [*before, *texts, *after],
         "special_tokens": {
-            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
-            for number in used.values()
+            tokens[token_id]: {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+            for token_id in used.values()
         },
     }

@@ -105,13 +105,13 @@ def _has_another_head(weights: "Weights", names: Names) -> bool:
     return not torch.equal(weights.read(head), weights.read(table))
 
 
-def add_rows(table: Tensor, number: int) -> Tensor:
+def add_rows(table: Tensor, num_rows: int) -> Tensor:
     """Append rows to a table [V, D]; each is the mean of the existing rows.
 
     The logit of such a row is the mean of all logits, so its probability is at most 1/V (Jensen's inequality), and the other
     probabilities shrink by no more than that. A row of zeros would have the logit 0, which is far above all others in GPT-2.
     """
-    return torch.cat((table, table.mean(0, keepdim=True).expand(number, -1)))
+    return torch.cat((table, table.mean(0, keepdim=True).expand(num_rows, -1)))
 
 
 def tokenizer_size(folder: Path) -> int:
@@ -266,9 +266,8 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
     read, used = {}, set()
     for name, shape in shapes.items():
         theirs = names.of(name)[0]
-        stored = (
-            theirs if theirs in weights.files else theirs.removeprefix(names.prefix)
-        )  # the folder was saved without an output layer
+        # A folder that was saved without an output layer has no prefix.
+        stored = theirs if theirs in weights.files else theirs.removeprefix(names.prefix)
         if stored not in weights.files:
             raise InputError(f"{where} has no tensor {theirs}, but its config.json requires it.")
         used.add(stored)

@@ -67,7 +67,7 @@ def _metadata(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("trained on", f"{checkpoint.tokens:,} tokens in {checkpoint.step:,} steps"),
         ("fingerprint of the checkpoint", f"`{checkpoint.fingerprint}`"),
     ]
-    rows += [("fingerprint of a training datastore", f"`{each}`") for each in checkpoint.datastores]
+    rows += [("fingerprint of a training datastore", f"`{datastore}`") for datastore in checkpoint.datastores]
     return rows
 
 
@@ -97,8 +97,8 @@ def _measured(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the metrics that the run logged at the checkpoint's step."""
     folder, line = checkpoint.path.resolve().parent, dict[str, Any]()
     if folder.name == "checkpoints":
-        for each in read_metrics(folder.parent):
-            line |= each if each.get("step") == checkpoint.step else {}
+        for metrics in read_metrics(folder.parent):
+            line |= metrics if metrics.get("step") == checkpoint.step else {}
     return line
 
 

@@ -121,14 +121,14 @@ class RetroCache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with these rows; a row may occur several times (beam search)."""
-        kept = list[Row]()
-        for place in beam_idx.tolist():
-            row = self.rows[place]
-            kept.append(self.decoder.copy(row) if row in kept else row)
+        rows = list[Row]()
+        for index in beam_idx.tolist():
+            row = self.rows[index]
+            rows.append(self.decoder.copy(row) if row in rows else row)
         for row in self.rows:
-            if row not in kept:
+            if row not in rows:
                 self.decoder.remove(row)
-        self.rows = kept
+        self.rows = rows
 
 
 class RetroForCausalLM(PreTrainedModel, GenerationMixin):
@@ -142,8 +142,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # retrieved neighbors cannot be undone, so there is no assisted generation
     # As in training, autocast reduces only matrix products, and the residual stream stays in float32.
     _keep_in_fp32_modules_strict: tuple[str, ...] = (
-        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "smear",
-        "router", "content_bias", "distance_bias", "copy_head",
+        "embedding", "position_embedding", "chunk_embedding", "norm", "query_norm", "q_norm", "k_norm", "router",
+        "content_bias", "distance_bias", "copy_head",
     )  # fmt: skip
 
     def __init__(self, config: RetroConfig) -> None:
@@ -269,10 +269,10 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         tokens, shift, lengths = input_ids, None, torch.full((num_rows,), num_tokens, device=input_ids.device)
         if attention_mask is not None and not bool(attention_mask.all()):
             starts, lengths = extents(attention_mask)
-            places = torch.arange(num_tokens, device=tokens.device)
-            shifted = (places + starts[:, None]).clamp(max=num_tokens - 1)
+            columns = torch.arange(num_tokens, device=tokens.device)
+            shifted = (columns + starts[:, None]).clamp(max=num_tokens - 1)
             tokens = tokens.gather(1, shifted)  # tokens after the end of a row are padding
-            shift = (places - starts[:, None]).clamp(min=0)
+            shift = (columns - starts[:, None]).clamp(min=0)
         if neighbors is None and self._retrieve is not None:
             neighbors, neighbor_lengths = self._retrieved(tokens, lengths)
         with self._placement().autocast():
@@ -285,8 +285,8 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
                 hidden = self.model.mix(self.model.logits(hidden), hidden, inputs)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = hidden if labels is not None else hidden[:, kept]
+            last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = hidden if labels is not None else hidden[:, last]
             if not copies:
                 logits = self.model.logits(logits)
         if labels is None:
@@ -310,9 +310,9 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             return None, None
         assert self._retrieve is not None
         read = self._retrieve(chunks[complete].cpu().numpy())
-        neighbors, neighbor_lengths = (tokens.new_zeros(*complete.shape, *each.shape[1:]) for each in read)
-        for whole, each in zip((neighbors, neighbor_lengths), read, strict=True):
-            whole[complete] = torch.from_numpy(each).to(tokens)
+        neighbors, neighbor_lengths = (tokens.new_zeros(*complete.shape, *part.shape[1:]) for part in read)
+        for whole, part in zip((neighbors, neighbor_lengths), read, strict=True):
+            whole[complete] = torch.from_numpy(part).to(tokens)
         return neighbors, neighbor_lengths
 
     def _placement(self) -> Placement:
@@ -333,9 +333,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        cache: RetroCache | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: RetroCache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of `forward`: the columns that have not been read yet."""
@@ -343,8 +341,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
         for name in ("use_cache", "logits_to_keep", "neighbors", "neighbor_lengths"):
             if kwargs.get(name) is not None:
                 inputs[name] = kwargs[name]
-        cache = past_key_values if cache is None else cache
-        if cache is not None:
+        if (cache := kwargs.get(_CACHE)) is not None:
             num_read = cache.get_seq_length()
             if input_ids.shape[1] <= num_read:
                 raise ValueError(f"{_CACHE} has read {num_read} tokens; input_ids must have these and the new tokens.")
@@ -393,8 +390,8 @@ def extents(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     mask = attention_mask.bool()
     starts, lengths = mask.int().argmax(1), mask.sum(1)
-    places = torch.arange(mask.shape[1], device=mask.device)
-    whole = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    whole = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
     if mask.ndim != 2 or not torch.equal(whole, mask) or not bool(lengths.all()):
         raise ValueError("attention_mask: every row must have tokens, and padding only before or after them.")
     return starts, lengths

@@ -10,6 +10,5 @@ from retro.huggingface.tokenization import RetroTokenizer
 
 AutoConfig.register(RetroConfig.model_type, RetroConfig)
 AutoModelForCausalLM.register(RetroConfig, RetroForCausalLM)
-AutoTokenizer.register(
-    RetroConfig, slow_tokenizer_class=RetroTokenizer
-)  # also found by name for models of other classes
+# Models of other classes find it by its name.
+AutoTokenizer.register(RetroConfig, slow_tokenizer_class=RetroTokenizer)

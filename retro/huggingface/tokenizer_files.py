@@ -51,10 +51,12 @@ def write_tokenizer(source: Path, folder: Path) -> None:
         path = present(source / MODEL)
         write_bytes(folder / MODEL, path.read_bytes())
         processor = SentencePiece(path).processor
-        names = _names(roles, {number: processor.id_to_piece(number) for number in range(processor.get_piece_size())})
+        names = _names(
+            roles, {token_id: processor.id_to_piece(token_id) for token_id in range(processor.get_piece_size())}
+        )
         config |= {
             "tokenizer_class": "RetroTokenizer",
-            "added_tokens_decoder": {str(number): _added(names[role]) for role, number in roles.items()},
+            "added_tokens_decoder": {str(token_id): _added(names[role]) for role, token_id in roles.items()},
             "split_special_tokens": True,  # "</s>" in a text does not end a document
         }
     write_json(folder / CONFIG, config | {f"{role}_token": name for role, name in names.items()})
@@ -75,30 +77,34 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def _names(roles: Mapping[str, int], vocabulary: Mapping[int, str]) -> dict[str, str]:
     """Return the text of each special token; tokens outside the vocabulary get a new unique text."""
-    known, names = dict(vocabulary), {}
-    for role, number in roles.items():
-        if number not in known:
-            taken = set(known.values())
-            known[number] = next(
+    texts, names = dict(vocabulary), {}
+    for role, token_id in roles.items():
+        if token_id not in texts:
+            taken = set(texts.values())
+            texts[token_id] = next(
                 text for text in (f"<{role}>", f"<|{role}|>", f"<|retro_{role}|>") if text not in taken
             )
-        names[role] = known[number]
+        names[role] = texts[token_id]
     return names
 
 
 def _vocabulary(content: Mapping[str, Any]) -> dict[int, str]:
     """Return the ids and texts of a tokenizer.json."""
     pieces = content["model"]["vocab"]
-    pairs = pieces.items() if isinstance(pieces, dict) else ((piece[0], number) for number, piece in enumerate(pieces))
-    return {number: text for text, number in pairs} | {each["id"]: each["content"] for each in content["added_tokens"]}
+    pairs = (
+        pieces.items() if isinstance(pieces, dict) else ((piece[0], token_id) for token_id, piece in enumerate(pieces))
+    )
+    return {token_id: text for text, token_id in pairs} | {
+        token["id"]: token["content"] for token in content["added_tokens"]
+    }
 
 
 def _add(content: dict[str, Any], roles: Mapping[str, int], names: Mapping[str, str]) -> None:
     """Declare special tokens in a tokenizer.json, and remove truncation and padding."""
-    added = {each["id"] for each in content["added_tokens"]}
-    missing = {number: names[role] for role, number in roles.items() if number not in added}
-    content["added_tokens"] += [{"id": number, **_added(missing[number])} for number in sorted(missing)]
-    content["added_tokens"].sort(key=lambda each: each["id"])
+    added = {token["id"] for token in content["added_tokens"]}
+    missing = {token_id: names[role] for role, token_id in roles.items() if token_id not in added}
+    content["added_tokens"] += [{"id": token_id, **_added(missing[token_id])} for token_id in sorted(missing)]
+    content["added_tokens"].sort(key=lambda token: token["id"])
     content |= {"truncation": None, "padding": None}
 
 
@@ -106,12 +112,12 @@ def _added(text: str) -> dict[str, Any]:
     return dict(content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
 
 
-def _beginning_with(name: str, number: int) -> dict[str, Any]:
+def _beginning_with(name: str, token_id: int) -> dict[str, Any]:
     """Return a post-processor that puts the beginning-of-document token in front of a text."""
     special, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",
         "single": [special, text],
         "pair": [special, text, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
     }

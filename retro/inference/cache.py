@@ -24,10 +24,9 @@ class Cache:
 
     keys: Tensor  # [B, L, G, S, C] of every layer, with positions applied
     values: Tensor  # same shape
-    # Smeared keys mix W projected keys into the next ones. Tokens of drafts are more, since they may be removed again.
-    last_keys: Tensor  # [B, L, W + draft, G, C]; without smeared keys [B, L, 0, G, C]
+    # The last W projected keys are mixed into the next ones. Tokens of drafts are more, since they may be removed again.
+    last_keys: Tensor  # [B, L, W + draft, G, C]; without smeared tokens [B, L, 0, G, C]
     last_queries: Tensor  # [B, L, W - 1 + draft, H, C] of projected queries; 0 tokens if W < 2
-    last_cross_queries: Tensor  # [B, P, W - 1 + draft, H, C], the same for cross-attention
     chunk: Tensor  # [B, M, D], input of the encoder: activations of token t of the current chunk are at t % m
     neighbor_keys: Tensor  # [B, P, G, K·R, C] of every layer that reads neighbors, for the last complete chunk
     neighbor_values: Tensor  # same shape
@@ -43,22 +42,20 @@ class Cache:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(1, *shape, dtype=dtype, device=device)
 
-        layers, cca_layers = s.num_layers, len(s.retrieval.cca_layers)
-        reading_layers = layers if s.decoder_reads else cca_layers
+        layers = s.num_layers
         head_dim, heads, kv_heads = s.attention.head_dim, s.attention.num_heads, s.attention.kv_heads
 
-        def kept(width: int) -> int:
+        def with_draft(width: int) -> int:
             return width + LONGEST_DRAFT if width > 0 else 0
 
         return cls(
             keys=zeros(layers, kv_heads, 0, head_dim),
             values=zeros(layers, kv_heads, 0, head_dim),
-            last_keys=zeros(layers, kept(s.smeared_tokens), kv_heads, head_dim),
-            last_queries=zeros(layers, kept(s.smeared_tokens - 1), heads, head_dim),
-            last_cross_queries=zeros(cca_layers, kept(s.smeared_tokens - 1), heads, head_dim),
+            last_keys=zeros(layers, with_draft(s.attention.smeared_tokens), kv_heads, head_dim),
+            last_queries=zeros(layers, with_draft(s.attention.smeared_tokens - 1), heads, head_dim),
             chunk=zeros(s.chunk_length, s.d_model).float(),
-            neighbor_keys=zeros(reading_layers, kv_heads, 0, head_dim),
-            neighbor_values=zeros(reading_layers, kv_heads, 0, head_dim),
+            neighbor_keys=zeros(s.reading_layers, kv_heads, 0, head_dim),
+            neighbor_values=zeros(s.reading_layers, kv_heads, 0, head_dim),
             readable=zeros(0, 0).bool(),
         )
 
@@ -93,7 +90,7 @@ class Cache:
 
     def remove_last(self, slot: int, num_tokens: int) -> None:
         """Remove the last tokens of a slot, at most `LONGEST_DRAFT`. Their keys and values are overwritten by later tokens."""
-        for last in (self.last_keys, self.last_queries, self.last_cross_queries):
+        for last in (self.last_keys, self.last_queries):
             if last.shape[2]:
                 last[slot] = last[slot].roll(num_tokens, dims=1)
 

@@ -13,6 +13,7 @@ shape comments as in `decoder.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from retro.model.positions import (
     TransformerXLPositions,
     positions_of,
 )
-from retro.model.reader import KnownNeighbors, readable_tokens, rotation_at
+from retro.model.reader import CachedNeighbors, readable_tokens, rotation_at
 from retro.model.retro import Retro
 
 
@@ -54,17 +55,19 @@ class Span(NamedTuple):
     stop: int  # number of keys to read
     num_neighbors: int  # the largest K of the rows
 
-    def before(self, kept: Tensor, layer: int, new: Tensor, first: Tensor | None = None) -> Tensor | None:
-        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer.
+    def before(self, stored: Tensor, layer: int, new: Tensor) -> Tensor | None:
+        """The W keys or queries [N, W, H, C] before the new ones [N, n, H, C] of a layer; None if W = 0.
 
-        Those before the beginning of a row are `first`, or zeros. Stores the last ones in `kept` [B, L, W + draft, H, C].
+        Those before the beginning of a row are zeros. Stores the last ones in `stored` [B, L, W + draft, H, C].
         """
-        if not (width := kept.shape[2]):
+        if not (width := stored.shape[2]):
             return None
-        before = kept[self.at, layer].to(new.dtype)
-        before = torch.where(self.begins, torch.zeros_like(before) if first is None else first, before)
+        before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        kept[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(kept.dtype)
+        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier ones too.
+        stored[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(
+            stored.dtype
+        )
         return before[:, LONGEST_DRAFT:]
 
 
@@ -75,27 +78,23 @@ class TokensOfLayer:
     cache: Cache
     layer: int
     span: Span
-    repeats_first: bool  # with one smeared token the first key of a row is mixed with itself
     distance_keys: Tensor | None
 
-    def keys_before(self, k: Tensor) -> Tensor | None:
+    def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """See `LayerCache`."""
-        return self.span.before(self.cache.last_keys, self.layer, k, k[:, :1] if self.repeats_first else None)
-
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """See `LayerCache`."""
-        return self.span.before(self.cache.last_queries, self.layer, q)
+        of_layer = partial(self.span.before, layer=self.layer)
+        return of_layer(self.cache.last_queries, new=q), of_layer(self.cache.last_keys, new=k)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerCache`."""
         span, both = self.span, (self.cache.keys, self.cache.values)
-        for kept, new in zip(both, (k, v), strict=True):
+        for stored, new in zip(both, (k, v), strict=True):
             if len(span.rows) == 1:  # copies of slices are faster
                 columns = slice(int(span.starts[0]), int(span.starts[0]) + new.shape[1])
-                kept[span.rows[0].slot, self.layer, :, columns] = new[0].transpose(0, 1)
+                stored[span.rows[0].slot, self.layer, :, columns] = new[0].transpose(0, 1)
             else:
-                kept[span.at[:, None], self.layer, :, span.columns] = new.to(kept.dtype)
-        k, v = (kept[span.slots, self.layer, :, : span.stop].transpose(1, 2) for kept in both)
+                stored[span.at[:, None], self.layer, :, span.columns] = new.to(stored.dtype)
+        k, v = (stored[span.slots, self.layer, :, : span.stop].transpose(1, 2) for stored in both)
         return k, v
 
 
@@ -108,16 +107,12 @@ class NeighborsOfLayer:
     span: Span
     distance_keys: Tensor | None
 
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """See `CrossCache`."""
-        return self.span.before(self.cache.last_cross_queries, self.layer, q)
-
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """See `CrossCache`."""
         num_keys = self.span.num_neighbors * self.cache.readable.shape[2]
         k, v = (
-            kept[self.span.slots, self.layer, :, :num_keys].transpose(1, 2)
-            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+            stored[self.span.slots, self.layer, :, :num_keys].transpose(1, 2)
+            for stored in (self.cache.neighbor_keys, self.cache.neighbor_values)
         )
         return k, v
 
@@ -185,7 +180,7 @@ class CachedLayers:
         if settings.decoder_reads:
             self.encode_completed(span)
         tokens = [
-            TokensOfLayer(self.cache, layer, span, settings.smeared_tokens == 1, distance_keys)
+            TokensOfLayer(self.cache, layer, span, distance_keys)
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
         crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)
@@ -193,7 +188,7 @@ class CachedLayers:
         reads = LayerPass(
             positions=self._self_positions(span),
             mask=mask[:, None],  # [N, 1, n, stop]
-            causal=False,
+            causal=False,  # the keys of a row begin before its queries, so the mask is not a triangle
             reading=self._neighbors_to_read(span),
             cross=_NeighborsOfSpan(self, span) if crosses else None,
             caches=tokens,
@@ -201,16 +196,16 @@ class CachedLayers:
         h, *_ = self.model.run(self.model.embed_at(span.tokens, span.positions), reads)
         return h
 
-    def _neighbors_to_read(self, span: Span) -> KnownNeighbors | None:
+    def _neighbors_to_read(self, span: Span) -> CachedNeighbors | None:
         """The neighbors of the rows' last complete chunks for self-attention; None if there are none."""
         readable = self.cache.readable[span.slots, : span.num_neighbors].flatten(1)  # [N, K·R]
         if self._reading_rotation is None or not readable.shape[1]:
             return None
         keys, values = (
-            kept[span.slots, :, :, : readable.shape[1]]
-            for kept in (self.cache.neighbor_keys, self.cache.neighbor_values)
+            stored[span.slots, :, :, : readable.shape[1]]
+            for stored in (self.cache.neighbor_keys, self.cache.neighbor_values)
         )
-        return KnownNeighbors(keys, values, readable, self._reading_rotation[:, span.positions])
+        return CachedNeighbors(keys, values, readable, self._reading_rotation[:, span.positions])
 
     # --- neighbors ----------------------------------------------------------------------------------------------------
 
@@ -220,9 +215,11 @@ class CachedLayers:
             index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
         ]
         neighbors = {index: span.rows[index].neighbors[span.starts[index] // self.m] for index in completing}
-        for k in {len(own.tokens) for own in neighbors.values()}:
-            part = {index: own for index, own in neighbors.items() if len(own.tokens) == k}
-            tokens, lengths = (np.stack([own[field] for own in part.values()]) for field in range(2))
+        for k in {
+            len(of_row.tokens) for of_row in neighbors.values()
+        }:  # rows with as many neighbors are encoded together
+            part = {index: of_row for index, of_row in neighbors.items() if len(of_row.tokens) == k}
+            tokens, lengths = (np.stack([of_row[field] for of_row in part.values()]) for field in range(2))
             self._encode(span.at[list(part)], tokens, lengths)
 
     def _encode(self, at: Tensor, neighbors: np.ndarray, lengths: np.ndarray) -> None:
@@ -231,7 +228,7 @@ class CachedLayers:
         of_neighbors = readable_tokens if model.settings.decoder_reads else neighbor_mask
         readable = of_neighbors(tokens, self._put(lengths)[:, None], None)  # [A, U = 1, K, R]
         self._prepare_for(k, r)
-        cache.readable[at] = False
+        cache.readable[at] = False  # the chunk before may have had more neighbors
         cache.readable[at, :k] = readable[:, 0]
         if model.settings.decoder_reads:
             new = self.neighbor_cache.encode(neighbors, lengths)  # [A, L, G, K·R, C]

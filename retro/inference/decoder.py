@@ -244,9 +244,8 @@ class Decoder:
         starts = np.array([row.num_read for row in rows])
         share = max(self.m, min(longest, WINDOW_TOKENS // len(rows)))
         most = [self.m - (row.num_read + 1) % self.m if self._reads_neighbors(row) else share for row in rows]
-        counts = [  # a draft is read at once
-            min(row.num_unread, max(1 + len(row.draft), room)) for row, room in zip(rows, most, strict=True)
-        ]
+        # A draft is read at once.
+        counts = [min(row.num_unread, max(1 + len(row.draft), room)) for row, room in zip(rows, most, strict=True)]
         # In bfloat16, oneDNN sums a product of one row in another order than one of several. Padding gives a token the same bits
         # alone and in a draft: rounded logits are often equal, and the likeliest token would differ.
         width = max(2 if self.packed and len(rows) == 1 else 1, *counts)

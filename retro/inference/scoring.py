@@ -150,14 +150,13 @@ def score_windows(
         batch = _batch(group, m)
         inputs = placement.put(batch)
         with placement.autocast():
-            hidden, _ = model.hidden(inputs, _known(batch, model, neighbor_cache))
+            hidden, _ = model.hidden(inputs, _cached_neighbors(batch, model, neighbor_cache))
             losses = model.token_losses(inputs, hidden)
             origins = origins_of(model, hidden, losses, inputs) if sources else None
             losses = losses.cpu()
         for row, window in enumerate(group):
-            of_window = slice(
-                window.scored - window.start - 1, window.stop - window.start - 1
-            )  # where they are predicted
+            # A token is predicted at the position before it.
+            of_window = slice(window.scored - window.start - 1, window.stop - window.start - 1)
             of_sequence, scored = slice(window.scored - 1, window.stop - 1), window.sequence.scores
             scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
             if sources:
@@ -258,9 +257,9 @@ def _batch(windows: list[Window], m: int) -> Inputs:
     return inputs.map(torch.from_numpy)
 
 
-def _known(batch: Inputs, model: Retro, cache: NeighborCache | None) -> tuple[Tensor, Tensor] | None:
+def _cached_neighbors(batch: Inputs, model: Retro, cache: NeighborCache | None) -> tuple[Tensor, Tensor] | None:
     """Keys and values of the neighbors of a batch from the cache of a decoder that reads them."""
-    if cache is None or not (batch.retrieves and model.settings.decoder_reads):
+    if cache is None or not batch.retrieves:
         return None
     neighbors, lengths = (part.flatten(0, 1).numpy() for part in (batch.neighbors, batch.neighbor_lengths))
     return cache.encode(neighbors, lengths)

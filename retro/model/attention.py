@@ -36,11 +36,11 @@ class LayerCache(Protocol):
 
     distance_keys: Tensor | None
 
-    def keys_before(self, k: Tensor) -> Tensor | None:
-        """The W projected keys that precede new ones [N, S, G, C]; the new ones are kept. None = keys are not smeared."""
+    def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The W - 1 projected queries and W keys that precede new ones [N, Q, H, C] and [N, S, G, C]. Stores the new ones.
 
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """The same for the W - 1 projected queries before new ones [N, Q, H, C]."""
+        Only smeared tokens need them; W is their number.
+        """
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep new finished keys and values [N, S, G, C]; return all that the queries can read."""
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             head_dim: C.
             scheme: one of `settings.PositionScheme`.
             num_kv_heads: G; 0 = H.
-            smeared_tokens: W, preceding tokens mixed into each key. With 2 or more, queries mix in as many, including their own.
+            smeared_tokens: W, preceding tokens mixed into each key. Queries mix in as many, including their own.
             qk_norm: apply RMSNorm to queries and keys before positions (Henry et al. 2020; Dehghani et al. 2023).
             scale: factor of the products of queries and keys; None = 1/sqrt(C).
             bias: one of `settings.Biases`.
@@ -93,15 +93,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
         self.v_proj = nn.Linear(key_width, num_kv_heads * head_dim, bias=bias != "none")
         self.o_proj = nn.Linear(width, query_width, bias=bias == "all")
-        if qk_norm:
-            self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
-            self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
-        self.smeared_tokens = smeared_tokens
-        if smeared_tokens == 1:
-            self.smear = PerHead(num_kv_heads, 1)
-        elif smeared_tokens:
-            self.key_taps = PerHead(num_kv_heads, smeared_tokens + 1)
-            self.query_taps = PerHead(num_heads, smeared_tokens)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
+        self.key_taps = PerHead(num_kv_heads, smeared_tokens + 1) if smeared_tokens else None
+        self.query_taps = PerHead(num_heads, smeared_tokens) if smeared_tokens else None
         if scheme == "transformer-xl":
             self.distance_proj = nn.Linear(query_width, width, bias=False)  # W_kR
             self.content_bias = PerHead(num_heads, 1, head_dim)  # u
@@ -142,46 +137,31 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Smeared queries [N, Q, H, C], and finished keys and values [N, S, G, C], as `attend` reads them. See `forward`."""
-        k, v = self.project_keys_values(x if source is None else source)
-        k = self.finish_keys(k, positions, starts, None if cache is None else cache.keys_before(k))
-        q, own_starts = self.project_queries(x), starts if source is None else None
-        q = self.smear_queries(q, own_starts, None if cache is None else cache.queries_before(q))
+        q, (k, v) = self.project_queries(x), self.project_keys_values(x if source is None else source)
+        if self.query_taps is not None and self.key_taps is not None:
+            q_before, k_before = (None, None) if cache is None else cache.before(q, k)
+            q = weighted_sums(q, self.query_taps().to(q.dtype), starts, q_before)
+            k = weighted_sums(k, self.key_taps().to(k.dtype), starts, k_before)
+        k = self.rotate_keys(k, positions)
         return (q, k, v) if cache is None else (q, *cache.extend(k, v))
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""
         q = self._split_heads(self.q_proj(x))
-        return self.q_norm(q.float()).to(q.dtype) if hasattr(self, "q_norm") else q
+        # Norms in float32, as everywhere: a sum of squares in 16 bits is too coarse.
+        return q if self.q_norm is None else self.q_norm(q.float()).to(q.dtype)
 
     def project_keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Project the source [N, S, E] to keys, normalized with `qk_norm`, and values: [N, S, G, C] each."""
-        k = self._split_heads(self.k_proj(source))
-        if hasattr(self, "k_norm"):
-            k = self.k_norm(k.float()).to(k.dtype)
-        return k, self._split_heads(self.v_proj(source))
+        k, v = self._split_heads(self.k_proj(source)), self._split_heads(self.v_proj(source))
+        return k if self.k_norm is None else self.k_norm(k.float()).to(k.dtype), v
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Reshape [..., H·C] to [..., H, C], for the heads of this process."""
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def smear_queries(self, q: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-        """Mix preceding queries into queries [N, Q, H, C], with 2 or more smeared tokens.
-
-        `before` [N, W - 1, H, C] holds the projected queries that precede the first one.
-        """
-        return weighted_sums(q, self.query_taps().to(q.dtype), starts, before) if hasattr(self, "query_taps") else q
-
-    def finish_keys(
-        self, k: Tensor, positions: Positions, starts: Tensor | None = None, before: Tensor | None = None
-    ) -> Tensor:
-        """Smear projected keys [N, S, G, C] and rotate them (RoPE), as `attend` and caches need them.
-
-        `before` [N, W, G, C] holds the projected keys that precede the first one.
-        """
-        if hasattr(self, "key_taps"):
-            k = weighted_sums(k, self.key_taps().to(k.dtype), starts, before)
-        elif hasattr(self, "smear"):
-            k = smear(k, self.smear().sigmoid().to(k.dtype), starts, before)
+    def rotate_keys(self, k: Tensor, positions: Positions) -> Tensor:
+        """Rotate keys [N, S, G, C] with RoPE: finished keys, as `attend` and caches need them."""
         # A decoder prepares the positions of cross-attention for the most neighbors of a batch; each has the same ones.
         return rotate(k, positions.key[..., : k.shape[1], :, :]) if isinstance(positions, RopePositions) else k
 
@@ -200,7 +180,7 @@ class Attention(nn.Module):
         Mask and causal are those of `forward`. A caller that attends repeatedly can pass the `distance_keys` of the same
         positions, which are computed otherwise.
         """
-        bias = mask
+        bias = mask  # what is added to the scores; a bool mask can stay as it is
         if isinstance(positions, RopePositions):
             q = rotate(q, positions.query)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, G, S, C] twice
@@ -208,36 +188,35 @@ class Attention(nn.Module):
             if distance_keys is None:
                 distance_keys = self.distance_keys(positions.waves.to(q.dtype))
             bias = masked_bias(self.distance_scores(q, distance_keys, positions.lookup), mask, causal)
-            q = q + self.content_bias().to(q.dtype)
+            q = q + self.content_bias().to(q.dtype)  # after the scores of distances, which have a bias of their own
         elif isinstance(positions, AlibiPositions):
             bias = masked_bias((positions.distances * -self.slopes(q)).to(q.dtype), mask, causal)
         y = dot_product_attention(q, k, v, bias, causal, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     @torch.no_grad()
-    def initialize_copying(self, projection: Tensor | None = None) -> None:
-        """Initialize queries to match keys of the same content, and the output to reproduce the value that was read.
+    def initialize_copying(self) -> None:
+        """Initialize smeared self-attention to copy: queries match keys of the same content, and the output repeats the value.
 
         The weights are tied only at initialization and keep their standard deviations. Trockman & Kolter (2023) found this
         structure in trained attentions.
-
-        Args:
-            projection: [E, D], the matrix that made the source's stream from the queries' stream; None = they are the same.
         """
+        assert self.key_taps is not None
+        assert self.query_taps is not None
         queries_per_key = len(self.q_proj.weight) // len(self.k_proj.weight)
-        key, value = (  # [H·C, E] each
+        key, value = (  # [H·C, D] each
             weight.unflatten(0, (-1, self.head_dim)).repeat_interleave(queries_per_key, dim=0).flatten(0, 1)
             for weight in (self.k_proj.weight, self.v_proj.weight)
         )
-        if projection is not None:
-            key, value = key @ projection, value @ projection
         for weight, tied in ((self.q_proj.weight, key), (self.o_proj.weight, value.T)):
             weight.copy_(tied * (weight.std() / tied.std()))
+        self.key_taps.weight.copy_(initial_taps(*self.key_taps.weight.shape, of_queries=False))
+        self.query_taps.weight.copy_(initial_taps(*self.query_taps.weight.shape, of_queries=True))
 
     def slopes(self, q: Tensor) -> Tensor:
         """ALiBi's decrease of the scores per token of distance, for each head of q [N, H, Q, C]: [H, 1, 1]."""
-        number = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
-        return (number * (-8 / self.num_heads)).exp2()[:, None, None]
+        heads = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
+        return (heads * (-8 / self.num_heads)).exp2()[:, None, None]
 
     def distance_keys(self, waves: Tensor) -> Tensor:
         """Project the sinusoids [X, D] of all distances: W_kR R, [H, C, X]."""
@@ -260,28 +239,11 @@ def masked_bias(scores: Tensor, mask: Tensor | Bounds | None, causal: bool) -> T
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
-def smear(k: Tensor, weight: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-    """Interpolate each key of k [N, S, G, C] with the preceding key, except at the start of a document.
-
-    Smeared keys are from Olsson et al. (2022), who found that they let one layer form induction heads.
-
-    Args:
-        k: keys.
-        weight: of the preceding key, [G, 1].
-        starts: bool [1 or N, S], True for the first tokens of documents.
-        before: [N, 1, G, C], the key that precedes the first one; without it, the first key stays unchanged.
-    """
-    earlier = torch.cat((k[:, :1] if before is None else before, k[:, :-1]), dim=1)
-    if starts is not None:
-        weight = weight.masked_fill(starts[:, :, None, None], 0)  # [1 or N, S, G, 1]
-    return torch.lerp(k, earlier, weight)
-
-
 def weighted_sums(x: Tensor, taps: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
     """Replace each vector by a weighted sum of itself and the preceding ones: a causal depthwise convolution over tokens.
 
-    So one head can find what followed several tokens. Depthwise convolutions of queries and keys are from So et al. (2021,
-    Primer).
+    So one head can find what followed several tokens, and one layer can form induction heads (Olsson et al. 2022). Depthwise
+    convolutions of queries and keys are from So et al. (2021, Primer).
 
     Args:
         x: [N, S, H, C].
@@ -292,6 +254,7 @@ def weighted_sums(x: Tensor, taps: Tensor, starts: Tensor | None = None, before:
     num_tokens, width = x.shape[1], taps.shape[1] - 1
     padded = torch.cat((x.new_zeros(len(x), width, *x.shape[2:]) if before is None else before, x), dim=1)
     out, crossed = x * taps[:, :1], starts
+    # One product for each tap, not a convolution: W is about 3, and the weights differ by head, not by feature.
     for back in range(1, width + 1):
         earlier = padded[:, width - back : width - back + num_tokens]
         if starts is not None and crossed is not None:  # a document starts among the last `back` tokens

@@ -7,7 +7,7 @@ There are three sources: the preceding tokens of the same document (context), th
 datastore (`copy_datastore.py`). The first two are an attention over positions, and a position votes for the token that follows it
 (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM: Khandelwal et al. 2020, arXiv 1911.00172). The score of a position
 is a learned function of its match length: how many tokens up to this position, at most 16, equal the last tokens that were read. The gates g depend on the
-activations and on what was found. Not in the paper of RETRO.
+activations and on the matches. Not in the paper of RETRO.
 
     tokens, neighbors ─ match lengths ─┬─ positions counted by match length (34 numbers per token) ─ p(label) ─┐
                                        └─ longest match, agreement of its votes ─ gates ───────────────────────┴─ loss
@@ -81,6 +81,8 @@ class CopySource(nn.Module):
     def probability(self, wrong: Tensor, right: Tensor) -> Tensor:
         """The attention to positions that vote for the label, summed: float32 [N, Q], from the counts of `count_votes`."""
         scores = TABLE_STEP * self.scores
+        # A softmax over positions, but positions of equal match length have equal weights: counts of 17 lengths are enough. Less
+        # the largest score, exp cannot overflow.
         weights = (scores - scores.detach().max()).exp()
         total = (wrong + right) @ weights
         return (right @ weights) / (total + (total == 0))  # a query that can read no position: 0, and finite gradients
@@ -188,22 +190,25 @@ class CopyHead(nn.Module):
                 copied = copied + share.exp() * source.join(source.probability(labels), labels.shape[1])
         return Mixture(shares[0], copied)
 
-    def mix(self, logits: Tensor, hidden: Tensor, sources: list[Source], kept: Tensor | slice = slice(None)) -> Tensor:
-        """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of the tokens `kept`.
+    def mix(
+        self, logits: Tensor, hidden: Tensor, sources: list[Source], tokens: Tensor | slice = slice(None)
+    ) -> Tensor:
+        """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of some tokens.
 
         Args:
             logits: of the vocabulary.
             hidden: activations of all tokens [B, T, D].
             sources: from `sources`.
-            kept: T' of the T tokens.
+            tokens: indices of T' of the T tokens.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             shares = _shares(hidden.float(), sources)
-            log_p = logits.float().log_softmax(-1) + shares[0][:, kept, None]
+            log_p = logits.float().log_softmax(-1) + shares[0][:, tokens, None]
             copied = torch.zeros_like(log_p)
             for share, source in zip(shares[1:], sources, strict=True):
-                following, weights = (x[:, kept] for x in source.candidates(hidden.shape[1]))
-                copied = copied.scatter_add(2, following, weights * share[:, kept, None].exp())
+                following, weights = (x[:, tokens] for x in source.candidates(hidden.shape[1]))
+                copied = copied.scatter_add(2, following, weights * share[:, tokens, None].exp())
+            # Most tokens are copied from nowhere: the smallest number instead of log 0, whose gradient would be NaN.
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
     def origins(
@@ -225,8 +230,9 @@ class CopyHead(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             copied = {}  # source -> share of the probability of a label
             for share, source in zip(_shares(hidden.float(), sources)[1:], sources, strict=True):
-                own = source.join(source.probability(labels), num_tokens)
-                copied[source.source] = (own * (share + losses.float()).exp()).clamp(max=1.0)
+                votes = source.join(source.probability(labels), num_tokens)
+                # Gate times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
+                copied[source.source] = (votes * (share + losses.float()).exp()).clamp(max=1.0)
         datastore = nothing if self.datastore is None else copied.get(self.datastore, nothing)
         index = next((n for n, source in enumerate(sources) if source.source is self.neighbors), None)
         if index is None:

@@ -49,7 +49,7 @@ def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tenso
     """
     lengths, n = (read[..., :, None] == source[..., None, :]).to(torch.int8), 1
     while n < longest:
-        before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]
+        before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]  # n tokens earlier in the text and in the source
         lengths = lengths + (lengths == n) * before
         n *= 2
     return lengths[..., longest - 1 :, :].contiguous()
@@ -158,6 +158,7 @@ def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:
     Counts need no gradient, and little memory: float32 [N, Q, 17] each.
     """
     right = matches.following[:, None] == labels[..., None]
+    # Two columns for each length, from -1 on: wrong, then right.
     column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
     one = torch.ones((), dtype=torch.int32, device=column.device)
     counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
@@ -170,6 +171,7 @@ def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
     # Of int8, compiled code for CPUs returns 0 if all are negative (pytorch/pytorch#191499, torch 2.13).
     longest = matches.lengths.int().amax(2).long()
     is_longest, following = matches.lengths == longest[..., None], matches.following[:, None]
+    # All votes are equal if the largest id is the smallest one.
     largest = following.masked_fill(~is_longest, -1).amax(2)
     smallest = following.masked_fill(~is_longest, torch.iinfo(torch.int64).max).amin(2)
     return longest, largest == smallest

@@ -25,7 +25,6 @@ class Encoder(nn.Module):
 
         def attention(source_width: int) -> Residual:
             heads, head_dim = settings.encoder.num_heads, settings.encoder.head_dim
-            scale = 1 / head_dim if settings.init == "mup" else None
             block = Attention(
                 width,
                 source_width,
@@ -33,7 +32,7 @@ class Encoder(nn.Module):
                 head_dim,
                 settings.retrieval_positions,
                 qk_norm=settings.attention.qk_norm,
-                scale=scale,
+                scale=settings.attention_scale(head_dim),
             )
             return Residual(rms_norm(width), block, dropout)
 
@@ -75,9 +74,8 @@ class Encoder(nn.Module):
         """
         num_rows, num_chunks, k, r = tokens.shape
         tokens = rearrange(tokens, "b u k r -> (b u k) r")
-        if (
-            self.shared
-        ):  # normalized, so the scale of the table does not matter; the stream keeps its dtype under autocast
+        if self.shared:
+            # Normalized, so the scale of the table does not matter. The stream keeps its dtype under autocast.
             e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
         else:
             e = self.embedding(tokens)
@@ -90,6 +88,7 @@ class Encoder(nn.Module):
             e = e + self.position_embedding.weight[:r]
         if mask is not None:
             mask = rearrange(some_key(mask), "b u k r -> (b u k) 1 1 r")
+        # All neighbors of a chunk have the same positions: the K neighbors of `outer` repeat those of one.
         inner = positions_of(*self.scheme, range(r), range(r), tokens.device)
         if self.cross:
             m = self.chunk_length
@@ -98,6 +97,7 @@ class Encoder(nn.Module):
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
             e = attention(e, inner, mask=mask)
             if str(layer) in self.cross:
+                # The K neighbors of a chunk read the same chunk, so together they are the queries of one attention.
                 e = rearrange(e, "(b u k) r e -> (b u) (k r) e", u=num_chunks, k=k)
                 e = self.cross[str(layer)](e, outer, source=chunks)
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)

@@ -60,7 +60,7 @@ def self_attention_mask(
     window = settings.sliding_window if settings.sliding_window < num_tokens else 0
     if documents is None and not window:
         return None
-    if bounds and fits_bounds(settings, _product_dtype(h)) and _has_flash_for_bounds(h.device.type):
+    if bounds and fits_bounds(settings, product_dtype(h)) and _has_flash_for_bounds(h.device.type):
         if documents is None:
             documents = torch.zeros(len(h), -(-num_tokens // chunk_length), dtype=torch.int64, device=h.device)
         return document_bounds(documents, chunk_length, num_tokens, window)
@@ -87,8 +87,8 @@ def _has_flash_for_bounds(device: str) -> bool:
     return built and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of x run: autocast's, or that of x."""
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's, or that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

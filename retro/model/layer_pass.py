@@ -18,7 +18,7 @@ from retro.model.kernels import Bounds, self_attention_mask
 from retro.model.masks import document_starts, neighbor_mask
 from retro.model.mixture_of_experts import Queues, queues_of
 from retro.model.positions import Positions, positions_of
-from retro.model.reader import KnownNeighbors, PackedNeighbors, neighbors_to_read
+from retro.model.reader import CachedNeighbors, PackedNeighbors, neighbors_to_read
 from retro.model.settings import ModelSettings
 
 
@@ -52,7 +52,8 @@ class NeighborsOfSequences(NamedTuple):
         """The neighbors of a batch that has some."""
         neighbors, lengths, documents = inputs.neighbors, inputs.neighbor_lengths, inputs.documents
         (k, r), m = neighbors.shape[2:], settings.chunk_length
-        # Without lengths faster kernels serve. The encoder needs no mask for other documents either.
+        # Without a mask attention takes faster kernels. Without lengths the encoder needs none: cross-attention hides neighbors that
+        # belong to another document.
         real = None if lengths is None and documents is None else neighbor_mask(neighbors, lengths, documents)
         positions = positions_of(*settings.cross_scheme, range(m - 1, 2 * m - 1), range(r), neighbors.device, (1, k))
         return cls(neighbors, real, None if lengths is None else real, positions)
@@ -85,14 +86,14 @@ class LayerPass(NamedTuple):
     mask: Tensor | Bounds | None = None
     causal: bool = True
     starts: Tensor | None = None
-    reading: PackedNeighbors | KnownNeighbors | None = None
+    reading: PackedNeighbors | CachedNeighbors | None = None
     cross: CrossReads | None = None
     queues: Queues | None = None
     caches: Sequence[LayerCache] = ()
 
     @classmethod
     def of(
-        cls, h: Tensor, inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
+        cls, h: Tensor, inputs: Inputs, settings: ModelSettings, cached: tuple[Tensor, Tensor] | None = None
     ) -> "LayerPass":
         """The pass of whole sequences. Arguments as in `Retro.run_layers`."""
         num_tokens, m, documents = h.shape[1], settings.chunk_length, inputs.documents
@@ -101,9 +102,10 @@ class LayerPass(NamedTuple):
         crosses = inputs.retrieves and settings.retrieval.cca_layers
         return cls(
             positions=positions_of(*settings.self_scheme, at, at, h.device, rope=settings.rope),
+            # Bounds add nothing to scores, but attention to text and neighbors needs the sums of both.
             mask=self_attention_mask(h, documents, m, settings.attention, bounds=not reads),
             starts=None if documents is None else document_starts(documents, m, num_tokens),
-            reading=neighbors_to_read(inputs, settings, known) if reads else None,
+            reading=neighbors_to_read(inputs, settings, cached) if reads else None,
             cross=NeighborsOfSequences.of(inputs, settings) if crosses else None,
             queues=queues_of(h, m, documents, inputs.lengths) if settings.expert_layers else None,
         )

@@ -31,6 +31,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from indexing.store.errors import InputError
 from retro.model.feed_forward import FEED_FORWARD
+from retro.model.kernels import product_dtype
 from retro.model.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -107,19 +108,20 @@ class Experts(nn.Module):
         chosen, counted = choices.flatten(1), queues.real.repeat_interleave(self.experts_per_token, 1)  # [B, T·k]
         so_far = running_load(chosen, counted, self.num_experts)  # [B, T·k, E]
         if self.training:
-            slots, kept, length = self.slots_by_document(chosen, so_far, queues)
-            kept = kept & counted
+            slots, queued, length = self.slots_by_document(chosen, so_far, queues)
+            queued = queued & counted
         else:
-            slots, kept, length = self.slots_for_all(chosen, so_far), counted, self.longest(so_far[:, -1])
+            slots, queued, length = self.slots_for_all(chosen, so_far), counted, self.longest(so_far[:, -1])
         num_slots = self.num_experts * length
-        slots = (chosen * length + slots).masked_fill(~kept, num_slots).flatten()  # [B·T·k]
+        slots = (chosen * length + slots).masked_fill(~queued, num_slots).flatten()  # [B·T·k]
 
-        tokens = x.to(_product_type(x)).flatten(0, 1).repeat_interleave(self.experts_per_token, 0)  # [B·T·k, D]
-        sent = tokens.new_zeros(num_slots + 1, x.shape[-1]).index_copy(0, slots, tokens)[:-1]  # the last one: dropped
+        # Queues of equal length, so that one batched product serves all experts. Dropped choices share the slot after the last one.
+        tokens = x.to(product_dtype(x)).flatten(0, 1).repeat_interleave(self.experts_per_token, 0)  # [B·T·k, D]
+        sent = tokens.new_zeros(num_slots + 1, x.shape[-1]).index_copy(0, slots, tokens)[:-1]
         outputs = self.run_experts(sent.unflatten(0, (self.num_experts, -1))).flatten(0, 1)
         outputs = outputs.index_select(0, slots.clamp(max=num_slots - 1)).view(*gates.shape, -1)  # [B, T, k, D]
-        gates = gates.masked_fill(~kept.view(gates.shape), 0).to(outputs.dtype)
-        return (outputs * gates[..., None]).sum(2), routing_statistics(logits, queues.real, so_far[:, -1], kept)
+        gates = gates.masked_fill(~queued.view(gates.shape), 0).to(outputs.dtype)
+        return (outputs * gates[..., None]).sum(2), routing_statistics(logits, queues.real, so_far[:, -1], queued)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts: gates float32 [B, T, k], experts int64 [B, T, k], and router logits [B, T, E].
@@ -147,9 +149,13 @@ class Experts(nn.Module):
         before = so_far.gather(1, ends).masked_fill(queues.first[..., None] == 0, 0)  # [B, U, E], in earlier documents
         earlier = before.flatten(1).gather(1, chunk * self.num_experts + chosen)  # [B, T·k]
         slots = so_far.gather(2, chosen[..., None])[..., 0] - 1 - earlier
-        kept = slots < (queues.size.double() * self.slots_per_chunk).ceil()[:, chunk]
+        queued = slots < (queues.size.double() * self.slots_per_chunk).ceil()[:, chunk]
         row = torch.arange(num_rows, device=chosen.device)[:, None] * queues.first.shape[1]
-        return slots + ((row + queues.first) * per_chunk)[:, chunk], kept, num_rows * queues.first.shape[1] * per_chunk
+        return (
+            slots + ((row + queues.first) * per_chunk)[:, chunk],
+            queued,
+            num_rows * queues.first.shape[1] * per_chunk,
+        )
 
     def slots_for_all(self, chosen: Tensor, so_far: Tensor) -> Tensor:
         """Slots of evaluation, in queues that hold the choices of all rows: [B, T·k]."""
@@ -184,19 +190,19 @@ def running_load(chosen: Tensor, counted: Tensor, num_experts: int) -> Tensor:
     return ((chosen[..., None] == experts) & counted[..., None]).cumsum(1)
 
 
-def routing_statistics(logits: Tensor, real: Tensor, load: Tensor, kept: Tensor) -> Tensor:
+def routing_statistics(logits: Tensor, real: Tensor, load: Tensor, queued: Tensor) -> Tensor:
     """`ROUTING` of each row, float32 [B, 3].
 
     Args:
         logits: [B, T, E].
         real: bool [B, T], False for padding, which no statistic counts.
         load: [B, E], number of times that each expert was chosen.
-        kept: bool [B, T·k], choices that were not dropped.
+        queued: bool [B, T·k], choices that were not dropped.
     """
     num_choices, num_experts = load.sum(-1).clamp(min=1), load.shape[-1]
     share, weight = load / num_choices[:, None], real / real.sum(-1, keepdim=True).clamp(min=1)  # [B, E], [B, T]
     balance = num_experts * (share * (logits.softmax(-1) * weight[..., None]).sum(1)).sum(-1)
-    dropped = (load.sum(-1) - kept.sum(-1)) / num_choices
+    dropped = (load.sum(-1) - queued.sum(-1)) / num_choices
     return torch.stack((balance, dropped, num_experts * share.amax(-1)), dim=-1)
 
 
@@ -209,12 +215,6 @@ def routing_metrics(routing: Sequence[float], settings: ModelSettings) -> dict[s
     """Metrics by name: means over layers of `ROUTING`, which is summed over layers. Empty without experts."""
     num_layers = len(settings.expert_layers)
     return {name: value / num_layers for name, value in zip(ROUTING, routing, strict=True)} if num_layers else {}
-
-
-def _product_type(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products under autocast; queues in it take half the bytes."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _exchange(x: Tensor, mesh: "DeviceMesh") -> Tensor:

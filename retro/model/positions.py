@@ -40,19 +40,19 @@ class NoPositions(NamedTuple):
 DEFAULT_ROPE = RopeSettings()
 
 
-def frequencies(number: int, rope: RopeSettings, device: torch.device) -> Tensor:
-    """Radians by which each pair of features rotates per token, in geometric progression: [number] float32.
+def frequencies(num_frequencies: int, rope: RopeSettings, device: torch.device) -> Tensor:
+    """Radians by which each pair of features rotates per token, in geometric progression: [num_frequencies] float32.
 
     `llama3` is the scaling of Llama 3.1 (Dubey et al. 2024, section 3.4.3), as in Meta's published code.
     """
-    steps = torch.arange(number, device=device, dtype=torch.float32)
-    radians = rope.theta ** (-steps / number)
+    steps = torch.arange(num_frequencies, device=device, dtype=torch.float32)
+    radians = rope.theta ** (-steps / num_frequencies)
     if rope.scaling == "linear":
         return radians / rope.factor
     if rope.scaling == "llama3":
         turns = rope.original_max_positions * radians / (2 * math.pi)
-        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-        return radians * (kept + (1 - kept) / rope.factor)
+        unchanged = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return radians * (unchanged + (1 - unchanged) / rope.factor)
     return radians
 
 

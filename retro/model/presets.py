@@ -129,13 +129,13 @@ def _with_base(settings: ModelSettings, base: ModelSettings | None) -> ModelSett
     base = _with_copy_head(base, copies=False)
     decided = keys_with("with_base", "decoder")
     _check_unset(settings, base, decided)
-    default, own, theirs = flatten(ModelSettings()), flatten(settings), flatten(base)
-    chosen = {key: value for key, value in own.items() if key not in decided}
-    chosen |= {key: own[key] or theirs[key] for key in keys_with("with_base", "switch")}
+    default, ours, theirs = flatten(ModelSettings()), flatten(settings), flatten(base)
+    chosen = {key: value for key, value in ours.items() if key not in decided}
+    chosen |= {key: ours[key] or theirs[key] for key in keys_with("with_base", "switch")}
     retrieval = keys_with("with_base", "retrieval")
     usual = theirs if base.retrieval.cca_layers else usual_retrieval(base)
     for keys in ({"retrieval.cca_layers"}, retrieval - {"retrieval.cca_layers"}):
-        if all(own[key] == default[key] for key in keys):
+        if all(ours[key] == default[key] for key in keys):
             chosen |= {key: usual[key] for key in keys}
     return updated(base, chosen | {"preset": ""} | _reader(chosen["retrieval.reader"]))
 
@@ -180,10 +180,8 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
 
 
 def _size(settings: ModelSettings) -> int:
-    sizes = {
-        "vocab_size": settings.vocab_size or 1,
-        "chunk_length": settings.chunk_length or 64,
-    }  # of tables, not counted
+    # Sizes of tables, which are not counted: any will do.
+    sizes = {"vocab_size": settings.vocab_size or 1, "chunk_length": settings.chunk_length or 64}
     with torch.device("meta"):
         return count_parameters(Retro(updated(settings, sizes)))
 

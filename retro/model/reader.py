@@ -53,26 +53,24 @@ class ReadNeighbors(NamedTuple):
 
 
 @dataclass
-class KeptKeysValues:
+class StoredKeysValues:
     """A `LayerCache` that hands out the keys and values of a pass, [N, S, G, C] each, and has no earlier ones."""
 
     distance_keys: Tensor | None = None
     keys_values: tuple[Tensor, Tensor] = field(init=False)
 
-    def keys_before(self, k: Tensor) -> None:
+    def before(self, q: Tensor, k: Tensor) -> tuple[None, None]:
         """None: no token precedes the first one."""
-
-    def queries_before(self, q: Tensor) -> None:
-        """None: no token precedes the first one."""
+        return None, None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values."""
+        """Store keys and values."""
         self.keys_values = k, v
         return k, v
 
 
-class KnownNeighbors(NamedTuple):
-    """Neighbors whose keys and values are known: only the text is in the stream.
+class CachedNeighbors(NamedTuple):
+    """Neighbors with keys and values from a cache: only the text is in the stream.
 
     Attributes:
         keys: of all layers from `Retro.encode_neighbors`, [W, L, G, K·R, C].
@@ -129,9 +127,9 @@ class PackedNeighbors(NamedTuple):
 
 
 def neighbors_to_read(
-    inputs: Inputs, settings: ModelSettings, known: tuple[Tensor, Tensor] | None = None
-) -> PackedNeighbors | KnownNeighbors:
-    """The neighbors of a batch: packed with its text, or by their known keys and values (`Retro.encode_neighbors`)."""
+    inputs: Inputs, settings: ModelSettings, cached: tuple[Tensor, Tensor] | None = None
+) -> PackedNeighbors | CachedNeighbors:
+    """The neighbors of a batch: packed with its text, or by cached keys and values (`Retro.encode_neighbors`)."""
     (num_rows, num_tokens), device = inputs.tokens.shape, inputs.tokens.device
     num_readers, num_chunks, _, r = inputs.neighbors.shape
     m, at = settings.chunk_length, torch.arange(num_tokens, device=device)
@@ -139,10 +137,10 @@ def neighbors_to_read(
         at = document_positions(inputs.documents, m, num_tokens)
     readable = readable_tokens(inputs.neighbors, inputs.neighbor_lengths, inputs.documents).flatten(0, 1).flatten(1)
     rotation, windows = rotation_at(settings, at + r), Windows(m, num_readers, num_chunks, num_rows)
-    if known is not None:
-        return KnownNeighbors(*known, readable, rotation, windows)
-    own, mask = neighbor_positions(settings, r, device), neighbor_window(settings, r, device)
-    return PackedNeighbors((num_rows, num_tokens, r), own, mask, readable, rotation, windows)
+    if cached is not None:
+        return CachedNeighbors(*cached, readable, rotation, windows)
+    positions, mask = neighbor_positions(settings, r, device), neighbor_window(settings, r, device)
+    return PackedNeighbors((num_rows, num_tokens, r), positions, mask, readable, rotation, windows)
 
 
 def readable_tokens(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
@@ -204,13 +202,15 @@ class ReadingAttention(Attention):
         """
         (k, near_k), (v, near_v) = map(reading.unpack, self.project_keys_values(x))
         q, near_q = reading.unpack(self.project_queries(x))
-        near_k, num_windows = self.finish_keys(near_k, reading.positions), len(reading.readable)
-        own_q = rotate(near_q, reading.positions.query)
-        own = dot_product_attention(*_by_head(own_q, near_k, near_v), bias=reading.mask, causal=True, scale=self.scale)
+        near_k, num_windows = self.rotate_keys(near_k, reading.positions), len(reading.readable)
+        near_q = rotate(near_q, reading.positions.query)
+        encoded = dot_product_attention(
+            *_by_head(near_q, near_k, near_v), bias=reading.mask, causal=True, scale=self.scale
+        )
         keys, values = (part.reshape(num_windows, -1, *part.shape[2:]) for part in (near_k, near_v))  # [W, K·R, G, C]
         neighbors = ReadNeighbors(keys, values, reading.readable, reading.rotation, reading.windows)
-        y = self.attend_to_both(q, positions, self.finish_keys(k, positions), v, mask, causal, neighbors)
-        return self.project_output(reading.pack(y, own.transpose(1, 2)))
+        y = self.attend_to_both(q, positions, self.rotate_keys(k, positions), v, mask, causal, neighbors)
+        return self.project_output(reading.pack(y, encoded.transpose(1, 2)))
 
     def project_output(self, y: Tensor) -> Tensor:
         """Project sums of values [..., H, C] to the stream, [..., D]."""
@@ -251,6 +251,7 @@ class ReadingAttention(Attention):
         readable = neighbors.readable[:, None, None]  # [W, 1, 1, K·R]
         near = _by_head(reads, neighbors.keys, neighbors.values)
         read, lse = dot_product_attention_with_lse(*near, mask=some_key(readable), causal=False, scale=self.scale)
+        # `some_key` shows something to windows without a readable neighbor: a sum of 0 takes it out of the merged softmax.
         lse = lse.masked_fill(~readable.any(-1), -torch.inf)
         text, text_lse, read, lse = (part.transpose(1, 2) for part in (text, text_lse, read, lse))  # [B or W, T, H, …]
         if windows is not None:

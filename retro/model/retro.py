@@ -21,7 +21,6 @@ Letters of the shape comments:
     N batch of an attention      Q queries    S keys    H heads    C features of a head    X distances
 """
 
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,18 +29,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
-from retro.model.attention import Attention, initial_taps
+from retro.model.attention import Attention, PerHead
 from retro.model.copy_datastore import DatastoreSource
 from retro.model.copy_head import CopyHead, CopySource, Source
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
-from retro.model.layer_pass import LayerPass
+from retro.model.layer_pass import CrossReads, LayerPass
 from retro.model.loss import Mixture, token_losses
 from retro.model.masks import document_positions, some_key
-from retro.model.mixture_of_experts import ExpertLinear, Experts
+from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
-from retro.model.reader import KeptKeysValues, PackedNeighbors, ReadingAttention, neighbor_positions, neighbor_window
+from retro.model.reader import PackedNeighbors, ReadingAttention, StoredKeysValues, neighbor_positions, neighbor_window
 from retro.model.residual_block import NORMS, Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -56,9 +55,6 @@ class CrossCache(Protocol):
     """
 
     distance_keys: Tensor | None
-
-    def queries_before(self, q: Tensor) -> Tensor | None:
-        """As in `LayerCache`."""
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K·R, H, C]."""
@@ -98,39 +94,28 @@ class ChunkedCrossAttention(nn.Module):
             cache: instead of `encoded`; the tokens of each row are then some of one window, the positions theirs (None = there are
                 no neighbors), and the mask is [B, K, R].
         """
+        if positions is None:
+            return torch.zeros_like(x)
         if cache is not None:
-            return self.forward_cached(x, positions, mask, cache)
+            q = self.attention.project_queries(x)
+            return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
         assert encoded is not None
-        assert positions is not None
         m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
-        # Smeared queries include tokens of the preceding chunk, but no earlier ones, and a chunk belongs to one document.
-        first = m - max(1, self.attention.smeared_tokens)
-        q = self.attention.smear_queries(self.attention.project_queries(x[:num_rows, first:]))[:, m - 1 - first :]
+        # From the first reader on, the tokens that read the neighbors of a chunk follow each other: m tokens are a window.
+        q = self.attention.project_queries(x[:num_rows, m - 1 :])
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
         mask = None if mask is None else mask.flatten(0, 1)
         read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
+        # The first m - 1 tokens read nothing, and neither do the rows without neighbors.
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
-
-    def forward_cached(
-        self, x: Tensor, positions: Positions | None, mask: Tensor | None, cache: "CrossCache"
-    ) -> Tensor:
-        """See `forward`."""
-        if positions is None and self.attention.smeared_tokens < 2:  # no later query mixes in these
-            return torch.zeros_like(x)
-        q = self.attention.project_queries(x)
-        q = self.attention.smear_queries(q, before=cache.queries_before(q))
-        if positions is None:
-            return torch.zeros_like(x)
-        return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
 
     def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
-        starts = torch.arange(encoded.shape[1] * encoded.shape[2], device=encoded.device) % encoded.shape[2] == 0
         k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
-        return self.attention.finish_keys(k, positions, starts[None]), v
+        return self.attention.rotate_keys(k, positions), v
 
     def attend(
         self,
@@ -148,6 +133,7 @@ class ChunkedCrossAttention(nn.Module):
         if mask is None:
             return self.attention.attend(q, positions, k, v, distance_keys=distance_keys)
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
+        # A softmax over no key is NaN, in the gradient too. Chunks without a neighbor read any tokens, then nothing.
         read = self.attention.attend(q, positions, k, v, some_key(mask), distance_keys=distance_keys)
         return read.masked_fill(~mask.any(-1), 0.0)
 
@@ -169,6 +155,53 @@ class Layer(NamedTuple):
         return isinstance(self.feed_forward.block, Experts)
 
 
+def _self_attention(settings: ModelSettings) -> Residual:
+    heads = settings.attention
+    block = (ReadingAttention if settings.decoder_reads else Attention)(
+        settings.d_model,
+        settings.d_model,
+        heads.num_heads,
+        heads.head_dim,
+        heads.positions,
+        num_kv_heads=heads.kv_heads,
+        smeared_tokens=heads.smeared_tokens,
+        qk_norm=heads.qk_norm,
+        scale=settings.attention_scale(heads.head_dim),
+        bias=heads.bias,
+        norm_eps=settings.norm_eps,
+    )
+    return Residual(_norm(settings), block, settings.dropout)
+
+
+def _cross_attention(settings: ModelSettings) -> Residual:
+    heads = settings.attention
+    attention = Attention(
+        settings.d_model,
+        settings.encoder.d_model,
+        heads.num_heads,
+        heads.head_dim,
+        settings.retrieval_positions,
+        num_kv_heads=heads.kv_heads,
+        qk_norm=heads.qk_norm,
+        scale=settings.attention_scale(heads.head_dim),
+    )
+    block = ChunkedCrossAttention(attention, settings.chunk_length)
+    return Residual(rms_norm(settings.d_model), block, settings.dropout)
+
+
+def _feed_forward(settings: ModelSettings, layer: int) -> Residual:
+    """Experts or a dense block, by the number of the layer from 1."""
+    matrix = affine if settings.feed_forward_bias else linear
+    dense = FEED_FORWARD[settings.activation]
+    is_mixture = layer in settings.expert_layers
+    block = Experts(settings) if is_mixture else dense(settings.d_model, settings.d_ffw, matrix)
+    return Residual(_norm(settings), block, settings.dropout)
+
+
+def _norm(settings: ModelSettings) -> Any:
+    return NORMS[settings.norm](settings.d_model, eps=settings.norm_eps)
+
+
 class Retro(nn.Module):
     """The language model. With empty `cca_layers` it is a plain decoder, the paper's baseline."""
 
@@ -179,40 +212,8 @@ class Retro(nn.Module):
                 raise InputError(f"model.{key} is 0: set it, or take the datastore's with `datastore_fit.fit_to`.")
         self.settings = settings
         assert not (settings.decoder_reads and settings.retrieval.cca_layers), "resolved settings have one reader"
-        width, head_dim, dropout = settings.d_model, settings.attention.head_dim, settings.dropout
+        width = settings.d_model
         self.base_width = settings.mup_base_width if settings.init == "mup" else width
-        attention = partial(
-            ReadingAttention if settings.decoder_reads else Attention,
-            width,
-            num_heads=settings.attention.num_heads,
-            head_dim=head_dim,
-            num_kv_heads=settings.attention.kv_heads,
-            qk_norm=settings.attention.qk_norm,
-            scale=1 / head_dim if settings.init == "mup" else None,
-        )
-        norm = partial(NORMS[settings.norm], width, eps=settings.norm_eps)
-
-        def self_attention() -> Attention:
-            return attention(
-                key_width=width,
-                scheme=settings.attention.positions,
-                smeared_tokens=settings.smeared_tokens,
-                bias=settings.attention.bias,
-                norm_eps=settings.norm_eps,
-            )
-
-        def cross_attention() -> ChunkedCrossAttention:
-            block = attention(
-                key_width=settings.encoder.d_model,
-                scheme=settings.retrieval_positions,
-                smeared_tokens=settings.smeared_tokens,
-            )
-            return ChunkedCrossAttention(block, settings.chunk_length)
-
-        def feed_forward(layer: int) -> nn.Module:
-            dense, matrix = FEED_FORWARD[settings.activation], affine if settings.feed_forward_bias else linear
-            return Experts(settings) if layer in settings.expert_layers else dense(width, settings.d_ffw, matrix)
-
         layers = range(settings.num_layers)
         self.embedding = nn.Embedding(settings.vocab_size, width)
         if settings.attention.positions == "learned":
@@ -221,15 +222,12 @@ class Retro(nn.Module):
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
         # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the names of
         # parameters are those in files, of adapters and of metrics, and their order decides which random numbers they get.
-        self.attention = nn.ModuleDict({str(n): Residual(norm(), self_attention(), dropout) for n in layers})
-        self.feed_forward = nn.ModuleDict({str(n): Residual(norm(), feed_forward(n + 1), dropout) for n in layers})
-        crosses = {
-            str(layer): Residual(rms_norm(width), cross_attention(), dropout) for layer in settings.retrieval.cca_layers
-        }
-        self.cross = nn.ModuleDict(crosses)
+        self.attention = nn.ModuleDict({str(n): _self_attention(settings) for n in layers})
+        self.feed_forward = nn.ModuleDict({str(n): _feed_forward(settings, n + 1) for n in layers})
+        self.cross = nn.ModuleDict({str(layer): _cross_attention(settings) for layer in settings.retrieval.cca_layers})
         if settings.retrieval.cca_layers:
             self.encoder = Encoder(settings)
-        self.norm = norm()
+        self.norm = _norm(settings)
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         copies = settings.copy_head
         has_sources = copies.context or copies.neighbors or copies.datastore
@@ -261,21 +259,13 @@ class Retro(nn.Module):
                 nn.init.ones_(module.weight)
             elif isinstance(module, CopySource | DatastoreSource):
                 module.initialize()
-            elif isinstance(module, Attention):
-                for bias in ("content_bias", "distance_bias"):
-                    if hasattr(module, bias):
-                        nn.init.zeros_(getattr(module, bias).weight)
-                if hasattr(module, "key_taps"):
-                    module.key_taps.weight.copy_(initial_taps(*module.key_taps.weight.shape, of_queries=False))
-                    module.query_taps.weight.copy_(initial_taps(*module.query_taps.weight.shape, of_queries=True))
-                if hasattr(module, "smear"):  # from heads that match preceding tokens to heads that match the token
-                    smear = module.smear.weight
-                    smear.copy_(torch.linspace(2, -2, len(smear))[:, None])
+            elif isinstance(module, PerHead):
+                nn.init.zeros_(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        for name, module in self.named_modules():
-            if self.settings.copying_init and isinstance(module, Attention) and not name.startswith("encoder."):
-                module.initialize_copying(self.encoder.project.weight if name.startswith("cross.") else None)
+        if self.settings.attention.smeared_tokens:
+            for layer in self.layers:  # after all weights are drawn: these are made of others
+                layer.attention.block.initialize_copying()
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Compute the logits of every next token, [B, T, V].
@@ -285,27 +275,27 @@ class Retro(nn.Module):
         hidden, _ = self.hidden(inputs)
         return self.mix(self.logits(hidden), hidden, inputs)
 
-    def hidden(self, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
         inputs.check(self.settings.chunk_length)
-        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs, known)
+        h, _, routing = self.run_layers(self.embed(inputs.tokens, inputs.documents), None, inputs, cached)
         return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
-    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs, kept: Tensor | slice = slice(None)) -> Tensor:
-        """Mix logits [B, T', V] of the tokens `kept` with what the copy head votes for; unchanged if there is nothing to copy from.
+    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs, tokens: Tensor | slice = slice(None)) -> Tensor:
+        """Mix logits [B, T', V] of some tokens with what the copy head votes for; unchanged if there is nothing to copy from.
 
         Args:
             logits: from `logits`.
             hidden: of all tokens, [B, T, D].
             inputs: of the hidden states.
-            kept: T' of the T tokens.
+            tokens: indices of T' of the T tokens.
         """
         sources = self.copy_sources(inputs)
-        return self.copy_head.mix(logits, hidden, sources, kept) if self.copy_head and sources else logits
+        return self.copy_head.mix(logits, hidden, sources, tokens) if self.copy_head and sources else logits
 
     def mixture(self, hidden: Tensor, inputs: Inputs) -> Mixture | None:
         """What the loss needs of the copy head for hidden [B, T, D]; None if there is nothing to copy from."""
@@ -383,7 +373,7 @@ class Retro(nn.Module):
         return {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
 
     def run_layers(
-        self, h: Tensor, encoded: Tensor | None, inputs: Inputs, known: tuple[Tensor, Tensor] | None = None
+        self, h: Tensor, encoded: Tensor | None, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run the layers that this device holds.
 
@@ -391,16 +381,17 @@ class Retro(nn.Module):
             h: residual stream [B, T, D].
             encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
             inputs: of the model.
-            known: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
+            cached: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
                 them; None = it encodes them.
 
         Returns:
             The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
             summed over the layers with experts (None without experts).
         """
-        reads = LayerPass.of(h, inputs, self.settings, known)
+        reads = LayerPass.of(h, inputs, self.settings, cached)
         if not isinstance(reads.reading, PackedNeighbors):
             return self.run(h, reads, encoded)
+        # Every block but attention is the same for text and neighbors, so both are one stream.
         packed = reads.reading.pack(h, self.embed_at(inputs.neighbors.flatten(0, 2), None))
         h, encoded, routing = self.run(packed, reads)
         return reads.reading.unpack(h)[0], encoded, routing
@@ -413,15 +404,25 @@ class Retro(nn.Module):
         for index, layer in enumerate(self.layers):
             before = h if self.settings.parallel_residual else None
             h = layer.attention(h, reads.positions, **reads.of_attention(index))
-            if layer.cross is not None and reads.cross is not None:
-                encoded = reads.cross.encode(self, h) if encoded is None else encoded
-                h = layer.cross(h, *reads.cross.of_layer(layer.name, encoded))
-            if layer.has_experts:
-                h, routed = layer.feed_forward(h, reads.queues, reads=before)
-                routing = routed if routing is None else routing + routed
-            else:
-                h = layer.feed_forward(h, reads=before)
+            h, encoded = self._read_neighbors(layer, h, reads.cross, encoded)
+            h, routing = self._feed_forward(layer, h, before, reads.queues, routing)
         return h, encoded, routing
+
+    def _read_neighbors(self, layer: Layer, h: Tensor, cross: CrossReads | None, encoded: Any) -> tuple[Tensor, Any]:
+        """Cross-attention of a layer that has one. The first one runs the encoder, which needs the stream before it."""
+        if layer.cross is None or cross is None:
+            return h, encoded
+        encoded = cross.encode(self, h) if encoded is None else encoded
+        return layer.cross(h, *cross.of_layer(layer.name, encoded)), encoded
+
+    def _feed_forward(
+        self, layer: Layer, h: Tensor, before: Tensor | None, queues: Queues | None, routing: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward block or the experts of a layer, and the routing summed so far. `before`: see `Residual`."""
+        if not layer.has_experts:
+            return layer.feed_forward(h, reads=before), routing
+        h, routed = layer.feed_forward(h, queues, reads=before)
+        return h, routed if routing is None else routing + routed
 
     def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C] each.
@@ -429,14 +430,14 @@ class Retro(nn.Module):
         For caches: `run_layers` encodes the neighbors of a batch together with its text.
         """
         (_, k, r), device = neighbors.shape, neighbors.device
-        kept = [KeptKeysValues() for _ in self.layers]
+        caches = [StoredKeysValues() for _ in self.layers]
         mask = neighbor_window(self.settings, r, device)
         self.run(
             self.embed_at(neighbors.flatten(0, 1), None),
-            LayerPass(neighbor_positions(self.settings, r, device), mask, caches=kept),
+            LayerPass(neighbor_positions(self.settings, r, device), mask, caches=caches),
         )
         keys, values = (
             torch.stack([rearrange(part, "(n k) r g c -> n g (k r) c", k=k) for part in parts], dim=1)
-            for parts in zip(*(layer.keys_values for layer in kept), strict=True)
+            for parts in zip(*(layer.keys_values for layer in caches), strict=True)
         )
         return keys, values

@@ -7,6 +7,7 @@ A field's type states what it accepts and its metadata (`_setting`) what it is f
     key            `is_key`                      (`indexing/store/settings.py`)
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, fields, is_dataclass, replace
@@ -70,7 +71,7 @@ class _Section:
 
 @settings
 class AttentionSettings(_Section):
-    """Attention in the decoder. `positions`, `qk_norm` and `smeared_tokens` also apply to encoder and cross-attention."""
+    """Attention in the decoder. `positions` and `qk_norm` also apply to encoder and cross-attention."""
 
     key: ClassVar = "model.attention"
 
@@ -92,13 +93,10 @@ class AttentionSettings(_Section):
     parameters). Absolute positions: `learned`."""
     max_positions: PositiveInt = _setting(2048, used=lambda model: model.attention.positions == "learned")
     """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
-    smeared_keys: bool = _setting(False)
-    """Mix the preceding key into every key of the decoder's attentions, with a learned weight per head. So a single layer can
-    find what followed a token, in the preceding text or in a neighbor. Not in the paper; copying is learned sooner
-    (docs/results/retrieval-gain.md)."""
-    smeared_tokens: PositiveInt = _setting(1)
-    """Number of preceding tokens mixed into each key, with smeared_keys. With 2 or more, queries
-    mix in as many tokens, including their own, so one head can find what followed several tokens. At most `chunk_length`."""
+    smeared_tokens: NonNegativeInt = _setting(0)
+    """Number of preceding tokens that self-attention mixes into each key, with learned weights per head; 0 = none. Queries mix in as
+    many tokens, including their own, and attention begins by copying, so one head can find what followed several tokens. At most
+    `chunk_length`. Not in the paper; small models gain 0.9% to 2.0% with 3 (docs/results/retrieval-gain.md)."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.kv_heads:
@@ -289,9 +287,6 @@ class ModelSettings(_Section):
     """Use the decoder's embedding table as its output layer too."""
     shared_embeddings: bool = _setting(False, with_base="switch")
     """Let the encoder read the decoder's embedding table through a projection, instead of its own table as in the paper."""
-    copying_init: bool = _setting(False)
-    """Initialize the decoder's attentions to copy: queries match tokens like their own, and the output repeats what was read.
-    Chunked cross-attention needs `shared_embeddings` for it. Not in the paper (docs/results/retrieval-gain.md)."""
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
@@ -303,10 +298,8 @@ class ModelSettings(_Section):
         self._check_positions()
         self._check_layers()
         self._check_reader()
-        if self.copying_init and self.retrieval.cca_layers and not self.shared_embeddings:
-            self.refuse("copying_init", "false, or set model.shared_embeddings")
         if self.attention.smeared_tokens > (self.chunk_length or math.inf):
-            self.attention.refuse("smeared_tokens", f"a number from 1 to model.chunk_length = {self.chunk_length}")
+            self.attention.refuse("smeared_tokens", f"a number from 0 to model.chunk_length = {self.chunk_length}")
         if self.experts.num_experts and self.feed_forward_bias:
             self.refuse("feed_forward_bias", "false: experts have no biases")
 
@@ -346,11 +339,6 @@ class ModelSettings(_Section):
         return self.retrieval_positions, self.d_model, self.attention.head_dim
 
     @property
-    def smeared_tokens(self) -> int:
-        """Number of preceding tokens mixed into each key of self-attention and chunked cross-attention."""
-        return self.attention.smeared_tokens if self.attention.smeared_keys else 0
-
-    @property
     def rotary_dim(self) -> int:
         """Features of a head that RoPE rotates in the decoder's self-attention."""
         return round(self.attention.head_dim * self.rope.partial_rotary_factor)
@@ -361,22 +349,32 @@ class ModelSettings(_Section):
         every = self.experts.every
         return tuple(range(every, self.num_layers + 1, every)) if self.experts.num_experts else ()
 
+    @property
+    def reading_layers(self) -> int:
+        """Number of decoder layers that read neighbors."""
+        return self.num_layers if self.decoder_reads else len(self.retrieval.cca_layers)
+
+    def attention_scale(self, head_dim: int) -> float | None:
+        """Factor of the products of queries and keys; None = the usual 1/sqrt(head_dim)."""
+        return 1 / head_dim if self.init == "mup" else None
+
     def check_length(self, num_tokens: int) -> None:
         """Raise InputError if sequences of `num_tokens` tokens are longer than the table of learned positions."""
         if self.attention.positions == "learned" and num_tokens > self.attention.max_positions:
             self.attention.refuse("max_positions", f"{num_tokens} or more, the tokens of a sequence")
 
     def _check_positions(self) -> None:
-        own, retrieval = self.attention.positions, self.retrieval_positions
-        if retrieval == "learned" and own != "learned":
+        decoder_scheme, retrieval = self.attention.positions, self.retrieval_positions
+        if retrieval == "learned" and decoder_scheme != "learned":
             self.retrieval.refuse("positions", "another scheme: 'learned' needs model.attention.positions = 'learned'")
         # Sines and cosines come in pairs: per head with RoPE, over the whole width with Transformer-XL.
         decoder: tuple[_Section, _Section] = self, self.attention
-        for scheme, (wide, narrow) in ((own, decoder), (retrieval, decoder), (retrieval, (self.encoder, self.encoder))):
+        encoder: tuple[_Section, _Section] = self.encoder, self.encoder
+        for scheme, (wide, narrow) in ((decoder_scheme, decoder), (retrieval, decoder), (retrieval, encoder)):
             section, name = (wide, "d_model") if scheme == "transformer-xl" else (narrow, "head_dim")
             if scheme in ("rope", "transformer-xl") and getattr(section, name) % 2:
                 section.refuse(name, f"an even number: positions = {scheme!r} pairs features")
-        if own == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+        if decoder_scheme == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
             accepted = f"a fraction of model.attention.head_dim = {self.attention.head_dim} that is an even number"
             self.rope.refuse("partial_rotary_factor", accepted)
 
@@ -397,8 +395,8 @@ class ModelSettings(_Section):
         reads = "with model.retrieval.reader = 'decoder'"
         if self.attention.positions != "rope":
             self.attention.refuse("positions", f"'rope' {reads}")
-        if self.attention.smeared_keys:
-            self.attention.refuse("smeared_keys", f"false {reads}")
+        if self.attention.smeared_tokens:
+            self.attention.refuse("smeared_tokens", f"0 {reads}")
         if self.experts.num_experts:
             self.experts.refuse("num_experts", f"0 {reads}")
         if (
@@ -435,24 +433,49 @@ def updated(settings: ModelSettings, values: Mapping[str, Any]) -> ModelSettings
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = value
-    own = sections.pop("", {})
-    return replace(settings, **own, **{name: replace(getattr(settings, name), **sections[name]) for name in sections})
+    top = sections.pop("", {})
+    return replace(settings, **top, **{name: replace(getattr(settings, name), **sections[name]) for name in sections})
+
+
+def as_json(settings: ModelSettings) -> dict[str, Any]:
+    """The settings as JSON holds them: tuples are lists."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return values
+
+
+_REMOVED = (
+    ("retrieval", "smeared_keys", False, "98cfcf4c"),
+    ("copy_head", "content_width", 0, "1c1fe1bf"),
+)
+"""Options of stored models that were removed: section, name, the value that is off, and the last commit that reads another one."""
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what JSON makes of `dataclasses.asdict`.
+    """Settings from what `as_json` returned, in this version or an earlier one.
 
-    What was stored before copy heads existed has none. `retrieval.smeared_keys` and `copy_head.content_width` were removed: left
-    out if they were off.
+    What was stored before copy heads existed has none. Options that were removed are left out if they were off.
 
     Raises:
-        InputError: there is no such setting, or a value is not accepted.
+        InputError: there is no such setting, a value is not accepted, or the weights need an option that was removed.
     """
-    removed = (("smeared_keys", False), ("content_width", 0))
-    stored = (values.get(name, {}).items() for name in ("copy_head", "retrieval"))
-    copy_head, retrieval = ({key: value for key, value in items if (key, value) not in removed} for items in stored)
-    copy_head = asdict(NO_COPY_HEAD) | copy_head
-    return ModelSettings(**{**values, "copy_head": copy_head, "retrieval": retrieval})
+    sections = {name: {**values.get(name, {})} for name in ("attention", "retrieval", "copy_head")}
+    for section, name, off, commit in _REMOVED:
+        if (value := sections[section].pop(name, off)) != off:
+            raise InputError(
+                f"model.{section}.{name} = {value!r} was removed; commit {commit} is the last one that reads it."
+            )
+    attention, reads = sections["attention"], sections["retrieval"].get("cca_layers", True)
+    smeared = attention.pop("smeared_keys", None)  # None: stored since `smeared_tokens` = 0 means none
+    if smeared and (reads or attention.get("smeared_tokens", 1) == 1):
+        raise InputError(
+            "model.attention.smeared_keys = True of one token, or with cross-attention, was removed; commit f9664737 is the last one "
+            "that reads it. Train the model again with model.attention.smeared_tokens = 3."
+        )
+    if smeared is False:
+        attention["smeared_tokens"] = 0
+    sections["copy_head"] = asdict(NO_COPY_HEAD) | sections["copy_head"]
+    # `copying_init` decided initial weights only.
+    return ModelSettings(**{name: value for name, value in {**values, **sections}.items() if name != "copying_init"})
 
 
 def keys_with(role: str, *values: Any) -> set[str]:

@@ -131,8 +131,8 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result
 def _as_message(error: BaseException) -> tuple[str, int]:
     """The message of an error and the index of its type in `_KINDS`: the error itself may not be picklable."""
     kinds = [index for index, kind in enumerate(_KINDS) if isinstance(error, kind)]
-    known = str(error) if kinds and str(error) else repr(error)
-    return known, kinds[0] if kinds else len(_KINDS) - 1
+    message = str(error) if kinds and str(error) else repr(error)
+    return message, kinds[0] if kinds else len(_KINDS) - 1
 
 
 def _remote_error(rank: int, problem: str, kind: int) -> Exception:

@@ -1,6 +1,6 @@
 """Forward and backward passes of a model whose layers are all in this process.
 
-    Inputs ─ own sequences ─ hidden, mixture ─ own tokens ─ part of the loss ─ gradients, summed over processes
+    Inputs ─ local sequences ─ hidden, mixture ─ local tokens ─ part of the loss ─ gradients, summed over processes
 
 `pipeline_parallel.py` does the same with the layers divided over processes.
 """
@@ -22,7 +22,7 @@ from retro.parallel.data_parallel import reshard, sync_gradients, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
-from retro.parallel.tensor_parallel import mixture_of, own_tokens
+from retro.parallel.tensor_parallel import local_tokens, mixture_of
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class WholeModel:
         sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
             hidden, routing, mixture = self.run(inputs)
-            own = own_tokens(self.mesh, hidden, self.model.output_weight, inputs.labels, mixture)
-            objective, parts = part_of_loss(own, routing, context, self.model.settings, self.compiled)
+            local = local_tokens(self.mesh, hidden, self.model.output_weight, inputs.labels, mixture)
+            objective, parts = part_of_loss(local, routing, context, self.model.settings, self.compiled)
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
@@ -115,12 +115,12 @@ class WholeModel:
     @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text
     def token_losses(self, inputs: Inputs) -> Tensor:
         """See `DistributedModel`."""
-        own, num_rows = own_rows(inputs, self.processes, self.processes.data)
+        local, num_rows = local_rows(inputs, self.processes, self.processes.data)
         with self.placement.autocast():
-            hidden, _ = self.model.hidden(own)
+            hidden, _ = self.model.hidden(local)
             unshard(self.model)
-            mixture = mixture_of(self.model, self.mesh, hidden, own)
-            losses = token_losses(*own_tokens(self.mesh, hidden, self.model.output_weight, own.labels, mixture))
+            mixture = mixture_of(self.model, self.mesh, hidden, local)
+            losses = token_losses(*local_tokens(self.mesh, hidden, self.model.output_weight, local.labels, mixture))
         reshard(self.model)
         return self.processes.gathered(losses)[:num_rows]
 
@@ -130,7 +130,7 @@ class WholeModel:
 
 
 def part_of_loss(
-    own: tuple[Tensor, Tensor, Tensor, Mixture | None],
+    local: tuple[Tensor, Tensor, Tensor, Mixture | None],
     routing: Tensor | None,
     context: StepContext,
     settings: ModelSettings,
@@ -139,13 +139,13 @@ def part_of_loss(
     """The part of a batch in the step's objective, and in its cross-entropy and `ROUTING`: float32 [1 + 3].
 
     Args:
-        own: hidden states, output layer, labels and mixture of this process's tokens.
+        local: hidden states, output layer, labels and mixture of this process's tokens.
         routing: `ROUTING` of its sequences [B, 3], or None.
         context: of the step.
         settings: with the weight of the experts' loss.
         compiled: fuse the operations between matrix products.
     """
-    hidden, weight, labels, mixture = own
+    hidden, weight, labels, mixture = local
     if not compiled and hidden.device.type == "cpu":  # on a GPU the host would wait for the number of labels
         hidden, labels, mixture = without_ignored(hidden, labels, mixture)
     cross_entropy = summed_loss(hidden, weight, labels, mixture, compiled=compiled) / context.num_labels
@@ -156,17 +156,17 @@ def part_of_loss(
     return objective * context.scale, torch.cat((cross_entropy.detach().reshape(1), routed))
 
 
-def own_rows(inputs: Inputs, processes: Processes, multiple: int) -> tuple[Inputs, int]:
+def local_rows(inputs: Inputs, processes: Processes, multiple: int) -> tuple[Inputs, int]:
     """This process's rows of inputs padded with their last row to a multiple, and the number of rows before."""
     num_rows = len(inputs.tokens)
     missing = -num_rows % multiple
     rows = processes.rows(num_rows + missing)
 
-    def own(value: Tensor) -> Tensor:
+    def local(value: Tensor) -> Tensor:
         filled = torch.cat((value, value[-1:].expand(missing, *value.shape[1:]))) if missing else value
         return filled[rows.start : rows.stop]
 
-    return inputs.map(own), num_rows
+    return inputs.map(local), num_rows
 
 
 def gradients(parameters: Any) -> list[Tensor]:

@@ -26,11 +26,11 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 from retro.parallel.data_parallel import reshard, unshard
 from retro.parallel.distribute import distribute
-from retro.parallel.forward_backward import StepContext, all_parameters, gradients, own_rows, part_of_loss
+from retro.parallel.forward_backward import StepContext, all_parameters, gradients, local_rows, part_of_loss
 from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import check_reader, num_microbatches, num_stages
-from retro.parallel.tensor_parallel import mixture_of, own_tokens
+from retro.parallel.tensor_parallel import local_tokens, mixture_of
 
 
 class Stage(nn.Module):
@@ -65,9 +65,9 @@ class Stage(nn.Module):
             The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last stage: the
             hidden states, followed by the mixture if there is something to copy from, and by the routing statistics.
         """
-        batch, kept = Inputs(**inputs), list(received)
-        routing_before = kept.pop() if self.receives_routing else None
-        encoded = kept.pop() if kept else None
+        batch, tensors = Inputs(**inputs), list(received)
+        routing_before = tensors.pop() if self.receives_routing else None
+        encoded = tensors.pop() if tensors else None
         if self.is_first:
             h = self.model.embed(x, batch.documents)
         else:
@@ -181,19 +181,19 @@ class Pipeline:
     @torch.compiler.set_stance("force_eager")  # as in `WholeModel`
     def token_losses(self, inputs: Inputs) -> Tensor:
         """See `DistributedModel`."""
-        own, num_rows = own_rows(inputs, self.processes, self.processes.data * self.num_microbatches)
+        rows, num_rows = local_rows(inputs, self.processes, self.processes.data * self.num_microbatches)
         mesh = self.processes.along("tensor")
         with self.placement.autocast():
-            schedule = self._schedule(own, training=False)
-            out = schedule.eval(*([own.tokens] if self.rank == 0 else []), **_for_all_stages(own))
+            schedule = self._schedule(rows, training=False)
+            out = schedule.eval(*([rows.tokens] if self.rank == 0 else []), **_for_all_stages(rows))
             if self._has_last:
                 unshard(self.stages[-1])
                 hidden, mixture, _ = _outputs(out)
                 losses = token_losses(
-                    *own_tokens(mesh, hidden, self.stages[-1].model.output_weight, own.labels, mixture)
+                    *local_tokens(mesh, hidden, self.stages[-1].model.output_weight, rows.labels, mixture)
                 )
             else:
-                share = own.labels if mesh is None else own.labels.chunk(mesh.size(), 1)[0]
+                share = rows.labels if mesh is None else rows.labels.chunk(mesh.size(), 1)[0]
                 losses = torch.zeros(share.shape, device=share.device)
         for stage in self.stages:
             reshard(stage)
@@ -208,8 +208,8 @@ class Pipeline:
             for n, part in zip(self.indexes, self.model_parts, strict=True)
             if n and part.embedding
         }
-        own = [parameter for _, parameter in all_parameters(self.model_parts) if id(parameter) not in copies]
-        return self.processes.sum(squared_norm(gradients(own)), "pipeline").sqrt()
+        parameters = [parameter for _, parameter in all_parameters(self.model_parts) if id(parameter) not in copies]
+        return self.processes.sum(squared_norm(gradients(parameters)), "pipeline").sqrt()
 
     @property
     def _has_last(self) -> bool:
@@ -219,8 +219,8 @@ class Pipeline:
         """The objective of a microbatch, from the outputs of the last stage."""
         hidden, mixture, routing = _outputs(out)
         weight = self.stages[-1].model.output_weight
-        own = own_tokens(self.processes.along("tensor"), hidden, weight, labels, mixture)
-        objective, parts = part_of_loss(own, routing, self._context, self.settings, self.compiled)
+        tokens = local_tokens(self.processes.along("tensor"), hidden, weight, labels, mixture)
+        objective, parts = part_of_loss(tokens, routing, self._context, self.settings, self.compiled)
         self._losses += parts
         return objective
 
@@ -283,13 +283,13 @@ class Pipeline:
         holds = any(part.embedding is not None for part in self.model_parts)
         gathered: list[Any] = [None] * self.processes.count
         dist.all_gather_object(gathered, (holds, self.mesh.mesh.tolist()))
-        own = None
+        joined = None
         for ranks in sorted({tuple(pipeline) for _, pipeline in gathered}):
             holders = [rank for rank in ranks if gathered[rank][0]]
             group = dist.new_group(holders) if len(holders) > 1 else None
             if self.processes.rank in holders:
-                own = group
-        return own
+                joined = group
+        return joined
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of all copies of the embedding table."""

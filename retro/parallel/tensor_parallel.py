@@ -98,7 +98,7 @@ def mixture_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: In
     return model.mixture(hidden, inputs)
 
 
-def own_tokens(
+def local_tokens(
     mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor, mixture: Mixture | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Mixture | None]:
     """Hidden states [B, T', D], output layer, labels [B, T'] and mixture of the tokens whose loss this process computes.
@@ -114,9 +114,9 @@ def own_tokens(
         return hidden, weight, labels, mixture
     assert isinstance(hidden, DTensor)
     shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    own_labels = labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-    own_mixture = mixture and Mixture(*(_by_token(values, mesh).to_local() for values in mixture))
-    return hidden.to_local(), shared, own_labels, own_mixture
+    local_labels = labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    local_mixture = mixture and Mixture(*(_by_token(values, mesh).to_local() for values in mixture))
+    return hidden.to_local(), shared, local_labels, local_mixture
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -206,8 +206,8 @@ class Service:
         n: int = 1,
         sources: bool = False,
         starts: Sequence[int] = (),
-    ) -> AsyncIterator[list[Sourced]]:
-        """Yield the steps of `GenerationQueue.generate`; with `sources`, each token has what is new in those of its continuation.
+    ) -> AsyncIterator[Sourced]:
+        """Yield the tokens of `GenerationQueue.generate`; with `sources`, each has what is new in those of its continuation.
 
         `starts` are the characters of each answer before its continuation; empty = 0.
         """
@@ -221,7 +221,8 @@ class Service:
             return [(token, finders[token.row].add_generated(token)) for token in step]
 
         async for step in self.generations.generate(prompts, settings, k, seconds, n=n, sources=sources):
-            yield await asyncio.to_thread(of_step, step) if sources else [(token, None) for token in step]
+            for sourced in await asyncio.to_thread(of_step, step) if sources else [(token, None) for token in step]:
+                yield sourced
 
     def _finders(self, prompts: Sequence[np.ndarray], starts: Sequence[int]) -> list[SourceFinder]:
         texts, traced = ChunkTexts(self.retriever), self.traced() if self.traces else []

@@ -5,18 +5,38 @@ The scores of positions and the gates are some dozens of numbers, tables by matc
 The loss of a token depends on them only through what a forward pass gives once: the loss without these sources, the votes, and
 the last hidden state. Tables and gates of all sources are fitted together.
 
+    add_retrieval, a checkpoint + a datastore ─┐
+                                               ├─► fit_copy_head
+    new sources of a run, before its first step┘        │
+                                                        ▼
     batches ─ forward passes ─► hidden state, and some numbers per source, of each token ─ L-BFGS on the mean loss ─► tables, gates
+
+All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
 """
 
 import copy
+import json
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from indexing.progress import during
+from indexing.progress import Advance, during
+from indexing.store.artifact import fingerprint
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from indexing.store.remote import absolute
+from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.suffixes.votes import require_votes
+from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.checkpoints.single_file import exported, write_exported
+from retro.data.batches import TrainingData
+from retro.data.loader import BatchSource, as_tensors
+from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_head import CopyHead, CopySource, Source
@@ -24,9 +44,14 @@ from retro.model.copy_matches import count_votes, longest_match
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, token_losses
 from retro.model.retro import Retro
+from retro.model.settings import ModelSettings, updated
 
 log = logging.getLogger("retro")
 
+SourceName = Literal["context", "neighbors", "datastore"]
+
+_TOKENS_OF_RUN = 20_000
+"""Tokens that the sources of a run are fitted to."""
 _PULL = 0.5
 """Nats that a number of a table costs at a distance of 1 from its start. It matters for cells that few tokens have."""
 _GATE_PULL = 60.0
@@ -49,6 +74,182 @@ class CopyFit(NamedTuple):
     off: float
     before: float
     after: float
+
+
+# --- retrieval for a checkpoint --------------------------------------------------------------------------------------
+
+
+def add_retrieval(
+    checkpoint: Checkpoint,
+    folder: Path | str,
+    file: Path,
+    placement: Placement,
+    *,
+    k: int,
+    num_tokens: int,
+    names: Sequence[SourceName] = (),
+    reader: str = "",
+    advance: Advance = lambda _: None,
+) -> CopyFit:
+    """Write a model that copies from a datastore, and OFF equals the checkpoint, as one file.
+
+    The file keeps the rules by which the run chose neighbors (`Checkpoint.neighbor_rules`).
+
+    Args:
+        checkpoint: the model.
+        folder: folder or URL of a datastore with neighbors. The file names it as its own.
+        file: see `single_file.export`.
+        placement: device and precision.
+        k: neighbors of each chunk in the forward passes.
+        num_tokens: tokens of training text to read.
+        names: sources to add; empty = neighbors, and the whole datastore if it has votes, as far as the model lacks them.
+        reader: `decoder` lets the decoder read the neighbors too (`RetrievalSettings.reader`); empty = as the checkpoint.
+        advance: receives numbers of tokens that were read.
+
+    Raises:
+        InputError: the model copies from these already; or the datastore has another tokenizer, another chunk length than
+            a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
+    """
+    datastore = Datastore.open(folder)
+    names = _new_sources(checkpoint, datastore, names)
+    checkpoint = replace(checkpoint, model=_with_reader(checkpoint, reader))
+    settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]), names)
+    replace(checkpoint, model=settings).check_fits(
+        datastore.manifest, folder, tokenizer=tokenizer_fingerprint(datastore.folder)
+    )
+    datastore.require("neighbors")
+    if settings.copy_head.datastore:
+        require_votes(datastore)
+    if (stored := datastore.train.neighbor_ids.row_shape[0]) < k:
+        raise InputError(f"k = {k}: {folder} stores {stored} neighbors of each chunk (neighbors.stored).")
+    m = settings.chunk_length
+    length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
+    data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=bool(settings.copy_head.datastore))
+    model = _with_copying(load_model(checkpoint, placement.device), settings, names)
+    batches = read_batches(source, -(-num_tokens // length), placement)
+    fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
+    _write(checkpoint, model, data, datastore, file, names)
+    return fit
+
+
+def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> Iterator[Inputs]:
+    """Count the batches when they were read; `num_tokens` together, as the last one may have more."""
+    for batch in batches:
+        yield batch
+        counted = min(batch.tokens.numel(), num_tokens)
+        num_tokens -= counted
+        advance(counted)
+
+
+def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
+    """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
+    has = {name for name, value in asdict(checkpoint.model.copy_head).items() if value}
+    usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
+    chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
+    if twice := [name for name in chosen if name in has] or ([] if chosen else ["neighbors"]):
+        raise InputError(
+            f"{checkpoint.path} copies from {' and '.join(twice)} already. Use it with --datastore, or train it further."
+        )
+    return chosen
+
+
+def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
+    """Settings of the checkpoint with another reader, which has no weights."""
+    base = checkpoint.model
+    if reader == "decoder" and base.retrieval.cca_layers:
+        raise InputError(
+            f"reader = 'decoder': {checkpoint.path} reads neighbors with cross-attention (model.retrieval.cca_layers = "
+            f"{list(base.retrieval.cca_layers)}); only a decoder without it can read them itself."
+        )
+    return updated(base, {"retrieval.reader": reader or base.retrieval.reader})
+
+
+def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName]) -> ModelSettings:
+    """Settings with copying, and the datastore's chunk length if no weight of the base depends on it."""
+    free = not base.retrieves and base.retrieval_positions != "learned"
+    added: dict[str, Any] = {f"copy_head.{name}": True for name in names}
+    return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
+
+
+def _with_copying(model: Retro, settings: ModelSettings, names: Sequence[SourceName]) -> Retro:
+    """The model with a copy head of these settings. Sources that it has keep their weights."""
+    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
+    for name in names:
+        getattr(head, name).initialize()
+    if model.copy_head is not None:
+        head.load_state_dict(model.copy_head.state_dict(), strict=False)
+    model.settings, model.copy_head = settings, head.to(model.norm.weight.device)
+    return model
+
+
+def _write(
+    checkpoint: Checkpoint,
+    model: Retro,
+    data: DataSettings,
+    datastore: Datastore,
+    file: Path,
+    names: Sequence[SourceName],
+) -> None:
+    state, tensors = exported(checkpoint)
+    added = weights_of_sources(model, names)
+    model_and_data = {
+        "model": asdict(model.settings),
+        "data": {**asdict(data), "datastores": [absolute(data.datastores[0])]},
+    }
+    settings = {**state["settings"], **json.loads(json.dumps(model_and_data, default=str))}
+    made_of = [checkpoint.fingerprint, settings["model"], {name: tensor.tolist() for name, tensor in added.items()}]
+    state |= {
+        "settings": settings,
+        "datastores": [datastore.built],
+        "num_ids": int(datastore.manifest["vocab_size"]),
+        "tokenizer": tokenizer_fingerprint(datastore.folder),
+        "started_from": checkpoint.fingerprint,
+        "fingerprint": fingerprint(made_of),
+    }
+    write_exported(state, tensors | added, file)
+
+
+# --- new sources of a run --------------------------------------------------------------------------------------------
+
+
+def new_sources(settings: ModelSettings, base: ModelSettings) -> list[str]:
+    """The sources of retrieval that the copy head has and that of the base lacks."""
+    ours, theirs = settings.copy_head, base.copy_head
+    return [name for name in ("neighbors", "datastore") if getattr(ours, name) and not getattr(theirs, name)]
+
+
+def fit_sources_of_run(
+    model: Retro, names: Sequence[str], data: BatchSource, sequence_length: int, placement: Placement
+) -> dict[str, Tensor]:
+    """Fit sources of the copy head with the first sequences of training; return their weights. The model ends on the CPU.
+
+    Args:
+        model: with the weights of the base.
+        names: see `new_sources`.
+        data: the batches of training.
+        sequence_length: tokens of a sequence.
+        placement: device and precision of training.
+    """
+    model.to(placement.device)
+    fit_copy_head(model, read_batches(data, -(-_TOKENS_OF_RUN // sequence_length), placement), placement, names)
+    model.to("cpu")
+    return weights_of_sources(model, names)
+
+
+def read_batches(data: BatchSource, num_samples: int, placement: Placement) -> Iterator[Inputs]:
+    """The first samples, each as a batch, with neighbors in every sequence."""
+    for sample in range(num_samples):
+        yield placement.put(as_tensors(data.batch(range(sample, sample + 1), 0.0)))
+
+
+def weights_of_sources(model: Retro, names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights of these sources, on the CPU, by their names in the model."""
+    prefixes = tuple(f"copy_head.{name}." for name in names)
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
+
+
+# --- the fit ---------------------------------------------------------------------------------------------------------
 
 
 class MatchesOfTokens(NamedTuple):
@@ -88,20 +289,20 @@ class VotesOfTokens(NamedTuple):
         return source.log_odds(DatastoreVotes(source, self.length, self.counts, self.counts)), self.right
 
 
-class Fitted(NamedTuple):
+class TokensToFit(NamedTuple):
     """The tokens that sources are fitted to.
 
     Attributes:
         nats: loss without these sources, float32 [n].
-        kept: log of the share that the vocabulary has without them, float32 [n]: 0 unless the model has other sources.
+        log_keep: log of the share that the vocabulary has without them, float32 [n]: 0 unless the model has other sources.
         hidden: activations that the gates read, float32 [n, D].
-        found: what each source has for the tokens.
+        copies: what the tokens can copy from each source.
     """
 
     nats: Tensor
-    kept: Tensor
+    log_keep: Tensor
     hidden: Tensor
-    found: Sequence[MatchesOfTokens | VotesOfTokens]
+    copies: Sequence[MatchesOfTokens | VotesOfTokens]
 
 
 def fit_copy_head(
@@ -148,11 +349,11 @@ def fit_copy_head(
 @torch.no_grad()
 def _read(
     model: Retro, head: CopyHead, batch: Inputs, hidden: Tensor | None, placement: Placement, names: Sequence[str]
-) -> tuple[Fitted, Tensor] | None:
+) -> tuple[TokensToFit, Tensor] | None:
     """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
     by_module = {id(source.source): source for source in model.copy_sources(batch)}
-    own = [by_module.pop(id(getattr(head, name)), None) for name in names]
-    if None in own:
+    fitted = [by_module.pop(id(getattr(head, name)), None) for name in names]
+    if None in fitted:
         return None
     labels, others = batch.labels, list(by_module.values())
     with placement.autocast():
@@ -162,20 +363,18 @@ def _read(
         off = nats = token_losses(hidden, model.output_weight, labels, mixture)
         if model.settings.activations_read or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
-    found = [found_by(source, labels) for source in own if source is not None]
-    present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in found]
+    copies = [copies_of(source, labels) for source in fitted if source is not None]
+    present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in copies]
     counted = (labels != IGNORED_LABEL) & torch.stack(present).any(0)
-
-    def kept(values: Any) -> Any:
-        return type(values)(*(each[counted].cpu() for each in values))
-
-    own_nats, log_keep, activations = (values[counted].float().cpu() for values in (nats, mixture.log_keep, hidden))
-    tokens = Fitted(own_nats, log_keep, activations, [kept(values) for values in found])
+    loss, log_keep, activations = (values[counted].float().cpu() for values in (nats, mixture.log_keep, hidden))
+    tokens = TokensToFit(
+        loss, log_keep, activations, [type(values)(*(part[counted].cpu() for part in values)) for values in copies]
+    )
     return tokens, off[counted].cpu()
 
 
-def found_by(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
-    """What a source has for all tokens of labels [B, T]: values [B, T, ...]."""
+def copies_of(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
+    """What all tokens of labels [B, T] can copy from a source: values [B, T, ...]."""
     if isinstance(source, DatastoreVotes):
         return VotesOfTokens(source.length, source.counts, source.probability(labels))
     longest, agree = longest_match(source.matches)
@@ -186,14 +385,14 @@ def found_by(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
     return MatchesOfTokens(wrong, right, source.join(longest, num_tokens, -1), agree)
 
 
-def _joined(parts: Sequence[Fitted]) -> Fitted:
+def _joined(parts: Sequence[TokensToFit]) -> TokensToFit:
     """The tokens of several batches."""
-    nats, kept, hidden, found = zip(*parts, strict=True)
-    of_sources = [type(values[0])(*map(torch.cat, zip(*values, strict=True))) for values in zip(*found, strict=True)]
-    return Fitted(torch.cat(nats), torch.cat(kept), torch.cat(hidden), of_sources)
+    nats, log_keep, hidden, copies = zip(*parts, strict=True)
+    of_sources = [type(values[0])(*map(torch.cat, zip(*values, strict=True))) for values in zip(*copies, strict=True)]
+    return TokensToFit(torch.cat(nats), torch.cat(log_keep), torch.cat(hidden), of_sources)
 
 
-def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: Fitted) -> tuple[float, float]:
+def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: TokensToFit) -> tuple[float, float]:
     """Fit the tables and gates of sources on the CPU; returns the mean loss before and after."""
     fitted = [getattr(source, name) for source in sources for name in (*source.TABLES, "gate")]
     initial = [(source.tables.detach(), source.gate.detach().clone()) for source in sources]
@@ -220,16 +419,16 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: Fitted)
     return before, after
 
 
-def with_copying(sources: Sequence[Any], tokens: Fitted) -> tuple[Tensor, Tensor]:
+def with_copying(sources: Sequence[Any], tokens: TokensToFit) -> tuple[Tensor, Tensor]:
     """The loss of each token with copying from these sources [n], and the log of the share that is not copied from them [n].
 
     The log-odds of a gate are those against the vocabulary alone. Against all that the model predicts without the fitted sources they
-    are lower by the log of 1 / `kept`.
+    are lower by -`log_keep`.
     """
     joint, all_odds = [-tokens.nats], [torch.zeros_like(tokens.nats)]
-    for source, found in zip(sources, tokens.found, strict=True):
-        odds, copied = found.odds_and_probability(source)
-        odds = odds + tokens.hidden @ source.gate + tokens.kept
+    for source, copies in zip(sources, tokens.copies, strict=True):
+        odds, copied = copies.odds_and_probability(source)
+        odds = odds + tokens.hidden @ source.gate + tokens.log_keep
         all_odds.append(odds)
         joint.append(odds + copied.clamp(min=torch.finfo(torch.float32).tiny).log())
     total = torch.stack(all_odds).logsumexp(0)

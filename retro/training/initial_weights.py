@@ -58,8 +58,8 @@ def load_initial_weights(
             f"not train: {', '.join(untrained)}. {_switch(untrained, 'false')}{advice}"
         )
     _check_function(checkpoint, model)
-    known = checkpoint.known_tokenizer if tokenizer else ""
-    if known not in ("", tokenizer):
+    recorded = checkpoint.known_tokenizer if tokenizer else ""
+    if recorded not in ("", tokenizer):
         raise InputError(
             f"train.init_from: {path} has another tokenizer than data.datastores. Build these with the model's tokenizer."
         )
@@ -67,7 +67,7 @@ def load_initial_weights(
     for name in drawn:
         if name.startswith("cross.") and name.endswith(".o_proj.weight"):
             ours[name].zero_()
-    if not known and not set(checkpoint.datastores) & set(datastores):
+    if not recorded and not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: check that its tokenizer is the same", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))
     for words, names in (("drawn at random", drawn), ("left out", left_out)):

@@ -30,11 +30,11 @@ class JsonLines:
     """Writes `metrics.jsonl`. Lines after the step from which a run resumes are removed, because the run writes them again."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = []
+        lines = []
         if path.exists():
             complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
-            kept = [line for line in complete if json.loads(line)["step"] <= step]
-        write_bytes(path, "".join(f"{line}\n" for line in kept).encode())
+            lines = [line for line in complete if json.loads(line)["step"] <= step]
+        write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
     def write(self, values: dict[str, Any]) -> None:
@@ -67,8 +67,8 @@ class Console:
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:
     """A line of metrics without those of layer groups, which are hundreds; empty if there are no others."""
-    kept = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
-    return kept if kept.keys() > {"step", "tokens"} else {}
+    others = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+    return others if others.keys() > {"step", "tokens"} else {}
 
 
 def as_line(values: dict[str, Any]) -> str:
@@ -111,14 +111,14 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise InputError("train.report_to: 'wandb' needs pip install 'retro[wandb]'.") from error
-        known = run / "wandb.json"
-        if step == 0 or not known.exists():
-            write_json(known, {"id": secrets.token_hex(6)})
+        identity = run / "wandb.json"
+        if step == 0 or not identity.exists():
+            write_json(identity, {"id": secrets.token_hex(6)})
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "retro"),
                 name=run.name,
-                id=read_json(known)["id"],
+                id=read_json(identity)["id"],
                 resume="allow",
                 dir=str(run),
                 config=read_json(run / "settings.json") if step == 0 else None,

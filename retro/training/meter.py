@@ -1,6 +1,7 @@
 """Mean loss, speed and utilization over the steps since the last line of metrics."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from dataclasses import dataclass, field
 from retro.device import Placement
 from retro.estimates.flops import peak_flops
 from retro.training.run_settings import RunSettings
+
+peak_of_process = functools.cache(peak_flops)
+"""As `peak_flops`, measured once in a process: a measurement takes a CPU up to a second."""
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Utilization:
     def of(cls, settings: RunSettings, placement: Placement, num_devices: int) -> "Utilization":
         """Take the maker's figure for the peak, or measure it."""
         flops = settings.flops_per_step / (settings.samples_per_step * settings.data.sequence_length)
-        return cls(flops, peak_flops(placement) * num_devices)
+        return cls(flops, peak_of_process(placement) * num_devices)
 
     def at(self, tokens_per_second: float) -> float:
         """The utilization at a rate of training."""

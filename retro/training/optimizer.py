@@ -42,7 +42,7 @@ def make_optimizer(
 def decaying(model: nn.Module) -> Iterator[Tensor]:
     """The parameters with weight decay: weights of linear layers and embeddings.
 
-    Gains, biases and vectors of heads (`PerHead`: Transformer-XL's u and v, taps, smear) have none.
+    Gains, biases and vectors of heads (`PerHead`: Transformer-XL's u and v, taps) have none.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):

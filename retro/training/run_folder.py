@@ -13,6 +13,7 @@ from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
 from retro.checkpoints import checkpoint as checkpoints
+from retro.model.settings import as_json
 from retro.training.optimizer import learning_rate
 from retro.training.settings import TrainSettings
 
@@ -99,8 +100,9 @@ def _changes(checkpoint: checkpoints.Checkpoint, resolved: dict[str, Any], defau
     changed = []
     if ("finetune" in checkpoint.settings) != ("finetune" in resolved):
         return [f"it was one of `retro {'finetune' if 'finetune' in checkpoint.settings else 'train'}`"]
+    stored = {**checkpoint.settings, "model": as_json(checkpoint.model)}  # with today's keys
     for section, values in resolved.items():
-        before = _flat(defaults[section]) | _flat(checkpoint.settings.get(section, {}))
+        before = _flat(defaults[section]) | _flat(stored.get(section, {}))
         for key, value in _flat(values).items():
             if before[key] == value or key in _FREE.get(section, []):
                 continue
@@ -176,9 +178,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     whole = path.read_text().split("\n")[:-1] if path.exists() else []
     out = []
-    for number, line in enumerate(whole, start=1):
+    for line_number, line in enumerate(whole, start=1):
         try:
             out.append(parse_json(line))
         except ValueError as error:
-            raise InputError(f"{path}:{number}: not JSON ({error}). Remove the line.") from error
+            raise InputError(f"{path}:{line_number}: not JSON ({error}). Remove the line.") from error
     return out

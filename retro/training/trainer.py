@@ -37,10 +37,10 @@ from retro.device import choose_training_placement
 from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, ModelSettings, from_json
+from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
-from retro.training.fitted_retrieval import fit_sources_of_run, new_sources
+from retro.training.fitted_copy_head import fit_sources_of_run, new_sources
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
@@ -119,30 +119,28 @@ class Trainer:
         """
         settings.check()
         status("opening the data and the model")
-        if (warmup := settings.train.warmup) != (wanted := settings.train.warmup_steps):
-            log.warning(
-                "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead", wanted, warmup
-            )
+        _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance
         self.placement = choose_training_placement(settings.train.device, settings.train.precision)
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
         check_parallel(settings.lora, settings.parallel)
+        # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes them.
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
         self.task = open_task(replace(settings, model=resolve(settings.model, base)))
         self.settings = settings = self.task.settings
         settings.model.check_length(settings.data.sequence_length)
-        self.metadata = self._metadata(initial)
+        # A run with other settings is refused before a model takes memory.
         last = on_first(self.group, self._last_checkpoint)
-        self.metadata["settings"] |= _imported(last or initial)
+        self.metadata = self._metadata(initial, last)
         model = self._initial_model(initial)
-        factors = learning_rate_factors(model)
+        factors = learning_rate_factors(model)  # of whole matrices, before they are divided
         flops = settings.train.steps * settings.flops_per_step / self.processes.count
         self.model = distributed_model(model, self.processes, self.placement, settings.train, flops)
         self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
-        on_first(self.group, self._write_settings)
+        on_first(self.group, self._write_settings)  # after all checks of them
         self.step, self.tokens, self.saved = 0, 0, -1
         self.evaluated = True  # there is no step to evaluate
         self.best: dict[str, Any] | None = None
@@ -303,28 +301,30 @@ class Trainer:
         self.optimizer_step.scaler.load_state_dict(checkpoint.scaler)
         self.step, self.tokens, self.saved = checkpoint.step, checkpoint.tokens, checkpoint.step
         self.skipped, self.meter = checkpoint.skipped, Meter(**checkpoint.unlogged)
-        self.metadata["started_from"] = checkpoint.started_from
         self.advance(FinishedBefore(checkpoint.tokens))
         log.info("%s: resuming from step %d", self.run, checkpoint.step)
 
     # --- preparation -------------------------------------------------------------------------------------------------
 
-    def _metadata(self, initial: Checkpoint | None) -> dict[str, Any]:
+    def _metadata(self, initial: Checkpoint | None, last: Checkpoint | None) -> dict[str, Any]:
         """What checkpoints record of the run in addition to its progress."""
+        started_from = last.started_from if last else initial and initial.fingerprint
         return {
-            "settings": self.settings.recorded(self.task.extra_sections),
+            "settings": self._recorded_settings() | _imported(last or initial),
             "datastores": self.task.data.fingerprints,
             "mesh_dims": self.processes.mesh_dims,
-            "started_from": initial and initial.fingerprint,
+            "started_from": started_from,
             "num_ids": self.task.num_ids,
             "tokenizer": self.task.tokenizer,
         }
 
+    def _recorded_settings(self) -> dict[str, dict[str, Any]]:
+        return self.settings.recorded(self.task.extra_sections)
+
     def _last_checkpoint(self) -> Checkpoint | None:
-        defaults = RunSettings(ModelSettings(copy_head=NO_COPY_HEAD)).recorded(
-            {name: type(section)() for name, section in self.task.extra_sections.items()}
-        )
-        return last_checkpoint(self.run, self.metadata["settings"], defaults, self.task.data.fingerprints)
+        extra = {name: type(section)() for name, section in self.task.extra_sections.items()}
+        defaults, fingerprints = RunSettings().recorded(extra), self.task.data.fingerprints
+        return last_checkpoint(self.run, self._recorded_settings(), defaults, fingerprints)
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:
         """A model with weights drawn from the seed or read from `train.init_from`, and its adapter."""
@@ -335,19 +335,13 @@ class Trainer:
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, weights, self.task.tokenizer)
             if sources := new_sources(model.settings, initial.model):
-                fitted = on_first(self.group, lambda: self._fitted_sources(model, sources))
-                model.load_state_dict(fitted, strict=False)
+                fit = partial(fit_sources_of_run, model, sources, self.task.data, self.settings.data.sequence_length)
+                model.load_state_dict(on_first(self.group, partial(fit, self.placement)), strict=False)
         load_initial_adapter(initial, model, lora)
         train_only(model, weights)
         if weights != "all" or lora.rank:
             log.info("%s", describe(model))
         return model
-
-    def _fitted_sources(self, model: Retro, names: list[str]) -> dict[str, Tensor]:
-        """Weights of these sources of the copy head, fitted to the base by one process for all."""
-        fit_sources_of_run(model, names, self.task.data, self.settings.data.sequence_length, self.placement)
-        prefixes = tuple(f"copy_head.{name}." for name in names)
-        return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
 
     def _write_settings(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
@@ -423,6 +417,12 @@ class Trainer:
         figures = {name: str(result.metrics[name]) for name in ("loss", "gradient_norm")}  # JSON has no NaN
         write_json(path, {"step": step, **figures, "sequences": [self.task.data.origin(sample) for sample in samples]})
         return path
+
+
+def _warn_of_short_warmup(settings: TrainSettings) -> None:
+    if settings.warmup != settings.warmup_steps:
+        text = "train.warmup_steps = %d is more than train.steps: the warm-up ends at step %d instead"
+        log.warning(text, settings.warmup_steps, settings.warmup)
 
 
 def _advice(on_nan: OnNan, step: int) -> str:

@@ -17,6 +17,12 @@ from tests.conftest import PATIENCE
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    """Other than the single thread of each worker."""
+    torch.set_num_threads(2)
+
+
 def test_items_run_with_one_torch_thread_and_the_number_is_restored() -> None:
     before, seen = torch.get_num_threads(), []
     with one_thread_each(3) as run:

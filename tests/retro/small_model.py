@@ -47,12 +47,12 @@ SETTINGS = ModelSettings(
 SCHEMES: dict[str, dict[str, Any]] = {
     "rope": {},
     "transformer-xl": {"attention.positions": "transformer-xl"},
-    "smeared": {"attention.smeared_keys": True, "attention.smeared_tokens": 3},
+    "smeared": {"attention.smeared_tokens": 3},
     "alibi": {
         "attention.positions": "alibi",
         "attention.num_kv_heads": 1,
         "activation": "swiglu",
-        "attention.smeared_keys": True,
+        "attention.smeared_tokens": 1,
     },
     "learned": {
         "attention.positions": "learned",

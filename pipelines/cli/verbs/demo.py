@@ -309,13 +309,12 @@ def _config(options: DemoOptions) -> Config:
         model=ModelSettings(
             d_model=192,
             d_ffw=768,
-            attention=AttentionSettings(num_heads=3, smeared_keys=True, smeared_tokens=3),
+            attention=AttentionSettings(num_heads=3, smeared_tokens=3),  # docs/results/retrieval-gain.md
             num_layers=4,
             retrieval=RetrievalSettings(cca_layers=(2, 4)),
             encoder=EncoderSettings(d_model=96, d_ffw=384, num_heads=2, head_dim=48, num_layers=1),
             copy_head=CopyHeadSettings(context=True, neighbors=True, datastore=True),
-            shared_embeddings=True,  # with these and smeared keys, copying starts earlier: docs/results/retrieval-gain.md
-            copying_init=True,
+            shared_embeddings=True,
         ),
         train=TrainSettings(
             batch_size=4,

@@ -97,7 +97,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
-    from retro.training import added_retrieval
+    from retro.training import fitted_copy_head
 
     if options.output.suffix != ".safetensors":
         raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
@@ -106,7 +106,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     folder = options.datastore or checkpoint.folders[0]
     placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
     with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:
-        fit = added_retrieval.add_retrieval(
+        fit = fitted_copy_head.add_retrieval(
             checkpoint,
             folder,
             options.output,

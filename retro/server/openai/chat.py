@@ -21,7 +21,7 @@ from retro.inference.generation import GeneratedToken
 from retro.inference.source_texts import joined
 from retro.server.errors import InvalidRequest
 from retro.server.openai import schemas
-from retro.server.openai.completions import GeneratedCount, token_name, usage_of
+from retro.server.openai.completions import token_name, usage_of
 from retro.server.openai.requests import generation_settings, identity_of, lenient, neighbors_of
 from retro.server.routes import JsonRoute, ServiceDependency, event_stream, stream_responses
 from retro.server.service import Service, Sourced
@@ -51,20 +51,15 @@ async def chat_completions(
     )
     n = service.limits.continuations(request.n or 1, 1)
     service.limits.generation([prompt] * n, settings.max_tokens, k, "messages")
-    steps = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
-    identity = identity_of(service, request.model, "chatcmpl")
-    tokenizer = service.retriever.tokenizer
+    tokens = service.generate([prompt], settings, k, n=n, sources=request.return_sources)
+    identity, tokenizer = identity_of(service, request.model, "chatcmpl"), service.retriever.tokenizer
     if request.stream:
         chunk = schemas.ChatChunk.model_construct(**identity)
-        return await event_stream(_events(request, chunk, steps, prompt, tokenizer))
-    answers: list[list[Sourced]] = [[] for _ in range(n)]
-    generated = GeneratedCount()
-    async for step in steps:
-        for token, sources in step:
-            generated.add(token)
-            answers[token.row].append((token, sources))
+        return await event_stream(_events(request, chunk, tokens, prompt, tokenizer))
+    sourced = [pair async for pair in tokens]
+    answers = [[pair for pair in sourced if pair[0].row == index] for index in range(n)]
     choices = [_choice(index, answer, request, tokenizer) for index, answer in enumerate(answers)]
-    usage = usage_of([prompt], generated)
+    usage = usage_of([prompt], [token for token, _ in sourced])
     return schemas.ChatResponse.model_construct(**identity, choices=choices, usage=usage)
 
 
@@ -158,28 +153,26 @@ def _choice(
 async def _events(
     request: schemas.ChatRequest,
     chunk: schemas.ChatChunk,
-    steps: AsyncIterator[list[Sourced]],
+    tokens: AsyncIterator[Sourced],
     prompt: np.ndarray,
     tokenizer: Tokenizer,
 ) -> AsyncIterator[schemas.ChatChunk]:
     def event(**fields: object) -> schemas.ChatChunk:
         return chunk.model_copy(update=fields)
 
-    generated, beginning = GeneratedCount(), range(request.n or 1)
-    async for step in steps:
-        for index in beginning:
+    generated = list[GeneratedToken]()
+    async for token, sources in tokens:
+        for index in range(0 if generated else request.n or 1):
             yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
-        beginning = range(0)
-        for token, sources in step:
-            generated.add(token)
-            choice = schemas.ChunkChoice(
-                index=token.row,
-                delta=schemas.Delta(content=token.text),
-                logprobs=_logprobs([token], tokenizer) if request.logprobs else None,
-                finish_reason=token.finish_reason,
-                sources=sources,
-            )
-            yield event(choices=[choice])
+        generated.append(token)
+        choice = schemas.ChunkChoice(
+            index=token.row,
+            delta=schemas.Delta(content=token.text),
+            logprobs=_logprobs([token], tokenizer) if request.logprobs else None,
+            finish_reason=token.finish_reason,
+            sources=sources,
+        )
+        yield event(choices=[choice])
     if request.stream_options and request.stream_options.include_usage:
         yield event(choices=[], usage=usage_of([prompt], generated))
 

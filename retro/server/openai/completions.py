@@ -69,20 +69,6 @@ async def _events(
 
 
 @dataclass
-class GeneratedCount:
-    """Number of generated tokens so far, and of tokens of drafts that were accepted and rejected."""
-
-    tokens: int = 0
-    accepted: int = 0
-    rejected: int = 0
-
-    def add(self, new: GeneratedToken) -> None:
-        self.tokens += 1
-        self.accepted += new.accepted
-        self.rejected += new.rejected
-
-
-@dataclass
 class Completion:
     """The answer to a request, while it is generated. A part is new text of one of its continuations.
 
@@ -93,7 +79,7 @@ class Completion:
         settings: of the generation; None = only score the prompts.
         k: neighbors of each chunk.
         n: continuations of each prompt.
-        generated: tokens of all continuations so far.
+        generated: the tokens so far, of all continuations.
     """
 
     service: Service
@@ -102,7 +88,7 @@ class Completion:
     settings: GenerationSettings | None
     k: int
     n: int
-    generated: GeneratedCount = field(default_factory=GeneratedCount)
+    generated: list[GeneratedToken] = field(default_factory=list)
     _lengths: dict[int, int] = field(default_factory=dict)  # continuation → characters so far
 
     @classmethod
@@ -156,15 +142,14 @@ class Completion:
                 yield self._part(index, [], [], [], [], "length")
             return
         starts, sources = [self._lengths.get(index, 0) for index in indices], self.request.return_sources
-        steps = self.service.generate(documents, self.settings, self.k, n=n, sources=sources, starts=starts)
-        async for step in steps:
-            for token, new_sources in step:
-                self.generated.add(token)
-                part = self._part(
-                    token.row, [token.text], [token.token], [token.log_probability], [token.top], token.finish_reason
-                )
-                part.sources = new_sources
-                yield part
+        tokens = self.service.generate(documents, self.settings, self.k, n=n, sources=sources, starts=starts)
+        async for token, new_sources in tokens:
+            self.generated.append(token)
+            part = self._part(
+                token.row, [token.text], [token.token], [token.log_probability], [token.top], token.finish_reason
+            )
+            part.sources = new_sources
+            yield part
 
     def _echo(self, index: int, prompt: np.ndarray, scores: Scores | None) -> CompletionChoice:
         """Return the prompt [t] as a part; `scores` belong to its last tokens: all, or all except the first."""
@@ -251,19 +236,19 @@ def _joined(parts: Iterable[CompletionChoice], logprobs: int | None) -> list[Com
     return choices
 
 
-def usage_of(prompts: Sequence[np.ndarray], generated: GeneratedCount | None = None) -> Usage:
+def usage_of(prompts: Sequence[np.ndarray], generated: Sequence[GeneratedToken] | None = None) -> Usage:
     """Count the tokens of prompts and of their continuations, if there are any."""
     received = sum(map(len, prompts))
     if generated is None:
         return Usage(prompt_tokens=received, total_tokens=received)
-    details = CompletionTokensDetails(
-        accepted_prediction_tokens=generated.accepted, rejected_prediction_tokens=generated.rejected
-    )
     return Usage(
         prompt_tokens=received,
-        completion_tokens=generated.tokens,
-        total_tokens=received + generated.tokens,
-        completion_tokens_details=details,
+        completion_tokens=len(generated),
+        total_tokens=received + len(generated),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(token.accepted for token in generated),
+            rejected_prediction_tokens=sum(token.rejected for token in generated),
+        ),
     )
 
 

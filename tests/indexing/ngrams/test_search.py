@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from indexing.ngrams import index as ngram_index
+from indexing.ngrams import search as ngram_search
 from indexing.ngrams.index import FOLDER, Generation, num_passes, write_ngrams, write_run
 from indexing.ngrams.search import NgramIndex
-from indexing.sparse import ngram_index, ngram_search
 from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Split, shard_name, write_datastore_manifest
 from indexing.store.errors import InputError

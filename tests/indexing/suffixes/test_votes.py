@@ -85,7 +85,7 @@ def test_votes_are_those_of_a_search_through_all_documents(datastore: Datastore)
         stored = votes_by_document(split)
         for number, text in enumerate(documents_of(split)):
             own = number if split.name == "train" else -1
-            for end in random.integers(1, len(text) + 1, 6).tolist():
+            for end in random.integers(1, len(text) + 1, 2).tolist():
                 assert_votes(stored[number][end - 1], *expected(documents, own, text[:end]))
 
 

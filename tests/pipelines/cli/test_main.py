@@ -278,6 +278,8 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
         ("index missing.toml", ["missing.toml"]),
         ("index CONFIG --corpus.pathz x", ["--corpus.pathz", "--corpus.paths"]),
         ("index CONFIG --neighbors.retrieval dense", ["neighbors.retrieval", "was removed", "Delete the key"]),
+        ("train CONFIG --model.attention.smeared-keys true", ["smeared-keys", "was removed", "smeared_tokens = 3"]),
+        ("train CONFIG --model.copying-init true", ["copying-init", "was removed", "smeared_tokens"]),
         ("train CONFIG --model.retrieval.smeared-keys true", ["smeared-keys", "was removed", "the copy head copies"]),
         ("index CONFIG --chunks.chunk-length 1", ["--chunks.chunk-length = 1", "2"]),
         ("index CONFIG --neighbors.stored 5", ["neighbors.stored was 6, now 5", "--rebuild"]),
@@ -360,7 +362,7 @@ def test_ctrl_c_promises_a_resume_only_where_there_is_one(trained, arguments, re
         raise KeyboardInterrupt
 
     verb, path = arguments
-    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
+    monkeypatch.setattr(f"pipelines.cli.{VERBS[verb].module}.{VERBS[verb].run}", interrupted)
     names = {"config": trained / "config.toml", "run": trained / "run"}
     assert main([verb, path.format(**names)]) == 130
     assert ("same command again" in capsys.readouterr().err) == resumes
@@ -380,7 +382,7 @@ def test_a_verb_breaks_its_silence_in_the_first_process_unless_it_waits_for_requ
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(f"pipelines.{VERBS[verb].module}.{VERBS[verb].run}", run)
+    monkeypatch.setattr(f"pipelines.cli.{VERBS[verb].module}.{VERBS[verb].run}", run)
     assert main([verb, str(trained / "datastore")]) == 0
     assert running == names
 

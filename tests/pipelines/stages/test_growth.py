@@ -59,9 +59,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Datastore]:
     return grown(tmp_path_factory.mktemp("whole"), "exact")
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """The three files, and a datastore of the first one with exact search. Read-only."""
+    folder = tmp_path_factory.mktemp("first")
+    files = corpora(folder)
+    return files, build_local(config_of(folder, files[:1])).folder
+
+
+@pytest.fixture
+def files(first: tuple[list[Path], Path], tmp_path: Path) -> list[Path]:
+    """The three files; `tmp_path` has a copy of the datastore of the first one."""
+    files, folder = first
+    shutil.copytree(folder, tmp_path / "datastore")
+    return files
+
+
 @pytest.mark.parametrize("method", INDEXES)
-def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_path, method: str) -> None:
-    config, datastore = grown(tmp_path, method)
+def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_path, method: str, whole) -> None:
+    if method == "exact":
+        config = replace(whole[0], datastore=tmp_path / "datastore")
+        datastore = Datastore.open(shutil.copytree(whole[1].folder, config.datastore))
+    else:
+        config, datastore = grown(tmp_path, method)
     before = contents(datastore.folder)
     assert datastore.train.num_documents > 150
     check_contents(datastore)
@@ -226,11 +246,9 @@ def test_killed_append_resumes_to_the_same_bytes(tmp_path, whole) -> None:
     assert contents(build_local(cut).folder) == expected
 
 
-def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog) -> None:
-    files = corpora(tmp_path)
+def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog, files) -> None:
     with pytest.raises(InputError, match="nothing to append to"):
-        build_local(config_of(tmp_path, files[:1]), append=True)
-    build_local(config_of(tmp_path, files[:1]))
+        build_local(config_of(tmp_path / "none", files[:1]), append=True)
     with pytest.raises(InputError, match=r"without 1 files .*b\.jsonl.*--append"):
         build_local(config_of(tmp_path, files[:2]))
     before = contents(tmp_path / "datastore")
@@ -240,9 +258,7 @@ def test_new_files_need_append_and_append_needs_a_datastore(tmp_path, caplog) ->
     assert contents(tmp_path / "datastore") == before
 
 
-def test_new_files_alone_can_be_appended(tmp_path, caplog, whole) -> None:
-    files = corpora(tmp_path)
-    build_local(config_of(tmp_path, files[:1]))
+def test_new_files_alone_can_be_appended(tmp_path, caplog, whole, files) -> None:
     caplog.set_level("INFO", "retro")
     for file in files[1:]:
         build_local(config_of(tmp_path, [file]), append=True)
@@ -260,9 +276,8 @@ def test_new_files_alone_can_be_appended(tmp_path, caplog, whole) -> None:
     assert contents(tmp_path / "datastore") == ours
 
 
-def test_original_command_finishes_a_killed_append_of_new_files(tmp_path) -> None:
-    files = corpora(tmp_path)
-    first = build_local(config_of(tmp_path, files[:1]))
+def test_original_command_finishes_a_killed_append_of_new_files(tmp_path, files) -> None:
+    first = Datastore.open(tmp_path / "datastore")
     config = config_of(tmp_path, files[1:2])
     corpus_stage.append(config, corpus_stage.files_to_append(config, make_executor(config.executor)))
     finished = build_local(config_of(tmp_path, files[:1]))
@@ -314,9 +329,7 @@ def test_append_refuses_before_it_writes(tmp_path, make) -> None:
     assert contents(tmp_path / "datastore") == before
 
 
-def test_append_with_other_settings_writes_nothing(tmp_path) -> None:
-    files = corpora(tmp_path)
-    build_local(config_of(tmp_path, files[:1]))
+def test_append_with_other_settings_writes_nothing(tmp_path, files) -> None:
     before = contents(tmp_path / "datastore")
     config = config_of(tmp_path, files[1:2])
     for section, key, value in (
@@ -330,9 +343,7 @@ def test_append_with_other_settings_writes_nothing(tmp_path) -> None:
         assert contents(tmp_path / "datastore") == before
 
 
-def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsys) -> None:
-    files = corpora(tmp_path)
-    build_local(config_of(tmp_path, files[:1]))
+def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsys, files) -> None:
     folder = build_local(config_of(tmp_path, files[1:2]), append=True).folder
     before = contents(folder)
     (folder / "appended" / "00001" / "plan.json").write_text("{}")
@@ -346,9 +357,7 @@ def test_lost_appended_files_are_named_and_can_be_appended_again(tmp_path, capsy
     assert contents(folder) == before
 
 
-def test_rebuild_checks_the_files_first_and_names_appended_ones_that_it_leaves_out(tmp_path, caplog) -> None:
-    files = corpora(tmp_path)
-    build_local(config_of(tmp_path, files[:1]))
+def test_rebuild_checks_the_files_first_and_names_appended_ones_that_it_leaves_out(tmp_path, caplog, files) -> None:
     build_local(config_of(tmp_path, files[1:2]), append=True)
     before = contents(tmp_path / "datastore")
     with pytest.raises(InputError, match="does not exist"):

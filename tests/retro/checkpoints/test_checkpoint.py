@@ -246,7 +246,7 @@ def test_settings_of_a_model_larger_than_the_file_are_refused_before_it_is_made(
 
 
 def test_weights_of_another_shape_are_refused_before_memory_is_allocated(exported: Path) -> None:
-    changed = with_state(exported, lambda state: state["settings"]["model"]["attention"].update(smeared_keys=True))
+    changed = with_state(exported, lambda state: state["settings"]["model"]["attention"].update(smeared_tokens=3))
     opened = checkpoints.open_checkpoint(changed)
     with pytest.raises(InputError, match="it is the checkpoint of another model"):
         checkpoints.load_model(opened, torch.device("cpu"))

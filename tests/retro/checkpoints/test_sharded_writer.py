@@ -55,7 +55,7 @@ MODEL = updated(
         "retrieval.cca_layers": (2,),
         "encoder.num_layers": 1,
         "attention.positions": "transformer-xl",
-        "attention.smeared_keys": True,
+        "attention.smeared_tokens": 1,
     },
 )
 LAYOUT = {"data": WORLD}

@@ -68,7 +68,7 @@ def test_zero_divides_moments_then_gradients_then_parameters_by_rows(num_process
 
 
 def test_tensor_parallelism_divides_only_the_blocks() -> None:
-    smeared = {"attention.smeared_keys": True}
+    smeared = {"attention.smeared_tokens": 1}
     model, halves = build(**smeared), Retro(divided(updated(SETTINGS, smeared), 2))
     for (name, whole), half in zip(model.named_parameters(), halves.parameters(), strict=True):
         is_divided = ".block." in name

@@ -151,4 +151,4 @@ def test_a_decoder_without_retrieval_is_exported_as_a_family_if_possible(checkpo
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(Inputs(tokens)), rtol=1e-4, atol=1e-4)
     assert as_family(retro, tensors) is None
-    assert as_family(replace(retro, model=updated(plain, {"attention.smeared_keys": True})), tensors) is None
+    assert as_family(replace(retro, model=updated(plain, {"attention.smeared_tokens": 3})), tensors) is None

@@ -164,7 +164,7 @@ def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() 
     assert read_settings(config) == replace(
         read_settings(config), d_model=256, tied_embeddings=False, scaled_embeddings=False
     )
-    with pytest.raises(InputError, match=r"no family.*llama has no model.attention.smeared_keys = True"):
-        config_of(updated(ours, {"attention.smeared_keys": True}), 512)
+    with pytest.raises(InputError, match=r"no family.*llama has no model.attention.smeared_tokens = 3"):
+        config_of(updated(ours, {"attention.smeared_tokens": 3}), 512)
     with pytest.raises(InputError, match="no family"):
         config_of(updated(ours, {"attention.positions": "alibi"}), 512)

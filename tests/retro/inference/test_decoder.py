@@ -161,8 +161,7 @@ def test_other_architectures_are_cached(changes: dict) -> None:
     check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
 
 
-@pytest.mark.parametrize("context", [M, 2 * M])
-@every_scheme_and_reader
+@pytest.mark.parametrize(("scheme", "context"), [("rope", M), *((scheme, 2 * M) for scheme in [*SCHEMES, *READERS])])
 def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, context: int) -> None:
     model, retrieve = cached_model(scheme), retriever(2)
     decoder = Together(model, FLOAT32, context, retrieve)

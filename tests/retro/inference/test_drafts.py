@@ -149,15 +149,16 @@ def test_tokens_have_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPat
 def state(decoder: Decoder, row: Row) -> list[torch.Tensor]:
     """What the next passes read of the cache."""
     cache, slot, read = decoder.cache, row.slot, row.num_read
-    lasts = [last[slot][:, LONGEST_DRAFT:] for last in (cache.last_keys, cache.last_queries, cache.last_cross_queries)]
+    lasts = [last[slot][:, LONGEST_DRAFT:] for last in (cache.last_keys, cache.last_queries)]
     chunk = cache.chunk[slot, : row.num_read % M] if row.retrieve else cache.chunk[slot, :0]
     parts = [cache.keys[slot, :, :, :read], cache.values[slot, :, :, :read], *lasts, chunk, cache.readable[slot]]
     readable = cache.readable[slot].flatten()
     return [*parts, *(kept[slot, :, :, readable] for kept in (cache.neighbor_keys, cache.neighbor_values))]
 
 
-@pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("scheme", [*SCHEMES, *OTHERS])
+@pytest.mark.parametrize(
+    ("scheme", "k"), [*((scheme, 2) for scheme in [*SCHEMES, *OTHERS]), ("rope", 0), ("copying", 0), ("window", 0)]
+)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_after_right_and_wrong_drafts_logits_and_cache_are_those_without(scheme: str, k: int, seed: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.model.attention import Attention, dot_product_attention, initial_taps, smear, weighted_sums
+from retro.model.attention import Attention, dot_product_attention, initial_taps, weighted_sums
 from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of
 from tests.retro.small_model import M, R, batch, build, logits
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
@@ -47,7 +47,7 @@ def slow_score(attention: Attention, places: Positions, q: Tensor, k: Tensor, di
         return q @ k / len(q)
     if isinstance(places, AlibiPositions):
         return q @ k / math.sqrt(len(q)) - abs(distance) / 256
-    if hasattr(attention, "q_norm"):
+    if attention.q_norm is not None and attention.k_norm is not None:
         q, k = (x / x.square().mean().sqrt() for x in (q, k))
         q, k = q * attention.q_norm.weight, k * attention.k_norm.weight
     if isinstance(places, RopePositions):
@@ -185,9 +185,10 @@ def test_alibi_slopes_halve_from_head_to_head_on_every_tensor_parallel_rank():
 def test_grouped_queries_equal_heads_with_repeated_keys_and_values(scheme):
     torch.manual_seed(2)
     grouped = Attention(12, 12, 4, 8, scheme, num_kv_heads=2, smeared_tokens=1)
-    torch.nn.init.normal_(grouped.smear.weight)
+    for taps in (grouped.key_taps, grouped.query_taps):
+        torch.nn.init.normal_(taps.weight)
     full = Attention(12, 12, 4, 8, scheme, smeared_tokens=1)
-    repeated = {"k_proj.weight": 8, "v_proj.weight": 8, "smear.weight": 1}  # rows per head
+    repeated = {"k_proj.weight": 8, "v_proj.weight": 8, "key_taps.weight": 1}  # rows per head
     weights = grouped.state_dict()
     for name, rows in repeated.items():
         weights[name] = weights[name].unflatten(0, (2, rows)).repeat_interleave(2, dim=0).flatten(0, 1)
@@ -221,13 +222,6 @@ def test_initial_taps_of_first_heads_match_keys_to_queries():
     assert keys[0, 0] < 0.1
     assert keys[2].tolist() == [1, 0, 0, 0]
     assert queries[2].tolist() == [1, 0, 0]
-
-
-def test_smeared_keys_mix_in_the_previous_key_within_a_document():
-    k, share = torch.arange(6.0).view(1, 6, 1, 1), torch.tensor([[0.25]])
-    assert smear(k, share, None).flatten().tolist() == [0, 0.75, 1.75, 2.75, 3.75, 4.75]
-    starts = torch.tensor([[True, False, False, True, False, False]])
-    assert smear(k, share, starts).flatten().tolist() == [0, 0.75, 1.75, 3, 3.75, 4.75]
 
 
 @pytest.mark.parametrize("heads_of_bias", [0, 1, 6])

@@ -91,6 +91,7 @@ def test_the_longest_match_says_whether_all_as_long_agree() -> None:
     assert not agree[0, 10]  # 5 and 7 followed
 
 
+@pytest.mark.slow  # the compiler for C++
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_queries_without_positions_have_no_match_and_finite_gradients_when_compiled() -> None:
     nothing = Matches(torch.full((2, 3, 64), -1, dtype=torch.int8), torch.zeros(2, 64, dtype=torch.int64))

@@ -53,7 +53,7 @@ def test_attention_within_bounds_equals_attention_with_a_mask(
 MODELS: dict[str, dict[str, Any]] = {
     "rope": {},
     "learned": {"attention.positions": "learned", "attention.qk_norm": True, "init": "mup", "mup_base_width": 16},
-    "grouped": {"attention.num_kv_heads": 1, "attention.smeared_keys": True},
+    "grouped": {"attention.num_kv_heads": 1, "attention.smeared_tokens": 1},
     "window": {
         "attention.num_kv_heads": 1,
         "attention.sliding_window": 5,

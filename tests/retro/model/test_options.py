@@ -96,7 +96,7 @@ def test_a_model_made_on_the_meta_device_equals_a_directly_made_one():
         {"num_layers": 0},
         {"dropout": 1.0},
         {"activation": "relu"},
-        {"attention.smeared_tokens": 0},
+        {"attention.smeared_tokens": -1},
         {"chunk_length": 64, "attention.smeared_tokens": 65},
         {"attention.num_kv_heads": 3},
         {"attention.max_positions": 0},
@@ -225,35 +225,22 @@ def test_the_baseline_has_no_encoder_and_ignores_neighbors():
     assert torch.equal(logits(model, tokens, None, neighbors, lengths), logits(model, tokens))
 
 
-def test_copying_init_predicts_what_follows_in_a_neighbor_before_training():
-    def gain(**changes: bool) -> float:
-        """Gain from OFF to ON in mean log-probability of the next token, which the neighbors contain."""
+def test_smeared_attention_begins_by_copying():
+    def gain(smeared_tokens: int) -> float:
+        """Mean log-probability of the tokens of a text that is repeated, less that of the first time."""
         torch.manual_seed(0)
-        sizes = updated(
-            SETTINGS,
-            {
-                "vocab_size": 50,
-                "d_model": 64,
-                "encoder.d_model": 64,
-                "attention.num_heads": 4,
-                "attention.head_dim": 16,
-            },
-        )
-        model = Retro(updated(sizes, {"shared_embeddings": True, "attention.smeared_keys": True, **changes})).eval()
-        text = torch.randint(50, (64, 5 * M), generator=torch.Generator().manual_seed(0))
-        tokens, labels = text[:, : 4 * M], text[:, 1 : 4 * M + 1, None]
-        read = text.unfold(1, 2 * M, M)[:, :, None]  # [64, 4, 1, 2M]: each chunk and the one after it
-        log_p = [logits(model, tokens, None, neighbors).log_softmax(-1) for neighbors in (None, read)]
-        off, on = (values.gather(-1, labels)[:, M - 1 :].mean().item() for values in log_p)
-        return on - off
+        sizes = {
+            "d_model": 64,
+            "attention.num_heads": 4,
+            "attention.head_dim": 16,
+            "attention.smeared_tokens": smeared_tokens,
+        }
+        model = Retro(updated(SETTINGS, {"vocab_size": 50, **sizes})).eval()
+        text = torch.randint(50, (64, 2 * M), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+        log_p = logits(model, text[:, :-1]).log_softmax(-1).gather(-1, text[:, 1:, None])[..., 0]
+        return (log_p[:, 2 * M + 2 :].mean() - log_p[:, 2 : 2 * M - 1].mean()).item()
 
-    assert gain(copying_init=True) > 3 * abs(gain(copying_init=False))
-
-
-def test_copying_init_without_shared_embeddings_is_rejected():
-    ModelSettings(copying_init=True, retrieval=RetrievalSettings(cca_layers=()))
-    with pytest.raises(ValueError, match=r"model\.copying_init = True.*shared_embeddings"):
-        ModelSettings(copying_init=True)
+    assert gain(3) > 3 * abs(gain(0))
 
 
 def test_shared_embeddings_use_one_table_for_the_encoder_too():

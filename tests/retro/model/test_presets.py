@@ -142,8 +142,8 @@ def test_preset_base_takes_retrieval_from_the_base_the_defaults_or_the_settings(
     assert only_one.retrieval.cca_layers == PRESETS["1.5b"].retrieval.cca_layers
     retrofitted = resolve(ModelSettings(preset="base", shared_embeddings=True), large)
     assert resolve(ModelSettings(preset="base"), retrofitted) == retrofitted
-    with pytest.raises(InputError, match=r"model\.attention\.smeared_keys = True and model\.preset = 'base'"):
-        resolve(ModelSettings(preset="base", attention=AttentionSettings(smeared_keys=True)), large)
+    with pytest.raises(InputError, match=r"model\.attention\.smeared_tokens = 3 and model\.preset = 'base'"):
+        resolve(ModelSettings(preset="base", attention=AttentionSettings(smeared_tokens=3)), large)
 
 
 def test_position_tables_count_as_embeddings() -> None:

@@ -261,7 +261,7 @@ def test_any_number_of_neighbors_can_be_read(k: int) -> None:
             {"attention.positions": "transformer-xl"},
             r"model\.attention\.positions = 'transformer-xl': should be 'rope'",
         ),
-        ({"attention.smeared_keys": True}, r"model\.attention\.smeared_keys = True: should be false with model"),
+        ({"attention.smeared_tokens": 3}, r"model\.attention\.smeared_tokens = 3: should be 0 with model"),
         ({"experts.num_experts": 4}, r"model\.experts\.num_experts = 4: should be 0 with model\.retrieval\.reader"),
         ({"retrieval.cca_layers": (2,)}, r"model\.retrieval\.cca_layers = \(2,\): should be an empty list with model"),
     ],

@@ -43,16 +43,40 @@ def test_every_setting_can_be_set_by_its_key() -> None:
         updated(OTHER, {"attention.num_heads": 0})
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_a_removed_option_of_a_stored_model_is_ignored_unless_its_weights_need_it(on: bool) -> None:
+@pytest.mark.parametrize(
+    ("section", "options", "loaded"),
+    [
+        ("retrieval", {"smeared_keys": False}, {}),
+        ("retrieval", {"smeared_keys": True}, r"^model\.retrieval\.smeared_keys = True .* commit 98cfcf4c"),
+        ("copy_head", {"content_width": 0}, {}),
+        ("copy_head", {"content_width": 16}, r"^model\.copy_head\.content_width = 16 .* commit 1c1fe1bf"),
+        ("attention", {"smeared_keys": False, "smeared_tokens": 3}, {}),
+        (
+            "attention",
+            {"smeared_keys": True, "smeared_tokens": 1},
+            r"^model\.attention\.smeared_keys = True .* commit f9664737",
+        ),
+        ("attention", {"smeared_keys": True, "smeared_tokens": 3}, {"attention.smeared_tokens": 3}),
+        ("", {"copying_init": True}, {}),
+    ],
+)
+def test_a_removed_option_of_a_stored_model_is_ignored_unless_its_weights_need_it(
+    section: str, options: dict[str, Any], loaded: dict[str, Any] | str
+) -> None:
+    plain = updated(OTHER, {"retrieval.cca_layers": ()})
+    stored = asdict(plain)
+    (stored[section] if section else stored).update(options)
+    if isinstance(loaded, dict):
+        assert from_json(stored) == updated(plain, loaded)
+    else:
+        with pytest.raises(InputError, match=loaded):
+            from_json(stored)
+
+
+def test_a_stored_model_with_smeared_cross_attention_is_refused() -> None:
     stored = asdict(OTHER)
-    stored["retrieval"] |= {"smeared_keys": on}
-    if not on:
-        assert from_json(stored) == OTHER
-        return
-    with pytest.raises(
-        InputError, match=r"^model\.retrieval\.smeared_keys: this version of retro has no such setting\.$"
-    ):
+    stored["attention"] |= {"smeared_keys": True, "smeared_tokens": 3}
+    with pytest.raises(InputError, match=r"model\.attention\.smeared_keys = True .* commit f9664737"):
         from_json(stored)
 
 

@@ -71,10 +71,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "alibi": {
         "attention.positions": "alibi",
-        "attention.smeared_keys": True,
         "attention.smeared_tokens": 2,
         "shared_embeddings": True,
-        "copying_init": True,
         "parallel_residual": True,
         "attention.sliding_window": 20,
     },

@@ -25,7 +25,7 @@ from tests.retro.small_model import answers_only, build, split_batch
 WORLD = 2
 SMALL = {"num_layers": 2, "retrieval.cca_layers": (2,)}
 MODELS: dict[str, dict[str, Any]] = {
-    "normed": {"attention.qk_norm": True, "attention.smeared_keys": True, "attention.bias": "all"},
+    "normed": {"attention.qk_norm": True, "attention.smeared_tokens": 2, "attention.bias": "all"},
     "experts": {"experts.num_experts": 4, "experts.every": 2, "shared_embeddings": True},
     "copying": {"copy_head.context": True, "copy_head.neighbors": True},
 }
@@ -104,9 +104,7 @@ def test_gathering_in_bfloat16_changes_no_bit_and_saves_half(name: str, zero: in
 
 
 def test_routers_norms_and_tables_are_no_matrices() -> None:
-    model = build(**{**SMALL, **MODELS["experts"], "attention.qk_norm": True, "attention.smeared_keys": True})
+    model = build(**{**SMALL, **MODELS["experts"], "attention.qk_norm": True, "attention.smeared_tokens": 2})
     others = {name for name, _ in model.named_parameters()} - set(matrices(model))
-    assert all(
-        "norm" in name or name.endswith(("embedding.weight", "router.weight", "smear.weight")) for name in others
-    )
+    assert all("norm" in name or name.endswith(("embedding.weight", "router.weight", "taps.weight")) for name in others)
     assert {id(value) for value in matrices(model).values()} <= {id(value) for value in model.parameters()}

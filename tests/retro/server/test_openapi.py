@@ -5,18 +5,14 @@ import re
 from typing import Any
 
 import pytest
-import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from jsonschema import Draft202012Validator
-from schemathesis import GenerationMode
-from schemathesis.checks import CHECKS, load_all_checks
 from starlette.testclient import TestClient
 
 from tests.retro.server.conftest import Make
 
-load_all_checks()
 WANTED = [
     "not_a_server_error",
     "status_code_conformance",
@@ -36,9 +32,14 @@ def app(app_with: Make) -> FastAPI:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", list(GenerationMode))
-def test_every_endpoint_matches_its_description(app_with: Make, mode: GenerationMode) -> None:
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_every_endpoint_matches_its_description(app_with: Make, mode: str) -> None:
     """Valid requests (`positive`) succeed and invalid ones (`negative`) are rejected."""
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import CHECKS, load_all_checks
+
+    load_all_checks()
     app, checks, asked = (
         app_with(**SMALL),
         CHECKS.get_by_names(WANTED),
@@ -55,7 +56,7 @@ def test_every_endpoint_matches_its_description(app_with: Make, mode: Generation
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(case=operation.as_strategy(generation_mode=mode))
+        @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
         def matches_description(case: schemathesis.Case) -> None:
             nonlocal asked
             asked += 1
@@ -64,7 +65,7 @@ def test_every_endpoint_matches_its_description(app_with: Make, mode: Generation
         try:
             matches_description()
         except Unsatisfiable:
-            assert mode.is_negative  # no request is invalid: without a body, and any text is a valid path
+            assert mode == "negative"  # no request is invalid: without a body, and any text is a valid path
     assert asked > 200
 
 

@@ -22,8 +22,7 @@ from retro.inference.settings import GenerationSettings
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from retro.training.added_retrieval import add_retrieval
-from retro.training.fitted_copy_head import CopyFit
+from retro.training.fitted_copy_head import CopyFit, add_retrieval
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train
 from tests.conftest import build_local, tiny_config

@@ -11,7 +11,7 @@ from retro.model.copy_matches import LONGEST
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.training.fitted_copy_head import _PULL, Fitted, VotesOfTokens, fit_copy_head, fit_sources
+from retro.training.fitted_copy_head import _PULL, TokensToFit, VotesOfTokens, fit_copy_head, fit_sources
 from tests.retro.small_model import B, M, T, U, V, build
 from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
@@ -119,7 +119,7 @@ def test_gate_learns_activations_that_tell_whether_votes_are_right(telling: bool
     if telling:
         hidden[:, 0] = sign
     votes = VotesOfTokens(torch.full((n,), 5), torch.tensor([1, 0, 0]).expand(n, 3), (sign > 0).float())
-    _, after = fit_sources([source], Fitted(torch.full((n,), 2.0), torch.zeros(n), hidden, [votes]))
+    _, after = fit_sources([source], TokensToFit(torch.full((n,), 2.0), torch.zeros(n), hidden, [votes]))
     gate = source.gate.detach()
     by_tables = 1.62  # nats of the best share for all tokens, 0.42
     assert gate[1:].abs().max() < 0.3

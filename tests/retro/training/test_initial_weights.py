@@ -66,9 +66,9 @@ def test_weights_are_copied_from_a_run_and_from_an_exported_file(retro: Checkpoi
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("copying", [False, True])
-def test_new_retrieval_starts_as_off(baseline: Checkpoint, retro: Checkpoint, copying: bool) -> None:
-    model = Retro(replace(retro.model, shared_embeddings=copying, copying_init=copying)).eval()
+@pytest.mark.parametrize("shared", [False, True])
+def test_new_retrieval_starts_as_off(baseline: Checkpoint, retro: Checkpoint, shared: bool) -> None:
+    model = Retro(replace(retro.model, shared_embeddings=shared)).eval()
     load_initial_weights(baseline, model, baseline.datastores)
     tokens, neighbors = torch.arange(32)[None], torch.arange(2 * 2 * 8).view(1, 2, 2, 8)
     assert torch.equal(model(Inputs(tokens, neighbors=neighbors)), model(Inputs(tokens)))

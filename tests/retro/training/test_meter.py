@@ -15,7 +15,7 @@ from tests.retro.small_model import SETTINGS
 def test_sequences_without_neighbors_count_without_retrieval(dropout: float, monkeypatch) -> None:
     data = DataSettings(sequence_length=16, k=2, retrieval_dropout=dropout)
     settings = RunSettings(SETTINGS, data)
-    monkeypatch.setattr(meter, "peak_flops", lambda placement: 1e12)
+    monkeypatch.setattr(meter, "peak_of_process", lambda placement: 1e12)
     found = Utilization.of(settings, choose_placement("cpu", "float32"), 3)
     on, off = (training_flops(SETTINGS, 16, k) for k in (2, 0))
     assert on > off

@@ -57,16 +57,16 @@ def test_matrices_decay_and_norms_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "changes"),
-    [("transformer-xl", {}), ("rope", {"attention.smeared_keys": True}), ("smeared", {}), ("neox", {})],
+    [("transformer-xl", {}), ("smeared", {}), ("neox", {})],
 )
 def test_biases_and_taps_of_heads_do_not_decay(scheme: str, changes: dict[str, bool]) -> None:
-    """Biases (Transformer-XL's u and v), taps and smear ratios do not decay although they have two dimensions."""
+    """Biases (Transformer-XL's u and v) and taps do not decay although they have two dimensions."""
     model = build(scheme, **changes, **{"experts.num_experts": 0 if scheme == "neox" else 4})  # experts have no biases
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     spared = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if not decay[id(p)]}
     found = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters()}
-    of_heads = {"content_bias", "distance_bias", "key_taps", "query_taps", "smear"}
+    of_heads = {"content_bias", "distance_bias", "key_taps", "query_taps"}
     assert of_heads & found == of_heads & spared
     assert bool(of_heads & found) == (scheme != "neox")
     matrices = {

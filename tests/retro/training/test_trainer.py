@@ -21,7 +21,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from retro.checkpoints import checkpoint as checkpoints
 from retro.model.loss import _compiled_logit_gradients
-from retro.model.settings import updated
+from retro.model.settings import from_json, updated
 from retro.training.meter import Meter
 from retro.training.run_folder import score_of
 from retro.training.task import DocumentTask
@@ -143,15 +143,20 @@ def test_an_extension_that_changes_past_learning_rates_is_rejected(config: Confi
         run(with_train(config, lr_schedule=schedule, steps=9))
 
 
-def test_a_run_from_before_the_copy_head_resumes_without_one(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_before_the_copy_head_resumes_without_one_and_without_removed_options(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = with_train(config, lr_schedule="constant")
     run(with_train(config, steps=4))
     read = checkpoints.read
 
     def read_old(folder: Path) -> checkpoints.Checkpoint:
         found = read(folder)
-        del found.settings["model"]["copy_head"]
-        return found
+        stored = found.settings["model"]
+        del stored["copy_head"]
+        stored["attention"] |= {"smeared_keys": False, "smeared_tokens": 1}
+        stored["copying_init"] = False
+        return replace(found, model=from_json(stored))
 
     monkeypatch.setattr(checkpoints, "read", read_old)
     assert run(config).metrics[-1]["step"] == 8

@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mcp import Client, StdioServerParameters
-from mcp_types import TextContent
-
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from pipelines.cli.verbs.mcp import make_server
@@ -21,6 +18,8 @@ COMMAND = [sys.executable, "-m", "pipelines.cli", "mcp"]
 
 def answers(server: Any, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
     """The structured answers of calls to tools, or their errors as text."""
+    from mcp import Client  # not at the top: every process that collects tests would import it, for a second
+    from mcp_types import TextContent
 
     async def ask() -> list[Any]:
         async with Client(server, read_timeout_seconds=PATIENCE) as client:
@@ -82,6 +81,8 @@ def test_mistakes_are_errors_that_name_the_value(retriever: Retriever) -> None:
 
 
 def test_the_tools_are_described_and_do_not_write(retriever: Retriever) -> None:
+    from mcp import Client
+
     async def listed() -> Any:
         async with Client(make_server(retriever)) as client:
             return (await client.list_tools()).tools
@@ -93,6 +94,8 @@ def test_the_tools_are_described_and_do_not_write(retriever: Retriever) -> None:
 
 
 def test_a_client_starts_the_command_and_searches(tiny_datastore: Datastore) -> None:
+    from mcp import StdioServerParameters
+
     command = StdioServerParameters(command=COMMAND[0], args=[*COMMAND[1:], str(tiny_datastore.folder)])
     (found,) = answers(command, ("search", {"query": QUERY, "k": 2}))
     assert len(found["result"]) == 2
