@@ -13,11 +13,13 @@ import json
 import re
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from indexing.store.settings import key_fields
 from pipelines.cli.main import VERBS, Verb
+from pipelines.cli.settings.load import literals
 from pipelines.config import Config
 
 SETTINGS_PAGES = {
@@ -27,7 +29,7 @@ SETTINGS_PAGES = {
     "data": ("data",),
     "model": ("model",),
     "train": ("train",),
-    "tuning": ("tuning", "finetune"),
+    "fine-tuning": ("lora", "finetune"),
     "parallel": ("parallel",),
     "evaluation": ("evaluation",),
 }
@@ -88,7 +90,20 @@ def _section(settings: Any, path: str) -> list[str]:
     text = [f"## [{path}]", _docstring(type(settings)), *_entries(type(settings), f"{path}.", "../../", settings)]
     for name, value in vars(settings).items():
         text += _section(value, f"{path}.{name}") if dataclasses.is_dataclass(value) else []
+    for table, names, section in _tables(type(settings)):
+        text += [
+            f"## [{path}.{table}]",
+            f"Keys of each of {', '.join(f'`{name}`' for name in names)}. {_docstring(section)}",
+            *_entries(section, f"{path}.{table}.….", "../../"),
+        ]
     return text
+
+
+def _tables(settings: type) -> list[tuple[str, list[str], type]]:
+    """Tables of settings by name: their field, the names, and the class of a value."""
+    hints = get_type_hints(settings, include_extras=True)
+    tables = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Mapping}
+    return [(field, literals(names), section) for field, (names, section) in tables.items()]
 
 
 def _command_index() -> list[str]:
@@ -131,9 +146,10 @@ def _entries(settings: Any, prefix: str, root: str, instance: Any = None) -> lis
     Defaults are those of the type, or the values of `instance`.
     """
     docs, entries = _field_docstrings(settings), []
-    inherited = set(Config.__pydantic_fields__) if prefix == "--" and issubclass(settings, Config) else set()
+    keys = {one.name for one in key_fields(settings)}
+    keys -= set(Config.__pydantic_fields__) if prefix == "--" and issubclass(settings, Config) else set()
     for name, field in settings.__pydantic_fields__.items():
-        if name in inherited or dataclasses.is_dataclass(field.annotation):
+        if name not in keys or dataclasses.is_dataclass(field.annotation):
             continue
         key = prefix + (name.replace("_", "-") if prefix.startswith("--") else name)
         value = getattr(instance, name) if instance else field.get_default(call_default_factory=True)
@@ -181,6 +197,8 @@ def _type_name(hint: Any, constraints: Sequence[Any] = ()) -> str:
         if arms[-1] is ...:
             return f"list of {_type_name(arms[0])}"
         return f"list of {len(arms)}: {', '.join(map(_type_name, arms))}"
+    if get_origin(hint) is Mapping:
+        return "table"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(map(_type_name, arms))
     bounds = [f"{sign} {getattr(bound, key):,}" for bound in constraints for key, sign in _SIGNS if hasattr(bound, key)]

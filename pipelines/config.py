@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
@@ -13,30 +13,52 @@ from indexing.index.build import IndexSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from indexing.store.remote import url_of
-from indexing.store.settings import Location, settings
+from indexing.store.settings import NOT_A_KEY, Location, settings
 from indexing.tokenization.settings import TokenizerSettings
-from pipelines.executors.settings import ExecutorSettings
-from retro.adapters.settings import TuningSettings
+from pipelines.executors.settings import ExecutorSettings, StageName
+from retro.adapters.settings import LoraSettings, check_trained
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import PAPER_PRESETS, ModelSettings
+from retro.model.settings import ModelSettings
 from retro.parallel.settings import ParallelSettings
 from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings
+
+_CHOSEN = "It was removed: retro chooses the value. Delete the key."
+_OF_MODEL = "It was removed: only the file of a model sets it. Delete the key."
+_RESOURCES = "It was moved to a table by stage: executor.resources.{0}."
+
+REMOVED = {
+    "embedder.batch_tokens": _CHOSEN,
+    "embedder.fit_chunks": _CHOSEN,
+    **{f"executor.{stage}": _RESOURCES.format(stage) for stage in (*get_args(StageName), "train")},
+    "index.points_per_list": _CHOSEN,
+    "index.tune_queries": _CHOSEN,
+    "model.chunk_length": "It was removed: a model has the chunk length of its datastore (chunks.chunk_length). Delete the key.",
+    "model.attention.smeared_keys": "It was removed: model.attention.smeared_tokens = 3 is enough. Delete the key.",
+    "model.copying_init": "It was removed: model.attention.smeared_tokens includes it. Delete the key.",
+    "model.norm_eps": _OF_MODEL,
+    "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
+    "model.rope.high_freq_factor": _OF_MODEL,
+    "model.rope.low_freq_factor": _OF_MODEL,
+    "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
+    "train.num_threads": "It was removed: set the environment variable OMP_NUM_THREADS. Delete the key.",
+    "train.peak_tflops": "It was removed: the peak is the maker's figure, or measured. Delete the key.",
+    "tuning": "The section was replaced by train.weights and [lora].",
+    "tuning.adapter": "It was replaced by lora.rank: 8 for LoRA, 0 for no adapter.",
+    "tuning.virtual_tokens": "It was removed with prefixes and prompts: use lora.rank. Delete the key.",
+    "tuning.weights": "It is train.weights now.",
+    **{f"tuning.{key}": f"It is lora.{key} now." for key in ("rank", "alpha", "dropout", "targets")},
+}
+"""What became of former keys, and of all keys of former sections."""
 
 
 @settings
 class Config:
     """All settings of a datastore and a training run, in one TOML file for every verb."""
 
-    removed: ClassVar[Mapping[str, str]] = {
-        "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
-        "model.attention.smeared_keys": "It was removed: model.attention.smeared_tokens = 3 is enough. Delete the key.",
-        "model.copying_init": "It was removed: model.attention.smeared_tokens includes it. Delete the key.",
-        "model.retrieval.smeared_keys": "It was removed: the copy head copies instead (model.copy_head). Delete the key.",
-        "tuning.virtual_tokens": "It was removed with prefixes and prompts: use tuning.adapter = 'lora'. Delete the key.",
-    }
+    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
@@ -57,30 +79,26 @@ class Config:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
-    tuning: TuningSettings = field(default_factory=TuningSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
+    given: frozenset[str] = field(default=frozenset(), compare=False, metadata=NOT_A_KEY)
+    """Keys that the file or the command line set."""
 
     def __post_init__(self) -> None:
-        """Fill in the defaults of a section that depend on others, and check sections against each other."""
+        """Check sections against each other."""
         if url := url_of(self.run):
             raise InputError(f"run = {url!r}: must be a local folder; only datastores can have a URL.")
-        paper = self.model.preset in PAPER_PRESETS
-        if not self.chunks.chunk_length:
-            object.__setattr__(self, "chunks", replace(self.chunks, chunk_length=64 if paper else 32))
-        if self.neighbors.rerank == "auto":
-            by_tokens = self.embedder.kind == "lexical" and not paper
-            neighbors = replace(self.neighbors, rerank="tokens" if by_tokens else "embeddings")
-            object.__setattr__(self, "neighbors", neighbors)
         if self.neighbors.rerank == "tokens" and self.embedder.kind != "lexical":
             raise InputError(
                 f"neighbors.rerank = 'tokens' needs the token weights of embedder.kind = 'lexical', not {self.embedder.kind!r}. "
                 "Use neighbors.rerank = 'embeddings'."
             )
+        check_trained(self.train.weights, self.lora)
 
     @property
     def run_settings(self) -> RunSettings:
         """The sections of a training run. Without `data.datastores` it reads `datastore`."""
         data = replace(self.data, datastores=self.data.datastores or (self.datastore,))
-        return RunSettings(self.model, data, self.train, self.evaluation, self.parallel, self.tuning)
+        return RunSettings(self.model, data, self.train, self.evaluation, self.parallel, self.lora)

@@ -127,7 +127,7 @@ def choose_attention_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def choose_training_placement(device: str, precision: Precision, num_threads: int) -> Placement:
+def choose_training_placement(device: str, precision: Precision) -> Placement:
     """Resolve device and precision of this process and set torch up for training.
 
     A process that torchrun started uses the GPU of its local rank. On a CPU, freed memory stays in the process.
@@ -135,10 +135,7 @@ def choose_training_placement(device: str, precision: Precision, num_threads: in
     Args:
         device: `auto`, `cpu`, `cuda` …
         precision: of matrix products.
-        num_threads: torch's threads on the CPU; 0 = torch's default.
     """
-    if num_threads:
-        torch.set_num_threads(num_threads)
     if device in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     placement = choose_placement(device, precision)

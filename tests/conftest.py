@@ -25,7 +25,6 @@ import torch
 
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
-from indexing.index.build import IndexSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
@@ -115,7 +114,6 @@ def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:
         tokenizer=TokenizerSettings(vocab_size=400),
         chunks=replace(Config().chunks, chunk_length=16),
         embedder=EmbedderSettings(dimension=32, bigram_buckets=1024),
-        index=IndexSettings(tune_queries=100),
         neighbors=NeighborSettings(stored=6, candidates=24, rerank="embeddings", search="exact"),
         executor=ExecutorSettings(num_threads=1),
         data=DataSettings(sequence_length=64, k=2),

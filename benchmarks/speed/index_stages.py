@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,7 +33,7 @@ from benchmarks.common import Budget, add_minutes, budget, median_seconds, memor
 from indexing.corpus.chunks import chunk_shard
 from indexing.corpus.scan import read_slice
 from indexing.embedding.embedder import open_embedder
-from indexing.embedding.transformer import TransformerEmbedder
+from indexing.embedding.transformer import BATCH_TOKENS, TransformerEmbedder
 from indexing.index import build as building
 from indexing.index.exact_search import exact_search, recall
 from indexing.index.faiss_files import ivf_of, read_index
@@ -125,8 +124,8 @@ def bare_forward(embedder: TransformerEmbedder, tokens: np.ndarray, lengths: np.
     while order:
         longest = len(encoded["input_ids"][order[-1]])
         taken, order = (
-            order[-max(1, embedder.batch_tokens // longest) :],
-            order[: -max(1, embedder.batch_tokens // longest)],
+            order[-max(1, BATCH_TOKENS // longest) :],
+            order[: -max(1, BATCH_TOKENS // longest)],
         )
         batch = {key: [values[number] for number in taken] for key, values in encoded.items()}
         batches.append(embedder.tokenizer.pad(batch, return_tensors="pt").to(embedder.device))
@@ -286,7 +285,7 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         embeddings = draw(Path(folder), size, dimension, num_shards)
         train = Split(Path(folder), "train", tuple(np.diff(embeddings.starts)), (1,) * num_shards, 64, 0)
-        settings = building.IndexSettings(recall_target=0.8, tune_queries=500)
+        settings = building.IndexSettings(recall_target=0.8)
         key = train_index(train, settings)
         took = {"add": seconds(lambda: add_shards(train)) / size}
         sample_ids = np.sort(np.random.default_rng(1).choice(size, min(size, _NUM_QUERIES["lists"]), replace=False))
@@ -320,8 +319,8 @@ def train_index(train: Split, settings: building.IndexSettings) -> str:
     key = choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
     for name in ("trained", "tuned", *map(shard_name, range(len(train.chunk_rows)))):
         (index / name).mkdir(parents=True)
-    sample = building.training_sample(train, key, replace(settings, points_per_list=40))
-    building.train(index / "trained", key, sample, settings)
+    sample = building.training_sample(train, building.sample_size(train.num_chunks, key, 40), settings.seed)
+    building.train(index / "trained", key, sample, settings.seed)
     return key
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -36,13 +36,11 @@ _BATCH_BYTES = 2**19
 class ChunkSettings:
     """How documents are cut into chunks."""
 
-    chunk_length: Annotated[int, Field(ge=0, le=65535)] = 0
-    """m, tokens per chunk. Shorter chunks gain more from copying, and are more vectors (docs/results/which-neighbors.md).
-    0 = 32, but the paper's 64 with a preset of the paper in `model.preset`."""
+    key: ClassVar = "chunks"
 
-    def __post_init__(self) -> None:
-        if self.chunk_length == 1:
-            raise InputError("chunks.chunk_length = 1: should be 2 or more (paper: 64), or 0 for the default.")
+    chunk_length: Annotated[int, Field(ge=2, le=65535)] = 32
+    """m, tokens per chunk (paper: 64). Shorter chunks gain more from copying, and are more vectors
+    (docs/results/which-neighbors.md)."""
 
 
 def to_chunks(documents: Sequence[np.ndarray], chunk_length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from indexing.embedding.lexical import LexicalEmbedder
-from indexing.embedding.settings import Embedder, EmbedderSettings, NotFinite
+from indexing.embedding.settings import Embedder, EmbedderSettings, NotFinite, from_json
 from indexing.embedding.transformer import TransformerEmbedder
 from indexing.progress import Advance
 from indexing.store.artifact import intact, stored_record
@@ -20,12 +20,12 @@ _BLOCK_ROWS = 8192
 def open_embedder(
     folder: Path, decode: Callable[[np.ndarray], str], settings: EmbedderSettings | None = None
 ) -> Embedder:
-    """Open a datastore's `embedder/` folder; `settings` may choose another device or batch size.
+    """Open a datastore's `embedder/` folder; `settings` may choose another device.
 
     Raises:
         InputError: a file is damaged.
     """
-    stored = stored_record(folder / "embedder.json", EmbedderSettings)
+    stored = stored_record(folder / "embedder.json", from_json)
     if stored.kind == "lexical":
         weights, is_special = (
             np.array(open_array(intact(folder / f"{name}.npy"))) for name in ("weights", "is_special")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from indexing.store.errors import InputError
 from indexing.store.files import write_json
 from indexing.store.settings import settings
+
+FIT_CHUNKS = 200_000
+"""Chunks sampled over all shards to count document frequencies of n-grams."""
 
 
 @settings
@@ -27,8 +30,6 @@ class EmbedderSettings:
     bigram_buckets: Annotated[int, Field(ge=1, le=2**31)] = 2**18
     """Lexical: hash buckets for token bigrams. A process that embeds holds 4 * dimension bytes for each: 268 MB with the defaults.
     Fewer of them save memory and find neighbors that are as useful (docs/results/which-neighbors.md)."""
-    fit_chunks: PositiveInt = 200_000
-    """Lexical: chunks sampled over all shards to count document frequencies of n-grams."""
     seed: NonNegativeInt = 0
     """Lexical: seed of the projection and of the sample."""
     path: str = ""
@@ -41,8 +42,6 @@ class EmbedderSettings:
     """Transformer: `auto` is bfloat16 if the hardware supports it, else float32."""
     device: str = "auto"
     """Transformer: `auto`, `cpu`, `cuda`, `cuda:1` …"""
-    batch_tokens: Annotated[int, Field(ge=512)] = 16_384
-    """Transformer: tokens per batch, including padding."""
 
     def __post_init__(self) -> None:
         if self.kind == "transformer" and not self.path:
@@ -52,10 +51,10 @@ class EmbedderSettings:
             )
 
     def recipe(self) -> dict[str, Any]:
-        """The settings that determine the vectors. Device and batch size do not."""
+        """The settings that determine the vectors. The device does not."""
         if self.kind == "lexical" and self.path:
             return {"kind": self.kind}  # a copied embedder is an input of the recipe, with its settings
-        lexical = ("kind", "dimension", "bigram_buckets", "fit_chunks", "seed")
+        lexical = ("kind", "dimension", "bigram_buckets", "seed")
         transformer = ("kind", "path", "pooling", "precision")
         return {key: getattr(self, key) for key in (lexical if self.kind == "lexical" else transformer)}
 
@@ -76,6 +75,11 @@ class Embedder(Protocol):
 def write_settings(folder: Path, settings: EmbedderSettings) -> None:
     """Write `embedder.json`. A transformer embedder needs nothing else: its weights stay at `path`."""
     write_json(folder / "embedder.json", asdict(settings))
+
+
+def from_json(**values: Any) -> EmbedderSettings:
+    """Settings that `write_settings` wrote, now or in a version that had `batch_tokens` and `fit_chunks`."""
+    return EmbedderSettings(**{key: values[key] for key in values.keys() - {"batch_tokens", "fit_chunks"}})
 
 
 class NotFinite(InputError):

@@ -15,12 +15,15 @@ from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json
 
+BATCH_TOKENS = 16_384
+"""Tokens of a batch, including padding."""
+
 
 class TransformerEmbedder:
     """A `transformers` encoder over the text of a chunk, pooled and normalized.
 
     Args:
-        settings: path, pooling, precision, device and batch size.
+        settings: path, pooling, precision and device.
         decode: tokens of the datastore → text.
     """
 
@@ -29,7 +32,7 @@ class TransformerEmbedder:
 
         transformers = _import_transformers()
         path = model_path(settings.path)
-        self.decode, self.batch_tokens = decode, settings.batch_tokens
+        self.decode = decode
         self.device = resolve(settings.device)
         low = settings.precision == "bfloat16" or (settings.precision == "auto" and has_bfloat16(self.device))
         try:
@@ -56,7 +59,7 @@ class TransformerEmbedder:
         done = 0
         while done < len(order):
             longest = len(encoded[order[done]])
-            batch = order[done : done + max(1, self.batch_tokens // longest)]
+            batch = order[done : done + max(1, BATCH_TOKENS // longest)]
             padded = self.tokenizer.pad({"input_ids": [encoded[row] for row in batch]}, return_tensors="pt")
             with torch.inference_mode():
                 inputs = {name: tensor.to(self.device) for name, tensor in padded.items()}

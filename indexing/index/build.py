@@ -32,7 +32,10 @@ _BLOCK_ROWS = 65_536
 _MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited
 
 
-_Count = Annotated[int, Field(ge=1, lt=2**31)]  # Faiss counts in 32 bits
+POINTS_PER_LIST = 64
+"""Training vectors for each inverted list, sampled over all shards."""
+TUNE_QUERIES = 1000
+"""Held-out chunks that are queries when `nprobe` is tuned."""
 
 
 @settings
@@ -47,13 +50,9 @@ class IndexSettings:
     """Datastores with fewer chunks get an exact index (`Flat`)."""
     codes: Literal["fast-scan", "pq"] = "fast-scan"
     """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ + 8-bit PQ)."""
-    points_per_list: _Count = 64
-    """Training vectors per inverted list, sampled over all shards."""
     recall_target: PositiveFraction = 0.8
     """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it. For
     `neighbors.search = "lists"` it is the smallest number that reaches it."""
-    tune_queries: _Count = 1000
-    """Held-out chunks used as queries for tuning."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the training sample and of k-means."""
 
@@ -64,24 +63,23 @@ class IndexSettings:
             )
 
 
-def sample_size(num_vectors: int, key: str, settings: IndexSettings) -> int:
+def sample_size(num_vectors: int, key: str, points_per_list: int = POINTS_PER_LIST) -> int:
     """Number of training vectors for an index of this key: `points_per_list` per list, at least 65,536, at most all."""
     lists = re.search(r"IVF(\d+)", key)
-    return min(num_vectors, max(int(lists.group(1)) * settings.points_per_list if lists else 0, 65_536))
+    return min(num_vectors, max(int(lists.group(1)) * points_per_list if lists else 0, 65_536))
 
 
-def training_sample(split: Split, key: str, settings: IndexSettings) -> np.ndarray:
-    """Sample vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one source."""
+def training_sample(split: Split, size: int, seed: int) -> np.ndarray:
+    """Sample this many vectors uniformly over all shards: [n, d] float32. The first rows alone would come from one source."""
     total = split.num_chunks
-    size = sample_size(total, key, settings)
     if total <= size:
         ids = np.arange(total, dtype=np.int64)
     else:
-        ids = np.sort(np.random.default_rng(settings.seed).choice(total, size, replace=False)).astype(np.int64)
+        ids = np.sort(np.random.default_rng(seed).choice(total, size, replace=False)).astype(np.int64)
     return to_float32(split.embeddings.gather(ids))
 
 
-def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> None:
+def train(work: Path, key: str, sample: np.ndarray, seed: int, points_per_list: int = POINTS_PER_LIST) -> None:
     """Write `work/trained.faiss`: an empty index trained on the sample [n, d] float32.
 
     Raises:
@@ -95,8 +93,8 @@ def train(work: Path, key: str, sample: np.ndarray, settings: IndexSettings) -> 
         if ivf is None:
             index = faiss.IndexIDMap2(index)  # stores our ids in an index that has none
         else:
-            ivf.cp.seed = settings.seed
-            ivf.cp.max_points_per_centroid = settings.points_per_list
+            ivf.cp.seed = seed
+            ivf.cp.max_points_per_centroid = points_per_list
             ivf.cp.min_points_per_centroid = 1  # no warning about few points: a small corpus has few
             if isinstance(ivf, faiss.IndexIVFPQ):
                 # Polysemous training orders codes for Hamming comparisons. We make none, and it takes most of the time.

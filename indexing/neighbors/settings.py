@@ -29,7 +29,7 @@ class NeighborSettings:
     """Order of the candidates. `embeddings`: the nearest first, by the stored embeddings. `tokens`: by the tokens that they share
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
     (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
-    `tokens` with the lexical embedder, but `embeddings` with a transformer, and with a preset of the paper in `model.preset`."""
+    `tokens` with the lexical embedder, `embeddings` (as in the paper) with a transformer; stored neighbors keep their order."""
     search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
     """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
     products with the embeddings of the nearest inverted lists. `ngrams`: by the rare n-grams of tokens that chunks share, and by the

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -357,7 +357,7 @@ def stored_json(path: Path) -> Any:
     return read_json(intact(path))
 
 
-def stored_record(path: Path, kind: type[Record]) -> Record:
+def stored_record(path: Path, kind: Callable[..., Record]) -> Record:
     """The dataclass whose fields an `intact` JSON file of an artifact holds.
 
     Raises:

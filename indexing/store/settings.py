@@ -4,11 +4,14 @@
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     zero: Literal[0, 1, 2, 3] = 0
 
-Relations between fields are checked in `__post_init__`, which raises InputError.
+Relations between fields are checked in `__post_init__`, which raises InputError. A field with the metadata `NOT_A_KEY` is no key of
+files and of the command line: a program or a model's file sets it.
 """
 
+import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -54,6 +57,13 @@ Location = Annotated[Path, BeforeValidator(lambda path: path if isinstance(path,
 Size = Annotated[Text, AfterValidator(_size)]
 """Bytes with a unit, as text."""
 SizeOrEmpty = Annotated[str, AfterValidator(_size)]
+
+NOT_A_KEY: Mapping[str, Any] = {"is_key": False}
+
+
+def key_fields(kind: Any) -> list["dataclasses.Field[Any]"]:
+    """The fields of a class of settings, or of an instance, that files and the command line can set."""
+    return [one for one in dataclasses.fields(kind) if one.metadata.get("is_key", True)]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

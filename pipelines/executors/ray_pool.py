@@ -12,8 +12,8 @@ from typing import Any
 from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.ray_cluster import connect
-from pipelines.executors.settings import ExecutorSettings, Resources
-from pipelines.executors.tasks import StageName, Task, log_failure, use_threads
+from pipelines.executors.settings import ExecutorSettings, Resources, StageName
+from pipelines.executors.tasks import Task, log_failure, use_threads
 
 log = logging.getLogger("retro")
 
@@ -39,7 +39,7 @@ class RayExecutor:
     ) -> Iterator[Any]:
         """See `Executor.map`. Progress is polled once a second."""
         if tasks:
-            pool = _Pool(stage, getattr(self.settings, stage), self.settings.num_threads, tasks, advance)
+            pool = _Pool(stage, self.settings.resources_of(stage), self.settings.num_threads, tasks, advance)
             try:
                 results = pool.run(function)
             finally:
@@ -162,7 +162,7 @@ class _Pool:
         if self.losses[index] >= _ATTEMPTS:
             raise InputError(
                 f"{name}: its worker died {_ATTEMPTS} times ({reason}). The usual cause is too little memory: "
-                f"lower executor.{self.stage}.workers or raise executor.{self.stage}.memory. Finished work is kept."
+                f"lower executor.resources.{self.stage}.workers or raise executor.resources.{self.stage}.memory. Finished work is kept."
             ) from error
         log.warning("%s: its worker died; the task is started again (%s)", name, reason)
         self.ray.kill(worker)  # it may be alive but unreachable

@@ -1,5 +1,6 @@
 """Where stages, training and serving run, and what each worker of a Ray cluster reserves."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -7,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from indexing.store.settings import SizeOrEmpty, settings, size_bytes
 
+StageName = Literal["chunk", "embed", "train_index", "add", "sparse", "ngrams", "neighbors"]
 _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -42,21 +44,21 @@ class ExecutorChoice:
 @settings
 class ExecutorSettings(ExecutorChoice):
     """Where stages and training run. `local`: one shard after another in this process, with all threads, and training in this
-    process or those of torchrun. `ray`: a pool of workers for each stage, and training by several workers."""
+    process or those of torchrun. `ray`: a pool of workers for each stage, and training by several workers. What a worker reserves
+    is set by stage in `[executor.resources]`, or `--executor.resources.embed.gpus 1`."""
 
     num_threads: Annotated[int, Field(ge=0, lt=2**15)] = 0
     """Threads of this process or of a worker; 0 = all cores (local), or the worker's CPUs (Ray)."""
-    chunk: Resources = field(default_factory=Resources)
-    embed: Resources = field(default_factory=Resources)
-    train_index: Resources = field(default_factory=Resources)
-    add: Resources = field(default_factory=Resources)
-    sparse: Resources = field(default_factory=Resources)
-    ngrams: Resources = field(default_factory=Resources)
-    neighbors: Resources = field(default_factory=Resources)
-    train: Resources = field(default_factory=Resources)
-    """Training on Ray; `workers` = 0: one for each GPU of the cluster, or one in a cluster without GPUs."""
+    resources: Mapping[StageName | Literal["train"], Resources] = field(default_factory=dict)
+    """Workers on Ray by stage, where they differ from the default: `embed.gpus = 1`, `train.workers = 16`. Stages are `chunk`, `embed`,
+    `train_index`, `add`, `sparse`, `ngrams`, `neighbors`, and `train` for training, whose `workers` = 0 means one for each GPU of the
+    cluster, or one in a cluster without GPUs."""
     train_failures: NonNegativeInt = 8
     """How many times Ray restarts training from the last checkpoint after a worker fails."""
+
+    def resources_of(self, stage: StageName | Literal["train"]) -> Resources:
+        """What a worker of a stage reserves."""
+        return self.resources.get(stage, Resources())
 
 
 @settings

@@ -7,15 +7,13 @@ not depend on the executor.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from indexing.progress import Advance
 from indexing.store.errors import InputError
-from pipelines.executors.settings import ExecutorSettings
+from pipelines.executors.settings import ExecutorSettings, StageName
 
 log = logging.getLogger("retro")
-
-StageName = Literal["chunk", "embed", "train_index", "add", "sparse", "ngrams", "neighbors"]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _AGREEMENT_SECONDS = 10.0  # for all workers to report the same user's mistake
 
 
 def train_on_ray(config: Config, name: str = "train", learning: Learning = train_quietly) -> None:
-    """Train with the workers of `config.executor.train`, and return when the run is complete.
+    """Train with the workers of `config.executor.resources["train"]`, and return when the run is complete.
 
     Args:
         config: all settings.
@@ -49,8 +49,9 @@ def train_on_ray(config: Config, name: str = "train", learning: Learning = train
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    resources = resolve_workers(config.executor.train, ray.cluster_resources(), config.train.device)
-    config = replace(config, executor=replace(config.executor, train=resources))
+    resources = resolve_workers(config.executor.resources_of("train"), ray.cluster_resources(), config.train.device)
+    executor = replace(config.executor, resources={**config.executor.resources, "train": resources})
+    config = replace(config, executor=executor)
     reserved: dict[str, float] = {"CPU": resources.cpus}
     if resources.gpus:
         reserved["GPU"] = resources.gpus
@@ -205,7 +206,7 @@ def _work(arguments: dict[str, Any]) -> None:
         return
     if os.path.isdir(arguments["folder"]):  # relative paths are those of the driver
         os.chdir(arguments["folder"])
-    use_threads(config.executor.num_threads or max(1, int(config.executor.train.cpus)))
+    use_threads(config.executor.num_threads or max(1, int(config.executor.resources_of("train").cpus)))
     log.handlers[:] = [_Lines(relay)]
     log.setLevel(STATUS)
     log.propagate = False
@@ -223,7 +224,7 @@ def _work(arguments: dict[str, Any]) -> None:
     except (InputError, FloatingPointError) as error:
         deadline = time.monotonic() + _AGREEMENT_SECONDS
         ray.get(relay.refuse.remote(str(error)))
-        while ray.get(relay.num_refusals.remote()) < config.executor.train.workers:
+        while ray.get(relay.num_refusals.remote()) < config.executor.resources_of("train").workers:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

@@ -6,7 +6,6 @@ ignored in silence.
 
 import contextlib
 import json
-from collections.abc import Collection
 from dataclasses import asdict, is_dataclass
 from functools import reduce
 from pathlib import Path
@@ -29,12 +28,10 @@ _ARTIFACTS = (
 )
 
 
-def check_agreement(config: Config, given: Collection[str]) -> None:
-    """Reject settings of `config` other than those that its datastore was built with, as `retro index` does.
+def check_agreement(config: Config) -> None:
+    """Reject settings of a run other than those that its datastore was built with, as `retro index` does.
 
-    Args:
-        config: the settings of a run.
-        given: the keys that a file or the command line set; others have no effect on a finished datastore.
+    Only the keys that a file or the command line set are compared (`config.given`); others have no effect on a finished datastore.
 
     Raises:
         InputError: a setting differs; the message names it and the stage to rebuild.
@@ -47,7 +44,7 @@ def check_agreement(config: Config, given: Collection[str]) -> None:
         on = [f"dedup.{name}" for name in ("within", "held_out", "paths") if getattr(config.dedup, name)]
         recorded |= dict.fromkeys(on, ("not set", "chunk"))
     lines, stages = [], []
-    for key in sorted(recorded.keys() & set(given)):
+    for key in sorted(recorded.keys() & config.given):
         (before, stage), now = recorded[key], _value(config, key)
         if now not in (before, "auto"):
             lines.append(f"  {key} was {before!r}, now {now!r}\n")

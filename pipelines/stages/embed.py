@@ -9,7 +9,7 @@ import numpy as np
 
 from indexing.embedding.embedder import embed_shard, open_embedder
 from indexing.embedding.lexical import fit_lexical
-from indexing.embedding.settings import Embedder, EmbedderSettings, write_settings
+from indexing.embedding.settings import FIT_CHUNKS, Embedder, EmbedderSettings, write_settings
 from indexing.embedding.transformer import model_fingerprint
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, create, fingerprint, is_finished
@@ -24,7 +24,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, former_setting, prefixed, run_shards
 from pipelines.terminal.progress import progress
 
 
@@ -52,7 +52,11 @@ def _make_embedder(config: Config) -> None:
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
         inputs = {"embedder.path": fingerprint(_embedder_files(datastore, settings))}
-    recipe = Recipe("embed", 1, prefixed("embedder", settings.recipe()), inputs)
+    recipe_settings, fit_chunks = prefixed("embedder", settings.recipe()), 0
+    if settings.kind == "lexical" and not settings.path:
+        fit_chunks = former_setting(folder / "embedder", "embedder.fit_chunks", FIT_CHUNKS)
+        recipe_settings["embedder.fit_chunks"] = fit_chunks
+    recipe = Recipe("embed", 1, recipe_settings, inputs)
     if is_finished(folder / "embedder", recipe):
         return
     train = datastore.train.first_shards(len(first))
@@ -65,7 +69,7 @@ def _make_embedder(config: Config) -> None:
             return
         total = train.num_chunks
         rng = np.random.default_rng(settings.seed)
-        size = min(total, settings.fit_chunks)
+        size = min(total, fit_chunks)
         ids = np.sort(rng.choice(total, size, replace=False)).astype(np.int64)
         is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
         counts["chunks"] = size

@@ -20,7 +20,7 @@ from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, prefixed, run_shards
+from pipelines.stages.shards import Shard, finished, former_setting, prefixed, run_shards
 
 TRAINED, TUNED = "index/trained", "index/tuned"
 
@@ -30,26 +30,28 @@ def run_train_index(config: Config, executor: Executor) -> Artifacts:
     folder, settings = config.datastore, config.index
     first = generations(folder)[0]
     train = Datastore.open(folder).train.first_shards(len(first))
+    points = former_setting(folder / TRAINED, "index.points_per_list", index.POINTS_PER_LIST)
     recipe = Recipe(
         stage="train-index",
         version=3,
-        settings=prefixed("index", settings, without=("recall_target", "tune_queries")),
+        settings=prefixed("index", settings, without=("recall_target",)) | {"index.points_per_list": points},
         inputs={"embeddings": finished(folder, path_of("embeddings", first))},
     )
     if not damage(folder / TRAINED) and is_finished(folder / TRAINED, recipe):
         return finished(folder, TRAINED)
     key = choose_key(train.num_chunks, train.embeddings.row_shape[0], settings)
-    trained = Shard(TRAINED, recipe, (train, key, settings), index.sample_size(train.num_chunks, key, settings))
+    size = index.sample_size(train.num_chunks, key, points)
+    trained = Shard(TRAINED, recipe, (train, key, size, settings.seed, points), size)
     run_shards(folder, "train_index", "vectors", train_task, [trained], executor, name=f"train-index {key}")
     return finished(folder, TRAINED)
 
 
 def train_task(
-    work: Path, train: Split, key: str, settings: index.IndexSettings, *, advance: Advance
+    work: Path, train: Split, key: str, size: int, seed: int, points: int, *, advance: Advance
 ) -> dict[str, Any]:
     """Train an empty index on a sample of all shards."""
-    sample = index.training_sample(train, key, settings)
-    index.train(work, key, sample, settings)
+    sample = index.training_sample(train, size, seed)
+    index.train(work, key, sample, seed, points)
     advance(len(sample))
     return {"vectors": len(sample)}
 
@@ -84,28 +86,36 @@ def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: 
 def _tune(config: Config, executor: Executor, first: range) -> str:
     """Choose `nprobe` for the first generation; returns the path of the artifact."""
     folder, settings, candidates = config.datastore, config.index, config.neighbors.candidates
+    queries = former_setting(folder / TUNED, "index.tune_queries", index.TUNE_QUERIES)
     recipe = Recipe(
         stage="add",
         version=2,
         settings={
             "index.recall_target": settings.recall_target,
-            "index.tune_queries": settings.tune_queries,
+            "index.tune_queries": queries,
             "neighbors.candidates": candidates,
         },
         inputs={shard_name(shard): finished(folder, path_of("index", shard)) for shard in first},
     )
-    size = min(settings.tune_queries, Datastore.open(folder).train.num_chunks)
-    tuned = Shard(TUNED, recipe, (folder, len(first), candidates, settings), size)
+    size = min(queries, Datastore.open(folder).train.num_chunks)
+    tuned = Shard(TUNED, recipe, (folder, len(first), candidates, settings, queries), size)
     run_shards(folder, "add", "queries", tune_task, [tuned], executor, name="tune nprobe")
     return TUNED
 
 
 def tune_task(
-    work: Path, folder: Path, num_shards: int, candidates: int, settings: index.IndexSettings, *, advance: Advance
+    work: Path,
+    folder: Path,
+    num_shards: int,
+    candidates: int,
+    settings: index.IndexSettings,
+    num_queries: int,
+    *,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Choose `nprobe` for the recall target."""
     datastore = Datastore.open(folder)
-    queries = sample_queries(datastore, settings.tune_queries, settings.seed, num_shards)[1]
+    queries = sample_queries(datastore, num_queries, settings.seed, num_shards)[1]
     opened = ShardedIndex.open(folder / "index", range(num_shards))
     embeddings = datastore.train.first_shards(num_shards).embeddings
     tuned = index.tune(work, opened, folder / TRAINED, queries, embeddings, candidates, settings)

@@ -2,14 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from indexing.embedding.lexical import token_weights
-from indexing.index.key import num_lists
-from indexing.index.sharded import MEMORY
 from indexing.machine import keep_freed_memory
 from indexing.neighbors.build import neighbor_shard
 from indexing.neighbors.index_search import open_index
@@ -23,12 +21,10 @@ from indexing.store import remote
 from indexing.store.artifact import (
     Artifacts,
     Recipe,
-    damage,
     fingerprint,
     made_by,
     parse_manifest,
     remove,
-    stored_json,
 )
 from indexing.store.datastore import SPLITS, Datastore, read_datastore_manifest, shard_name
 from indexing.store.errors import InputError
@@ -36,77 +32,12 @@ from indexing.store.paths import path_of
 from indexing.store.retrieval_set import RetrievalSet, open_others
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
+from pipelines.stages.choices import search_method
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.index import TUNED
 from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
 
 log = logging.getLogger("retro")
-
-_MOST_LISTS = 0.5
-"""Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/speed.md)."""
-
-_LEAST_LENGTH = 8
-"""Tokens of a chunk with enough n-grams to find neighbors (docs/results/which-neighbors.md)."""
-
-# --- the method of `neighbors.search` = "auto" -------------------------------------------------------------------------
-
-
-def with_search(config: Config) -> Config:
-    """Replace `neighbors.search` = "auto" by a method, as far as it is known: a search of embeddings depends on the tuned index.
-
-    Stored neighbors keep their method. Earlier versions wrote "auto" in their recipes, which stays there, and the method in the counts.
-    """
-    if config.neighbors.search != "auto":
-        return config
-    search: Any = "auto"
-    if stored := _stored(config.datastore):
-        search = stored["recipe"]["settings"].get("neighbors.search", "auto")
-    elif not without_ngrams(config):
-        search = "ngrams"
-    return replace(config, neighbors=replace(config.neighbors, search=search))
-
-
-def without_ngrams(config: Config) -> str:
-    """The reason why `auto` does not choose `ngrams`; empty if it does."""
-    if config.embedder.kind != "lexical":
-        return f"embedder.kind = {config.embedder.kind!r} finds meaning, n-grams find wording"
-    if config.chunks.chunk_length < _LEAST_LENGTH:
-        return f"chunks.chunk_length = {config.chunks.chunk_length} is below {_LEAST_LENGTH}"
-    others = (folder for folder in config.neighbors.extra_datastores if not Datastore.open(folder).has("ngrams"))
-    return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
-
-
-def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
-    """The method of `auto` for embeddings [num_vectors, dimension]; `visited` is the fraction of lists that reaches the recall
-    target, 1 without lists."""
-    if 2 * num_vectors * dimension > MEMORY:
-        return "index"
-    return "exact" if visited > _MOST_LISTS else "lists"
-
-
-def _stored(folder: Path) -> dict[str, Any] | None:
-    """The manifest of one shard of stored neighbors; None without any."""
-    stored = (path.parent for path in sorted(folder.glob("neighbors/[0-9]*/manifest.json")))
-    return next((parse_manifest(path) for path in stored if not damage(path)), None)
-
-
-def _chosen(config: Config) -> tuple[Config, Method]:
-    """The settings in the recipe of neighbors, and their method."""
-    config = with_search(config)
-    if config.neighbors.search != "auto":
-        return config, config.neighbors.search
-    if stored := _stored(config.datastore):
-        return config, stored["counts"]["search"]
-    train = Datastore.open(config.datastore).train
-    index = stored_json(train.folder / "index" / "trained" / "index.json")
-    tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
-    visited = tuned.get("lists", tuned)["nprobe"] / num_lists(index["key"])
-    method = by_embeddings(train.num_chunks, index["dimension"], visited)
-    log.info("neighbors.search = 'auto' chooses %r: %s", method, without_ngrams(config))
-    return replace(config, neighbors=replace(config.neighbors, search=method)), method
-
-
-# --- the stage ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,7 +60,7 @@ class SearchedShards:
 def run_neighbors(config: Config, executor: Executor) -> Artifacts:
     """Embeddings and indexes → the neighbors of every chunk of all splits."""
     folder = config.datastore
-    config, method = _chosen(config)
+    config, method = search_method(config)
     own, others = _generations(config), _others(config)
     stops = [len(own)] * len(own) if config.neighbors.by_distance else _num_searched(config, own, others)
     train, sizes, kept, shards = Datastore.open(folder).train, chunks_in_shards(folder), 0, list[Shard]()

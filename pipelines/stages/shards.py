@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from indexing.progress import Advance
-from indexing.store.artifact import Artifacts, Recipe, create, damage, fingerprint, is_finished, read_manifest
+from indexing.store.artifact import (
+    Artifacts,
+    Recipe,
+    create,
+    damage,
+    fingerprint,
+    is_finished,
+    parse_manifest,
+    read_manifest,
+)
 from indexing.store.datastore import shard_name
 from indexing.store.errors import InputError
 from indexing.store.paths import fingerprint_at, joined
@@ -108,6 +117,14 @@ def shard_counts(folder: Path) -> list[dict[str, Any]]:
 def chunks_in_shards(folder: Path) -> list[int]:
     """The chunks of all splits in each shard."""
     return [sum(split["chunks"] for split in counts.values()) for counts in shard_counts(folder)]
+
+
+def former_setting(out: Path, key: str, value: int) -> int:
+    """The value of a setting that was removed: what the recipe of the finished artifact `out` has, else the constant `value`."""
+    try:
+        return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
+    except InputError:  # not made yet, or damaged
+        return value
 
 
 def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages import corpus
+from pipelines.stages.choices import with_choices
 from pipelines.stages.chunk import run_chunk
 from pipelines.stages.embed import run_embed
 from pipelines.stages.generations import missing_generation
 from pipelines.stages.index import run_add, run_merge, run_train_index
-from pipelines.stages.neighbors import run_materialize, run_neighbors, with_search
+from pipelines.stages.neighbors import run_materialize, run_neighbors
 from pipelines.stages.shards import shard_counts
 from pipelines.stages.token_indexes import run_ngrams, run_sparse, run_suffixes, run_votes
 from pipelines.terminal.stages import StagesView
@@ -68,9 +69,7 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(
-        run_ngrams, ("ngrams/*",), lambda config: with_search(config).neighbors.search == "ngrams", needs="chunk"
-    ),
+    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
@@ -117,7 +116,8 @@ def build(
             if only in ("all", "chunk"):
                 corpus.list_files_before_rebuild(config)
             _remove_from(folder, "chunk" if only == "all" else only)
-        # Stored neighbors decide whether n-grams are needed.
+        if only in ("all", "neighbors"):
+            config = with_choices(config)
         names = [name for name, stage in STAGES.items() if stage.included(config)] if only == "all" else [only]
         with view.shown(names):
             if append:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from indexing.store.errors import InputError
-from retro.adapters.settings import RETRIEVAL, TuningSettings
+from retro.adapters.settings import RETRIEVAL, LoraSettings, Weights
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
@@ -30,29 +30,29 @@ def peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise InputError(f"tuning.adapter needs the package peft ({error}): run pip install 'retro[peft]'.") from error
+        raise InputError(f"lora.rank needs the package peft ({error}): run pip install 'retro[peft]'.") from error
     return peft
 
 
-def add_adapter(model: Retro, tuning: TuningSettings) -> None:
-    """Add the adapter of the settings to a plain model, in place. LoRA initially changes nothing (bit-identical outputs).
+def add_adapter(model: Retro, settings: LoraSettings) -> None:
+    """Add LoRA to a plain model, in place, if it has a rank. Initially it changes nothing (bit-identical outputs).
 
     Raises:
         InputError: peft is missing, or the model has no matrix with the name of a target.
     """
-    if tuning.adapter == "lora":
+    if settings.rank:
         lora = peft()
         config = lora.LoraConfig(
-            r=tuning.rank,
-            lora_alpha=tuning.alpha,
-            lora_dropout=tuning.dropout,
-            target_modules="|".join(map(re.escape, _targeted(model, tuning.targets))),
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules="|".join(map(re.escape, _targeted(model, settings.targets))),
         )
         lora.inject_adapter_in_model(config, model)
 
 
 def matrices(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that can have LoRA, by name in `tuning.targets`: `attention.q_proj`, `cross.attention.o_proj` …
+    """Modules that can have LoRA, by name in `lora.targets`: `attention.q_proj`, `cross.attention.o_proj` …
 
     Names omit the numbers of layers. Routers, experts, embeddings and the output layer cannot have LoRA.
     """
@@ -70,24 +70,24 @@ def _targeted(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
         mine = [module for name, modules in known.items() if f"{name}.".startswith(f"{target}.") for module in modules]
         if not mine:
             raise InputError(
-                f"tuning.targets has {target!r}: accepted are {', '.join(known)}, and beginnings of these names."
+                f"lora.targets has {target!r}: accepted are {', '.join(known)}, and beginnings of these names."
             )
         chosen += mine
     return chosen
 
 
-def train_only(model: nn.Module, tuning: TuningSettings) -> None:
-    """Train only the parameters named by the settings, and those of an adapter.
+def train_only(model: nn.Module, weights: Weights) -> None:
+    """Train only the parameters that `train.weights` names, and those of an adapter.
 
     Raises:
         InputError: the model has none of them.
     """
     for name, parameter in model.named_parameters():
-        whole = tuning.weights == "all" or (tuning.weights == "retrieval" and name.startswith(RETRIEVAL))
+        whole = weights == "all" or (weights == "retrieval" and name.startswith(RETRIEVAL))
         parameter.requires_grad_(whole or is_adapter(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
-            f"tuning.weights = {tuning.weights!r}: the model has no retrieval to train; set model.retrieval.cca_layers or "
+            f"train.weights = {weights!r}: the model has no retrieval to train; set model.retrieval.cca_layers or "
             "model.copy_head.neighbors."
         )
 
@@ -98,10 +98,10 @@ def describe(model: nn.Module) -> str:
     return f"{trained:,} of {count_parameters(model, embeddings=True):,} parameters are trained"
 
 
-def check_parallel(tuning: TuningSettings, parallel: ParallelSettings) -> None:
+def check_parallel(lora: LoraSettings, parallel: ParallelSettings) -> None:
     """Raise InputError if processes cannot share a model with this adapter."""
-    if tuning.adapter == "lora" and parallel.tensor > 1:
-        raise InputError(f"parallel.tensor = {parallel.tensor}: must be 1 with tuning.adapter = 'lora'.")
+    if lora.rank and parallel.tensor > 1:
+        raise InputError(f"parallel.tensor = {parallel.tensor}: must be 1 with lora.rank = {lora.rank}.")
 
 
 def merge(model: Retro) -> Retro:

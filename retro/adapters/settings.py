@@ -1,59 +1,63 @@
-"""Settings of `[tuning]`: which weights are trained, and adapters."""
+"""Which weights of a model are trained, and the settings of `[lora]`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
 
 Weights = Literal["all", "retrieval", "none"]
-Adapter = Literal["none", "lora"]
 
 RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.", "copy_head.datastore.")
 """Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
 
 
 @settings
-class TuningSettings:
-    """Which weights of a model are trained, and which adapter is added. Frozen weights stay bit-identical."""
+class LoraSettings:
+    """Low-rank matrices added to those of the model (LoRA, Hu et al. 2021). Needs the package peft. Weights that are not trained
+    (`train.weights`) stay bit-identical."""
 
-    weights: Weights = "all"
-    """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
-    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter."""
-    adapter: Adapter = "none"
-    """Small weights added to the model: `lora`, low-rank matrices added to its matrices (Hu et al. 2021). Needs the package peft."""
-    rank: PositiveInt = 8
-    """Rank of LoRA's matrices."""
+    key: ClassVar = "lora"
+
+    rank: NonNegativeInt = 0
+    """Rank of the added matrices; 0 = no adapter."""
     alpha: PositiveFloat = 16.0
-    """LoRA's products are scaled by alpha / rank."""
+    """Their products are scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of features dropped before LoRA's matrices in training."""
+    """Fraction of features dropped before the added matrices in training."""
     targets: tuple[str, ...] = ("attention", "feed_forward")
-    """Matrices with LoRA, by the beginning of their name without numbers: `attention` (q_proj, k_proj, v_proj and o_proj of the
-    decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
+    """Matrices of the model to add to, by the beginning of their name without numbers: `attention` (q_proj, k_proj, v_proj and
+    o_proj of the decoder), `attention.q_proj`, `feed_forward.up_proj`, `cross`, `encoder.feed_forward` …"""
 
     def __post_init__(self) -> None:
-        if self.weights == "none" and self.adapter == "none":
-            raise InputError("tuning.weights = 'none' trains nothing without an adapter: set tuning.adapter.")
-        if self.adapter == "lora" and not self.targets:
-            raise InputError("tuning.targets is empty: name the matrices with LoRA, for example 'attention'.")
-
-    @property
-    def retrieval_only(self) -> bool:
-        """True if a sequence without neighbors has no gradient."""
-        return self.weights == "retrieval" and self.adapter == "none"
+        if self.rank and not self.targets:
+            raise InputError("lora.targets is empty: name the matrices with LoRA, for example 'attention'.")
 
 
-def tuning_from_json(values: Mapping[str, Any]) -> TuningSettings:
-    """Settings from what JSON makes of `dataclasses.asdict`. `virtual_tokens` was removed with prefixes and prompts: left out.
+NO_LORA = LoraSettings()
+
+
+def check_trained(weights: Weights, lora: LoraSettings) -> None:
+    """Raise InputError if nothing is trained."""
+    if weights == "none" and not lora.rank:
+        raise InputError("train.weights = 'none' trains nothing without an adapter: set lora.rank.")
+
+
+def with_lora(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored sections of a run with `lora` and `train.weights`. Earlier versions stored a section `tuning` for both.
 
     Raises:
-        InputError: there is no such setting, or a value is not accepted.
+        InputError: its adapter is a prefix or a prompt, which earlier versions had.
     """
-    return TuningSettings(**{key: value for key, value in values.items() if key != "virtual_tokens"})
-
-
-ALL = TuningSettings()
-"""All weights are trained."""
+    tuning = sections.get("tuning")
+    if not isinstance(tuning, Mapping):
+        return dict(sections)
+    adapter = tuning.get("adapter", "none")
+    if adapter not in ("none", "lora"):
+        raise InputError(f"tuning.adapter = {adapter!r}: this version of retro has no such adapter, only LoRA.")
+    lora = {key: tuning[key] for key in ("alpha", "dropout", "targets") if key in tuning}
+    lora["rank"] = tuning.get("rank", 8) if adapter == "lora" else 0
+    train = {**sections.get("train", {}), "weights": tuning.get("weights", "all")}
+    return {key: value for key, value in sections.items() if key != "tuning"} | {"train": train, "lora": lora}

@@ -31,7 +31,7 @@ from indexing.store.files import parse_json, read_json, write_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.adapters.adapters import add_adapter, merge, stored_name
-from retro.adapters.settings import TuningSettings, tuning_from_json
+from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
@@ -91,9 +91,9 @@ class Checkpoint:
     mesh_dims: dict[str, int]
 
     @property
-    def tuning(self) -> TuningSettings:
-        """Which weights were trained, and the adapter that the files contain."""
-        return tuning_from_json(self.settings.get("tuning", {}))
+    def lora(self) -> LoraSettings:
+        """The adapter that the files contain."""
+        return LoraSettings(**self.settings.get("lora", {}))
 
     @property
     def neighbor_rules(self) -> dict[str, Any]:
@@ -282,7 +282,8 @@ def _checkpoint(
 ) -> Checkpoint:
     _check_state(path, state)
     try:
-        model = from_json(state["settings"]["model"])
+        model, settings = from_json(state["settings"]["model"]), with_lora(state["settings"])
+        LoraSettings(**settings.get("lora", {}))
     except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
     stored = index(weights)
@@ -295,7 +296,7 @@ def _checkpoint(
         step=state["step"],
         tokens=state["tokens"],
         model=model,
-        settings=state["settings"],
+        settings=settings,
         datastores=state["datastores"],
         num_ids=state.get("num_ids", state["settings"]["model"]["vocab_size"]),
         tokenizer=state.get("tokenizer", ""),
@@ -357,11 +358,11 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     with during("loading the weights of %s", checkpoint.path):
         with torch.device("meta"):
             model = Retro(checkpoint.model)
-            add_adapter(model, checkpoint.tuning)
+            add_adapter(model, checkpoint.lora)
         check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them
         model.to_empty(device=device)
         load_weights(checkpoint, model)
-        return (merge(model) if checkpoint.tuning.adapter == "lora" else model).eval()
+        return (merge(model) if checkpoint.lora.rank else model).eval()
 
 
 # --- the checkpoints of a run --------------------------------------------------------------------------------------

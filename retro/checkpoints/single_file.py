@@ -33,8 +33,8 @@ def exported(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Te
         state["tokenizer"] = checkpoint.tokenizer
     if checkpoint.started_from:
         state["started_from"] = checkpoint.started_from
-    if checkpoint.tuning.adapter == "lora":
-        state["settings"] = {key: value for key, value in checkpoint.settings.items() if key != "tuning"}
+    if checkpoint.lora.rank:
+        state["settings"] = {key: value for key, value in checkpoint.settings.items() if key != "lora"}
         return state, load_model(checkpoint, torch.device("cpu")).state_dict()
     return state, read_tensors(index(checkpoint.weights))
 

@@ -14,7 +14,7 @@ import time
 import torch
 
 from indexing.machine import has_bfloat16
-from retro.adapters.settings import ALL, TuningSettings
+from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.device import Placement
 from retro.model.settings import ModelSettings
 
@@ -83,7 +83,9 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     return total + num_chunks * per_chunk - len(s.retrieval.cca_layers) * 2 * width * s.d_model * missing
 
 
-def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: TuningSettings = ALL) -> int:
+def training_flops(
+    settings: ModelSettings, num_tokens: int, k: int, trained: Weights = "all", lora: LoraSettings = NO_LORA
+) -> int:
     """FLOPs of a training step over one sequence: the forward pass, gradients of activations, and gradients of weights.
 
     Exact if all weights are trained. Without an adapter, gradients of a frozen decoder's activations end at its first chunked
@@ -94,11 +96,12 @@ def training_flops(settings: ModelSettings, num_tokens: int, k: int, tuning: Tun
         settings: as in `forward_flops`.
         num_tokens: T.
         k: neighbors of each chunk.
-        tuning: which weights are trained.
+        trained: which weights are trained (`train.weights`).
+        lora: the adapter.
     """
     whole, off = (forward_flops(settings, num_tokens, neighbors) for neighbors in (k, 0))
-    weights = {"all": whole, "retrieval": whole - off, "none": 0}[tuning.weights]
-    if not tuning.retrieval_only:
+    weights = {"all": whole, "retrieval": whole - off, "none": 0}[trained]
+    if trained != "retrieval" or lora.rank:
         return 2 * whole + weights
     num_below = min(settings.retrieval.cca_layers, default=1) - 1
     layers = off - 2 * num_tokens * settings.d_model * settings.vocab_size  # without the output layer

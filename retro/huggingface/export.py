@@ -53,14 +53,9 @@ def export_folder(
         max_shard_size: largest size of a file of weights, in the notation of huggingface_hub.
 
     Raises:
-        InputError: the model has a prefix or prompt, the folder is not empty, the tokenizer is missing or does not fit the model,
+        InputError: the folder is not empty, the tokenizer is missing or does not fit the model,
             or huggingface_hub is not installed.
     """
-    if checkpoint.tuning.adapter in ("prefix", "prompt"):
-        raise InputError(
-            f"{checkpoint.path} has a {checkpoint.tuning.adapter}, which Hugging Face's format cannot store. Only LoRA can be merged "
-            f"into the weights. Export to {folder.name}.safetensors instead."
-        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"to = {str(folder)!r} exists and is not empty: remove it, or name another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def import_base(
     context = (context or min(base.context, _LONGEST_CONTEXT)) // m * m
     if not context:
         raise InputError(
-            f"context: at most {base.context} tokens, fewer than model.chunk_length = {m}. Set model.chunk_length lower."
+            f"context: at most {base.context} tokens, fewer than model.chunk_length = {m}. Set --chunk-length lower."
         )
     base.settings.check_length(context)
     imported = {

@@ -3,12 +3,13 @@
 A field's type states what it accepts and its metadata (`_setting`) what it is for, so a new option is one entry here:
 
     presets        `size`, `with_base`           (`retro/model/presets.py`)
-    checkpoints    `changes_function`            (`retro/training/initial_weights.py`)
+    checkpoints    `changes_function`, `used`    (`retro/training/initial_weights.py`)
+    key            `is_key`                      (`indexing/store/settings.py`)
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_type_hints
@@ -26,8 +27,7 @@ RopeScaling = Literal["none", "linear", "llama3"]
 Initialization = Literal["depth-scaled", "mup"]
 WithBase = Literal["decoder", "retrieval", "switch", "free"]
 
-PAPER_PRESETS = ("172m", "425m", "1.5b", "7.5b")
-"""Presets of the paper's models (table 10)."""
+Used = Callable[["ModelSettings"], bool]
 
 
 def _setting(
@@ -36,6 +36,8 @@ def _setting(
     size: bool = False,
     with_base: WithBase = "decoder",
     changes_function: bool = False,
+    used: Used = lambda model: True,
+    is_key: bool = True,
 ) -> Any:
     """A field with metadata.
 
@@ -45,14 +47,22 @@ def _setting(
         with_base: what the preset `base` does with it. `decoder`: it is the base's; `retrieval`: it may be set, else it is the
             base's or the usual one; `switch`: it may be switched on; `free`: it may be set.
         changes_function: whether the same weights compute something else with another value.
+        used: whether it has an effect in a model with these settings.
+        is_key: whether a user can set it; otherwise only the file of a model does.
     """
-    return field(default=default, metadata={"size": size, "with_base": with_base, "changes_function": changes_function})
+    roles = {"size": size, "with_base": with_base, "changes_function": changes_function, "used": used, "is_key": is_key}
+    return field(default=default, metadata=roles)
 
 
 class _Section:
     """A section of `[model]`, which can refuse a value."""
 
     key: ClassVar[str]
+
+    @staticmethod
+    def used(model: "ModelSettings") -> bool:
+        """Whether the section has an effect in a model with these settings."""
+        return True
 
     def refuse(self, name: str, accepted: str) -> NoReturn:
         """Raise InputError for the value of a field."""
@@ -81,7 +91,7 @@ class AttentionSettings(_Section):
     positions: PositionScheme = _setting("rope", changes_function=True)
     """Relative positions: `rope` (rotary), `alibi` (scores fall with distance) or `transformer-xl` as in the paper (slower, more
     parameters). Absolute positions: `learned`."""
-    max_positions: PositiveInt = _setting(2048)
+    max_positions: PositiveInt = _setting(2048, used=lambda model: model.attention.positions == "learned")
     """Rows of the decoder's table of `learned` positions: tokens of the longest sequence."""
     smeared_tokens: NonNegativeInt = _setting(0)
     """Number of preceding tokens that self-attention mixes into each key, with learned weights per head; 0 = none. Queries mix in as
@@ -98,6 +108,10 @@ class AttentionSettings(_Section):
         return self.num_kv_heads or self.num_heads
 
 
+def _is_llama3(model: "ModelSettings") -> bool:
+    return model.rope.scaling == "llama3"
+
+
 @settings
 class RopeSettings(_Section):
     """Rotary positions of the decoder's self-attention, with `attention.positions = "rope"`."""
@@ -111,14 +125,19 @@ class RopeSettings(_Section):
     scaling: RopeScaling = _setting("none", changes_function=True)
     """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow ones
     (`llama3`)."""
-    factor: PositiveFloat = _setting(1.0, changes_function=True)
+    factor: PositiveFloat = _setting(1.0, changes_function=True, used=lambda model: model.rope.scaling != "none")
     """How many times more slowly."""
-    low_freq_factor: PositiveFloat = _setting(1.0, changes_function=True)
+    low_freq_factor: PositiveFloat = _setting(1.0, changes_function=True, used=_is_llama3, is_key=False)
     """With `llama3`: pairs with fewer turns than this in original_max_positions tokens are slowed in full."""
-    high_freq_factor: PositiveFloat = _setting(4.0, changes_function=True)
+    high_freq_factor: PositiveFloat = _setting(4.0, changes_function=True, used=_is_llama3, is_key=False)
     """With `llama3`: pairs with more turns than this stay unchanged. Pairs in between are slowed in part."""
-    original_max_positions: PositiveInt = _setting(8192, changes_function=True)
+    original_max_positions: PositiveInt = _setting(8192, changes_function=True, used=_is_llama3)
     """With `llama3`: tokens of a sequence in the original training."""
+
+    @staticmethod
+    def used(model: "ModelSettings") -> bool:
+        """See `_Section.used`."""
+        return model.attention.positions == "rope"
 
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -144,6 +163,11 @@ class EncoderSettings(_Section):
     cca_layers: tuple[int, ...] = _setting((1,), size=True, with_base="retrieval")
     """Encoder layers that attend to the querying chunk, counted from 1. Empty = neighbors are encoded independently of it."""
 
+    @staticmethod
+    def used(model: "ModelSettings") -> bool:
+        """See `_Section.used`."""
+        return bool(model.retrieval.cca_layers)
+
 
 @settings
 class RetrievalSettings(_Section):
@@ -158,7 +182,9 @@ class RetrievalSettings(_Section):
     in the checkpoint."""
     cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
-    positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting("", changes_function=True)
+    positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting(
+        "", changes_function=True, used=EncoderSettings.used
+    )
     """Positions in encoder and chunked cross-attention; `rope` has theta 10,000 here. Empty = `attention.positions`."""
 
 
@@ -176,12 +202,16 @@ class CopyHeadSettings(_Section):
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
     datastore: bool | None = _setting(None, with_base="switch")
-    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage `votes`
-    of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset `base`,
-    as in the checkpoint."""
+    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage
+    `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset
+    `base`, as in the checkpoint."""
 
 
 NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False, datastore=False)
+
+
+def _has_experts(model: "ModelSettings") -> bool:
+    return model.experts.num_experts > 0
 
 
 @settings
@@ -192,14 +222,14 @@ class ExpertSettings(_Section):
 
     num_experts: NonNegativeInt = _setting(0)
     """Experts of a layer; 0 = none."""
-    every: PositiveInt = _setting(2)
+    every: PositiveInt = _setting(2, used=_has_experts)
     """Every n-th decoder layer has experts: 1 = all layers; 2 = layers 2, 4, 6 … (GShard)."""
-    per_token: PositiveInt = _setting(2)
+    per_token: PositiveInt = _setting(2, used=_has_experts)
     """Experts that each token is sent to."""
-    capacity_factor: PositiveFloat = _setting(1.25, with_base="free")
+    capacity_factor: PositiveFloat = _setting(1.25, with_base="free", used=_has_experts)
     """Capacity of an expert in training, relative to an even share of the chunks of a document. Later tokens are dropped. No
     token is dropped with num_experts / per_token or more, nor in evaluation."""
-    balance_loss_weight: NonNegativeFloat = _setting(0.01, with_base="free")
+    balance_loss_weight: NonNegativeFloat = _setting(0.01, with_base="free", used=_has_experts)
     """Weight of the loss that balances the load of experts (Switch Transformer; docs/results/what-did-not-work.md)."""
 
     def __post_init__(self) -> None:
@@ -216,11 +246,11 @@ class ModelSettings(_Section):
     key: ClassVar = "model"
 
     preset: str = _setting("", with_base="free")
-    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes.
-    The last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`. `[model.encoder]`
-    and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has none, every third
-    layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of the decoder's
-    width, up to 896."""
+    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes. The
+    last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint
+    named by `train.init_from`. `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are
+    the checkpoint's. If it has none, every third layer from 6 has cross-attention (with fewer than 12 layers, every second), and
+    the encoder has two layers of the decoder's width, up to 896."""
     vocab_size: NonNegativeInt = _setting(0)
     """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
     d_model: PositiveInt = _setting(256, size=True)
@@ -229,7 +259,7 @@ class ModelSettings(_Section):
     """Inner width of the decoder's feed-forward blocks."""
     num_layers: PositiveInt = _setting(6, size=True)
     """Layers of the decoder."""
-    chunk_length: NonNegativeInt = _setting(0, with_base="free")
+    chunk_length: NonNegativeInt = _setting(0, with_base="free", is_key=False)
     """Tokens of a chunk (m); 0 = the datastore's."""
     activation: Activation = _setting("gelu", changes_function=True)
     """Activation of the feed-forward blocks. `swiglu` has three matrices: with two thirds of d_ffw it is as large as `gelu`.
@@ -237,7 +267,7 @@ class ModelSettings(_Section):
     norm: Norm = _setting("rms", changes_function=True)
     """Norms of the decoder's self-attention and feed-forward blocks: RMSNorm, or LayerNorm with gains and biases. Encoder and
     cross-attention use RMSNorm."""
-    norm_eps: PositiveFloat = _setting(1e-6, changes_function=True)
+    norm_eps: PositiveFloat = _setting(1e-6, changes_function=True, is_key=False)
     """Epsilon of these norms and of the `qk_norm` of self-attention."""
     feed_forward_bias: bool = _setting(False, changes_function=True)
     """Biases of the decoder's feed-forward blocks."""
@@ -249,7 +279,7 @@ class ModelSettings(_Section):
     init: Initialization = _setting("depth-scaled", changes_function=True)
     """Initial weights. `depth-scaled`: outputs of blocks are smaller the more layers there are. `mup`: in addition, sizes and
     learning rates follow the width, so the best `train.lr` of a narrow model is that of a wide one (docs/results/what-did-not-work.md)."""
-    mup_base_width: PositiveInt = _setting(256, changes_function=True)
+    mup_base_width: PositiveInt = _setting(256, changes_function=True, used=lambda model: model.init == "mup")
     """With `mup`, a matrix with n inputs learns at `train.lr` * mup_base_width / n."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = _setting(0.0, with_base="free")
     """Fraction of the features dropped from the output of every block in training."""
@@ -379,7 +409,7 @@ class ModelSettings(_Section):
 
 # ------------------------------------------------------------------------------------- all settings, by dotted key
 
-_SECTIONS = {name: hint for name, hint in get_type_hints(ModelSettings).items() if is_dataclass(hint)}
+_SECTIONS: dict[str, Any] = {name: hint for name, hint in get_type_hints(ModelSettings).items() if is_dataclass(hint)}
 _FIELDS = {
     f"{section}.{leaf.name}".removeprefix("."): leaf
     for section, kind in {"": ModelSettings, **_SECTIONS}.items()
@@ -455,19 +485,7 @@ def keys_with(role: str, *values: Any) -> set[str]:
 
 def keys_without_effect(settings: ModelSettings) -> set[str]:
     """Keys of the settings that change nothing, given the others: RoPE's parameters with other positions, for example."""
-    keys = flatten(settings)
-    unused: set[str] = set()
-    if settings.attention.positions != "rope":
-        unused |= {key for key in keys if key.startswith("rope.")}
-    if settings.rope.scaling == "none":
-        unused |= {"rope.factor"}
-    if settings.rope.scaling != "llama3":
-        unused |= {"rope.low_freq_factor", "rope.high_freq_factor", "rope.original_max_positions"}
-    if settings.attention.positions != "learned":
-        unused |= {"attention.max_positions"}
-    if not settings.retrieval.cca_layers:
-        unused |= {key for key in keys if key.startswith(("encoder.", "retrieval."))}
-        unused -= {"retrieval.cca_layers", "retrieval.reader"}
-    if not settings.experts.num_experts:
-        unused |= {key for key in keys if key.startswith("experts.") and key != "experts.num_experts"}
-    return unused | ({"mup_base_width"} if settings.init != "mup" else set())
+    sections = {name for name, kind in _SECTIONS.items() if not kind.used(settings)}
+    return {
+        key for key, leaf in _FIELDS.items() if key.split(".")[0] in sections or not leaf.metadata["used"](settings)
+    }

@@ -8,7 +8,7 @@ import logging
 
 from indexing.store.errors import InputError
 from retro.adapters.adapters import add_adapter, is_adapter, stored_name
-from retro.adapters.settings import ALL, RETRIEVAL, TuningSettings
+from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings, Weights
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
 from retro.model.retro import Retro
@@ -18,7 +18,7 @@ log = logging.getLogger("retro")
 
 
 def load_initial_weights(
-    checkpoint: Checkpoint, model: Retro, datastores: list[str], tuning: TuningSettings = ALL, tokenizer: str = ""
+    checkpoint: Checkpoint, model: Retro, datastores: list[str], weights: Weights = "all", tokenizer: str = ""
 ) -> None:
     """Copy the checkpoint's weights into the model. Weights that the checkpoint lacks stay random, and are logged.
 
@@ -29,7 +29,7 @@ def load_initial_weights(
         checkpoint: source of the weights.
         model: receives the weights.
         datastores: fingerprints of the run's data.
-        tuning: which weights will be trained.
+        weights: which weights will be trained.
         tokenizer: fingerprint of the data's tokenizer; empty = unknown.
 
     Raises:
@@ -51,10 +51,10 @@ def load_initial_weights(
             f"train.init_from: {path} has weights that this model lacks: {', '.join(foreign)}. {_switch(foreign, 'true')}{advice}"
         )
     drawn = [name for name in ours if name not in theirs]
-    trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[tuning.weights]
+    trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[weights]
     if untrained := [name for name in drawn if not name.startswith(trained)]:
         raise InputError(
-            f"train.init_from: {path} lacks weights that this model has and that tuning.weights = {tuning.weights!r} does "
+            f"train.init_from: {path} lacks weights that this model has and that train.weights = {weights!r} does "
             f"not train: {', '.join(untrained)}. {_switch(untrained, 'false')}{advice}"
         )
     _check_function(checkpoint, model)
@@ -81,26 +81,26 @@ def _switch(names: list[str], value: str) -> str:
     return f"Set model.copy_head.context = {value}. " * is_copying
 
 
-def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, tuning: TuningSettings) -> None:
-    """Add the adapter that `tuning` sets, with the checkpoint's weights if it has one, else with new weights.
+def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, lora: LoraSettings) -> None:
+    """Add the adapter that `lora` sets, with the checkpoint's weights if it has one, else with new weights.
 
     Args:
         checkpoint: the checkpoint of `train.init_from`, or None.
         model: without an adapter.
-        tuning: kind and sizes of the adapter.
+        lora: rank and targets of the adapter.
 
     Raises:
         InputError: the checkpoint has another adapter; or as `add_adapter`.
     """
-    theirs = checkpoint.tuning if checkpoint else TuningSettings()
-    add_adapter(model, tuning)
-    if checkpoint is None or theirs.adapter == "none":
+    theirs = checkpoint.lora if checkpoint else NO_LORA
+    add_adapter(model, lora)
+    if checkpoint is None or not theirs.rank:
         return
-    for key in ("adapter", "rank", "alpha", "targets"):
-        if getattr(tuning, key) != getattr(theirs, key):
+    for key in ("rank", "alpha", "targets"):
+        if getattr(lora, key) != getattr(theirs, key):
             raise InputError(
-                f"train.init_from: {checkpoint.path} has tuning.{key} = {getattr(theirs, key)!r}, this run "
-                f"{getattr(tuning, key)!r}: set it to {getattr(theirs, key)!r}, or start from a file of `retro export`, which "
+                f"train.init_from: {checkpoint.path} has lora.{key} = {getattr(theirs, key)!r}, this run "
+                f"{getattr(lora, key)!r}: set it to {getattr(theirs, key)!r}, or start from a file of `retro export`, which "
                 "merges LoRA."
             )
     ours = {stored_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter(name)}

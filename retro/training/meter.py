@@ -70,10 +70,9 @@ class Utilization:
 
     @classmethod
     def of(cls, settings: RunSettings, placement: Placement, num_devices: int) -> "Utilization":
-        """Read the peak from `train.peak_tflops`, or take the maker's figure or measure it."""
+        """Take the maker's figure for the peak, or measure it."""
         flops = settings.flops_per_step / (settings.samples_per_step * settings.data.sequence_length)
-        peak = settings.train.peak_tflops * 1e12 or peak_of_process(placement)
-        return cls(flops, peak * num_devices)
+        return cls(flops, peak_of_process(placement) * num_devices)
 
     def at(self, tokens_per_second: float) -> float:
         """The utilization at a rate of training."""

@@ -26,8 +26,6 @@ _FREE = {
         "device",
         "compile",
         "num_workers",
-        "peak_tflops",
-        "num_threads",
         "eval_every",
         "eval_tokens",
         "checkpoint_every",

@@ -7,7 +7,7 @@ from typing import Any
 
 from indexing.store.errors import InputError
 from indexing.store.remote import absolute
-from retro.adapters.settings import ALL, TuningSettings
+from retro.adapters.settings import NO_LORA, LoraSettings, check_trained
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.settings import ModelSettings
@@ -25,7 +25,7 @@ class RunSettings:
         train: steps, optimizer, schedule, intervals.
         evaluation: held-out documents and how they are scored.
         parallel: how the processes of torch's process group, if there is one, share the work.
-        tuning: which weights are trained, and which adapter is added.
+        lora: the adapter that is added.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -33,7 +33,7 @@ class RunSettings:
     train: TrainSettings = field(default_factory=TrainSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     parallel: ParallelSettings = ALONE
-    tuning: TuningSettings = ALL
+    lora: LoraSettings = NO_LORA
 
     @property
     def samples_per_step(self) -> int:
@@ -48,23 +48,30 @@ class RunSettings:
         """
         from retro.estimates.flops import training_flops  # it imports torch, which takes seconds
 
-        on, off = (training_flops(self.model, self.data.sequence_length, k, self.tuning) for k in (self.data.k, 0))
+        model, length, trained = self.model, self.data.sequence_length, (self.train.weights, self.lora)
+        on, off = (training_flops(model, length, k, *trained) for k in (self.data.k, 0))
         return round(self.samples_per_step * ((1 - self.retrieval_dropout) * on + self.retrieval_dropout * off))
 
     @property
     def retrieval_dropout(self) -> float:
         """`data.retrieval_dropout`, but 0 if only retrieval is trained: a frozen decoder learns nothing without neighbors."""
-        return 0.0 if self.tuning.retrieval_only else self.data.retrieval_dropout
+        return 0.0 if self.retrieval_only else self.data.retrieval_dropout
+
+    @property
+    def retrieval_only(self) -> bool:
+        """True if a sequence without neighbors has no gradient."""
+        return self.train.weights == "retrieval" and not self.lora.rank
 
     def check(self) -> None:
         """Raise InputError for sections that do not fit together."""
-        if self.tuning.weights != "all" and not self.train.init_from:
+        check_trained(self.train.weights, self.lora)
+        if self.train.weights != "all" and not self.train.init_from:
             raise InputError(
-                f"tuning.weights = {self.tuning.weights!r}: the frozen weights would stay random. Name trained weights in "
+                f"train.weights = {self.train.weights!r}: the frozen weights would stay random. Name trained weights in "
                 "train.init_from."
             )
-        if self.tuning.retrieval_only and not self.data.k:
-            raise InputError("data.k = 0 with tuning.weights = 'retrieval' trains nothing: set data.k to 1 or more.")
+        if self.retrieval_only and not self.data.k:
+            raise InputError("data.k = 0 with train.weights = 'retrieval' trains nothing: set data.k to 1 or more.")
 
     def recorded(self, extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The sections that a checkpoint keeps, as JSON holds them.
@@ -76,7 +83,7 @@ class RunSettings:
         sections = {
             "model": asdict(self.model),
             "train": asdict(self.train),
-            "tuning": asdict(self.tuning),
+            "lora": asdict(self.lora),
             "data": data,
         }
         sections |= {name: asdict(section) for name, section in extra.items()}

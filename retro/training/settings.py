@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from indexing.machine import Precision
 from indexing.store.settings import Fraction, PositiveFraction, settings
+from retro.adapters.settings import Weights
 
 OnNan = Literal["stop", "skip"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -46,6 +47,9 @@ class TrainSettings:
     init_from: str = ""
     """Initial weights: a checkpoint, `RUN`, `RUN@best` or an exported file; empty = random weights. It may lack the encoder
     and cross-attention, or have them although this model has none."""
+    weights: Weights = "all"
+    """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
+    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`)."""
     precision: Precision = "auto"
     """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else float32.
     `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""
@@ -62,10 +66,6 @@ class TrainSettings:
     runs that take long (1e15 FLOPs and more). On a CPU compilation takes one to four minutes, then steps are 10% to 25% faster."""
     num_workers: Annotated[int, Field(ge=-1)] = -1
     """Processes that prepare batches ahead of time; 0 = in the training process; -1 = 2 on CUDA, else 0."""
-    peak_tflops: NonNegativeFloat = 0.0
-    """Peak of the device for MFU, in 10^12 operations per second; 0 = the maker's figure, or measured (docs/explanation/training-step.md)."""
-    num_threads: NonNegativeInt = 0
-    """CPU threads of torch; 0 = torch's default."""
     eval_every: NonNegativeInt = 500
     """Steps between held-out evaluations, retrieval ON and OFF; 0 = at the end only."""
     eval_tokens: NonNegativeInt = 100_000

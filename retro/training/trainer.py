@@ -28,7 +28,6 @@ from torch import Tensor
 from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
 from retro.adapters.adapters import check_parallel, describe, train_only
-from retro.adapters.settings import ALL
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
@@ -122,12 +121,10 @@ class Trainer:
         status("opening the data and the model")
         _warn_of_short_warmup(settings.train)
         self.run, self.advance = run, advance
-        self.placement = choose_training_placement(
-            settings.train.device, settings.train.precision, settings.train.num_threads
-        )
+        self.placement = choose_training_placement(settings.train.device, settings.train.precision)
         self.processes = Processes(settings.parallel, self.placement.device)
         self.group = open_group()
-        check_parallel(settings.tuning, settings.parallel)
+        check_parallel(settings.lora, settings.parallel)
         # The base and the datastore decide sizes of the model, so the task opens with the base's settings and completes them.
         initial = on_first(self.group, lambda: _initial_checkpoint(run, settings.train))
         base = on_first(self.group, lambda: _base(run, initial)) if settings.model.preset == "base" else None
@@ -331,19 +328,19 @@ class Trainer:
 
     def _initial_model(self, initial: Checkpoint | None) -> Retro:
         """A model with weights drawn from the seed or read from `train.init_from`, and its adapter."""
-        tuning = self.settings.tuning
+        weights, lora = self.settings.train.weights, self.settings.lora
         torch.manual_seed(self.settings.train.seed)
         model = Retro(self.settings.model)
         self.num_parameters = count_parameters(model)
         if initial is not None:
-            load_initial_weights(initial, model, self.task.data.fingerprints, tuning, self.task.tokenizer)
+            load_initial_weights(initial, model, self.task.data.fingerprints, weights, self.task.tokenizer)
             if sources := new_sources(model.settings, initial.model):
                 fit = partial(fit_sources_of_run, model, sources, self.task.data, self.settings.data.sequence_length)
                 model.load_state_dict(on_first(self.group, partial(fit, self.placement)), strict=False)
-        load_initial_adapter(initial, model, tuning)
-        train_only(model, tuning)
-        if tuning != ALL:
-            log.info("tuning: %s", describe(model))
+        load_initial_adapter(initial, model, lora)
+        train_only(model, weights)
+        if weights != "all" or lora.rank:
+            log.info("%s", describe(model))
         return model
 
     def _write_settings(self) -> None:

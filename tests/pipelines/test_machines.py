@@ -129,8 +129,8 @@ def alone(corpus: str, bucket: str, tmp_path_factory: pytest.TempPathFactory) ->
 def url(bucket: str, corpus: str, cluster: Ray, alone: Datastore) -> str:
     """The URL of a datastore built by `ray job submit` while machines are lost and cut off."""
     url = f"{bucket}/wiki"
-    one = Resources(workers=2)
-    executor = ExecutorSettings(kind="ray", num_threads=1, chunk=one, embed=one, add=one, neighbors=one)
+    stages: Any = dict.fromkeys(("chunk", "embed", "add", "neighbors"), Resources(workers=2))
+    executor = ExecutorSettings(kind="ray", num_threads=1, resources=stages)
     cluster.head.write("config.toml", to_toml(config_of(url, corpus, executor=executor)))
     submit = [RAY, "job", "submit", f"--address=http://{cluster.head.address}:8265", "--"]
     command = [*submit, sys.executable, "-m", "pipelines.index", "/tmp/work/config.toml"]

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from indexing.index.product_search import ProductIndex
 from retro.adapters.adapters import train_only
-from retro.adapters.settings import ALL, TuningSettings
+from retro.adapters.settings import Weights
 from retro.device import Placement, choose_placement
 from retro.model import kernels
 from retro.model.inputs import Inputs
@@ -59,11 +59,11 @@ def packed() -> Inputs:
 
 
 def reads_of_step(
-    cuda: FakeCuda, name: str, batches: list[Inputs], tuning: TuningSettings = ALL, **settings: Any
+    cuda: FakeCuda, name: str, batches: list[Inputs], weights: Weights = "all", **settings: Any
 ) -> list[str]:
     """Train a step; returns what the host read."""
     model, placement = on_cuda(name)
-    train_only(model.train(), tuning)
+    train_only(model.train(), weights)
     processes = Processes(ALONE, placement.device)
     chosen = TrainSettings(steps=10, warmup_steps=0, **{"monitor_every": 0, **settings})
     passes = WholeModel(model, processes, placement)
@@ -109,7 +109,7 @@ def test_a_step_of_several_batches_reads_the_device_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["rope", "copying"])
 def test_a_step_of_retrofit_reads_the_device_once(name: str) -> None:
     with fake_cuda() as cuda:
-        assert len(reads_of_step(cuda, name, [packed()], TuningSettings(weights="retrieval"))) == 1
+        assert len(reads_of_step(cuda, name, [packed()], "retrieval")) == 1
 
 
 def test_the_monitor_reads_the_device_twice_in_a_step_that_it_measures() -> None:

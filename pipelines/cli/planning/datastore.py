@@ -10,7 +10,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from indexing.index.build import sample_size
+from indexing.embedding.settings import FIT_CHUNKS
+from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.ngrams.index import num_passes
 from pipelines.cli.planning.bytes import Layout, Workload, artifact_bytes, key_for, memory_bytes
@@ -72,7 +73,7 @@ def size_of(config: Config, sample: Sample, tokens: float = 0.0) -> Workload:
     text_bytes = tokens * own.text_bytes / own.tokens if tokens else sample.corpus_bytes
     times = text_bytes / own.text_bytes
     train_chunks = times * own.chunks * config.corpus.split[0] / sum(config.corpus.split)
-    key, index = key_for(train_chunks, sample.dimension, config.index)
+    key, _ = key_for(train_chunks, sample.dimension, config.index)
     return Workload(
         text_bytes=text_bytes,
         documents=times * own.documents,
@@ -81,8 +82,8 @@ def size_of(config: Config, sample: Sample, tokens: float = 0.0) -> Workload:
         train_chunks=train_chunks,
         shards=math.ceil(text_bytes / config.corpus.shard_bytes),
         key=key,
-        trained_on=sample_size(int(train_chunks), key, index),
-        tune_queries=min(index.tune_queries, int(train_chunks)),
+        trained_on=sample_size(int(train_chunks), key),
+        tune_queries=min(TUNE_QUERIES, int(train_chunks)),
         search=own.search,
     )
 
@@ -100,7 +101,7 @@ def seconds_of(size: Workload, sample: Sample, config: Config) -> dict[str, floa
             "scan": size.text_bytes,
             "chunk": size.text_bytes,
             "tokenizer": min(size.text_bytes, config.tokenizer.sample_bytes),
-            "embed: count n-grams": min(size.train_chunks, config.embedder.fit_chunks),
+            "embed: count n-grams": min(size.train_chunks, FIT_CHUNKS),
             "train-index": size.trained_on * comparisons(size.lists),
             "tune nprobe": size.tune_queries * size.train_chunks,
             "ngrams": num_passes(size.train_chunks, config.chunks.chunk_length) * size.chunks,

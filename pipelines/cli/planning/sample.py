@@ -19,7 +19,7 @@ from indexing.corpus.megatron import is_megatron
 from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of_document
-from indexing.embedding.settings import EmbedderSettings
+from indexing.embedding.settings import EmbedderSettings, from_json
 from indexing.index.key import num_lists
 from indexing.machine import usable_memory
 from indexing.neighbors.settings import Method
@@ -31,7 +31,7 @@ from indexing.store.files import read_json
 from pipelines.cli.planning.bytes import Workload, key_for, with_lists_for
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
-from pipelines.stages.neighbors import by_embeddings, without_ngrams
+from pipelines.stages.choices import by_embeddings, without_ngrams
 from pipelines.stages.table import build
 from pipelines.terminal.stages import StagesView, Step
 
@@ -86,6 +86,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
         InputError: a path does not exist, the corpus has no text, or its size is unknown and `tokens` is 0.
     """
     started = time.perf_counter()
+    config = with_choices(config)  # those of its embedder, which the sample may replace
     with tempfile.TemporaryDirectory(prefix="retro-plan-") as folder:
         work = Path(folder)
         with during("drawing the sample"):
@@ -261,7 +262,7 @@ def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[Embedder
     """
     settings = config.embedder
     if settings.kind == "lexical" and settings.path:
-        stored = EmbedderSettings(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
+        stored = from_json(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
         return replace(stored, path=""), 0.0
     lexical = replace(settings, kind="lexical", path="")
     if settings.kind != "transformer":

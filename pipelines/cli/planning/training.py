@@ -22,7 +22,7 @@ from pipelines.cli.results import ResultOptions
 from pipelines.config import Config
 from pipelines.terminal.output import aligned
 from pipelines.terminal.units import human_bytes, human_count, long_time
-from retro.adapters.settings import ALL, TuningSettings, tuning_from_json
+from retro.adapters.settings import NO_LORA, LoraSettings, Weights, with_lora
 from retro.data.settings import DataSettings
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
@@ -153,7 +153,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         )
     with torch.device("meta"):
         retro = Retro(model)
-    per_token = flops_per_token(model, data, options.tuning)
+    per_token = flops_per_token(model, data, train.weights, options.lora)
     per_step = train.batch_size * train.gradient_accumulation_steps * data.sequence_length
     rate = (
         measured_flops(Path(options.measured), options.measured_devices)
@@ -200,11 +200,13 @@ def _num_data(options: PlanTrainOptions) -> int:
     return options.devices // (options.parallel.tensor * options.parallel.pipeline)
 
 
-def flops_per_token(model: ModelSettings, data: DataSettings, tuning: TuningSettings = ALL) -> float:
+def flops_per_token(
+    model: ModelSettings, data: DataSettings, trained: Weights = "all", lora: LoraSettings = NO_LORA
+) -> float:
     """Training operations per token, as MFU counts them (`retro/estimates/flops.py`)."""
     from retro.estimates.flops import training_flops
 
-    return training_flops(model, data.sequence_length, data.k, tuning) / data.sequence_length
+    return training_flops(model, data.sequence_length, data.k, trained, lora) / data.sequence_length
 
 
 def measured_flops(run: Path, num_devices: int) -> float:
@@ -222,14 +224,11 @@ def measured_flops(run: Path, num_devices: int) -> float:
         raise InputError(
             f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet. Wait until the run has logged a step."
         )
-    sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
-    data, tuning = (_without_lists(sections.get(section, {})) for section in ("data", "tuning"))
-    flops = flops_per_token(from_json(sections["model"]), DataSettings(**data), tuning_from_json(tuning))
+    sections: dict[str, dict[str, Any]] = with_lora(read_json(run / "settings.json"))
+    data, lora = DataSettings(**sections.get("data", {})), LoraSettings(**sections.get("lora", {}))
+    trained = sections.get("train", {}).get("weights", "all")
+    flops = flops_per_token(from_json(sections["model"]), data, trained, lora)
     return statistics.median(rates) * flops / num_devices
-
-
-def _without_lists(section: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
 
 
 def _busy(options: PlanTrainOptions) -> float:

@@ -3,7 +3,8 @@
     file.toml ─► TomlFile ─► values ┐
     --section.key value ─► options ─┴─(options win)─► the tree, whose `__post_init__` run once
 
-An option can therefore correct a value of the file. This folder knows no concrete setting.
+An option can therefore correct a value of the file. A table of settings by name, such as [executor.resources], has a key for each name
+and setting. This folder knows no concrete setting.
 """
 
 import dataclasses
@@ -19,14 +20,13 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from indexing.store.errors import InputError
-from indexing.store.settings import mistake
+from indexing.store.settings import key_fields, mistake
 from pipelines.cli.settings.toml_file import TomlFile
 from pipelines.terminal.output import exit_if_closed
 
 T = TypeVar("T")
 
 _TYPING_ERROR = 0.85  # similarity of two keys that differ in a letter
-_GIVEN = "_given"  # attribute of loaded settings, see `given_keys`
 
 
 def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *, verb: str) -> T:
@@ -34,7 +34,7 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
 
     Args:
         settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
-            `removed` may say of former keys what became of them.
+            `removed` may say of former keys and sections what became of them. A field `given` receives the keys that were set.
         file: the TOML file, if any. None is written "None", as TOML has no null.
         arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
@@ -57,29 +57,34 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
             section = section.setdefault(part, {})
         section[name] = value
     try:
-        loaded = settings_type(**tree)
-        object.__setattr__(loaded, _GIVEN, frozenset(values))
-        return loaded
+        has_given = "given" in {one.name for one in dataclasses.fields(settings_type)}  # type: ignore[arg-type]
+        return settings_type(**tree, **({"given": frozenset(values)} if has_given else {}))
     except InputError as error:  # a relation between settings, or one that must be set
         key = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]  # `*` always matches
         where = f"{file if key in options or key not in source.lines else source.at(key)}: " if file else ""
         raise InputError(f"{where}{error}") from error
 
 
-def given_keys(settings: object) -> frozenset[str]:
-    """The keys that the file or the command line set; none if the settings were not loaded."""
-    given: frozenset[str] = getattr(settings, _GIVEN, frozenset())
-    return given
-
-
 def leaf_types(settings_type: type, above: str = "") -> dict[str, Any]:
     """Every leaf of the tree, `section.key`, with its type."""
     leaves: dict[str, Any] = {}
     hints: dict[str, Any] = get_type_hints(settings_type, include_extras=True)
-    for field in dataclasses.fields(settings_type):
+    for field in key_fields(settings_type):
         key, hint = above + field.name, hints[field.name]
-        leaves |= leaf_types(hint, f"{key}.") if dataclasses.is_dataclass(hint) else {key: hint}  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(hint):
+            leaves |= leaf_types(hint, f"{key}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is Mapping:
+            names, section = get_args(hint)
+            for name in literals(names):
+                leaves |= leaf_types(section, f"{key}.{name}.")
+        else:
+            leaves[key] = hint
     return leaves
+
+
+def literals(hint: Any) -> list[str]:
+    """The values of a Literal, or of a union of some."""
+    return [value for arm in get_args(hint) for value in (literals(arm) if get_args(arm) else [arm])]
 
 
 def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
@@ -102,7 +107,7 @@ def _file_values(
     leaves: Mapping[str, Any], source: TomlFile, removed: Mapping[str, str], *, skipped: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """The values of a file by key, each checked unless an option replaces it."""
-    known = {key[: dot.start()] for key in leaves for dot in re.finditer(r"\.", key)}
+    known = dict.fromkeys(section for key in leaves for section in _above(key))
 
     def walk(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
         for name, value in section.items():
@@ -172,15 +177,17 @@ def _is_list(hint: Any) -> bool:
 
 def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
     """What became of a removed key; else keys that a user probably meant, or those of the section. Probable are the same key
-    elsewhere, unless a letter of one of this section is wrong, else a similar one of this section."""
-    if key in removed:
-        return f" {removed[key]}"
+    elsewhere, unless a letter of one of this section is wrong, else those of this section that are similar or end with the same
+    word."""
+    if former := next((part for part in (key, *_above(key)) if part in removed), None):
+        return f" {removed[former]}"
     section, _, name = key.rpartition(".")
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
     near = [siblings[close] for close in difflib.get_close_matches(name, siblings, cutoff=_TYPING_ERROR)]
     near = near or [leaf for leaf in names if names[leaf] == name]
-    near = near or [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    similar = [*difflib.get_close_matches(name, siblings), *_with_last_word(name, siblings)]
+    near = near or [siblings[close] for close in dict.fromkeys(similar)]
     if not near and not (section and siblings):  # the section alone makes any two of its keys similar
         near = difflib.get_close_matches(key, names)
     if near:
@@ -188,6 +195,16 @@ def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Cal
     return (
         f" Accepted {f'in {section}' if section else 'outside sections'}: {', '.join(map(shown, siblings.values()))}."
     )
+
+
+def _above(key: str) -> list[str]:
+    """The sections of a key, the innermost first."""
+    return [key[: dot.start()] for dot in re.finditer(r"\.", key)][::-1]
+
+
+def _with_last_word(name: str, others: Iterable[str]) -> list[str]:
+    _, underscore, word = name.rpartition("_")
+    return [other for other in others if underscore and other.endswith(f"_{word}")]
 
 
 def _option(key: str) -> str:
@@ -198,6 +215,19 @@ def _print_help(settings_type: type, file: Path | None, verb: str) -> None:
     """Print every option with its docstring and its default, which may come from the file, and exit."""
     import tyro
 
+    _hide_other_fields(settings_type)
     default: dict[str, Any] = {} if file is None else {"default": load(settings_type, file, [], verb=verb)}
     with exit_if_closed(sys.stdout):
         tyro.cli(settings_type, prog=f"retro {verb}", args=["--help"], **default)
+
+
+def _hide_other_fields(settings_type: Any) -> None:
+    """Hide fields that are no keys from tyro, which reads annotations."""
+    from tyro.conf import Suppress
+
+    hints = get_type_hints(settings_type, include_extras=True)
+    for field in dataclasses.fields(settings_type):
+        if dataclasses.is_dataclass(hints[field.name]):
+            _hide_other_fields(hints[field.name])
+        elif field not in key_fields(settings_type):
+            settings_type.__annotations__[field.name] = Annotated[hints[field.name], Suppress]

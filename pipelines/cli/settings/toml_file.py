@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from indexing.store.errors import InputError
 from indexing.store.files import check_depth
 from indexing.store.remote import url_of
+from indexing.store.settings import key_fields
 
 
 def as_plain(settings: Any) -> dict[str, Any]:
@@ -22,9 +23,11 @@ def as_plain(settings: Any) -> dict[str, Any]:
             return as_plain(value)
         if isinstance(value, tuple):
             return [plain(item) for item in value]
+        if isinstance(value, Mapping):
+            return {name: plain(item) for name, item in value.items()}
         return url_of(value) or str(value) if isinstance(value, Path) else value
 
-    return {field.name: plain(getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.init}
+    return {field.name: plain(getattr(settings, field.name)) for field in key_fields(settings)}
 
 
 def to_toml(settings: Any) -> str:

@@ -12,7 +12,6 @@ from indexing.store.files import MANIFEST
 from indexing.store.remote import url_of
 from indexing.store.settings import settings
 from pipelines.cli.results import Format, print_result
-from pipelines.cli.settings.load import given_keys
 from pipelines.cli.verbs import datastore as datastore_verbs
 from pipelines.cli.verbs.datastore import VerifyOptions
 from pipelines.config import Config
@@ -44,7 +43,7 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
     from retro.training.loggers import as_line, readable
     from retro.training.run_folder import read_metrics
 
-    check_agreement(config, given_keys(config))
+    check_agreement(config)
     if config.executor.kind == "ray":
         from pipelines.launch.ray_train import train_on_ray
 

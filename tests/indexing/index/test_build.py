@@ -22,9 +22,8 @@ def clustered(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def build(folder, vectors: np.ndarray, key: str, num_shards: int = 3) -> tuple[ShardedIndex, ShardedArray]:
-    settings = IndexSettings(factory=key)
     (folder / "trained").mkdir(parents=True)
-    train(folder / "trained", key, vectors.astype(np.float32), settings)
+    train(folder / "trained", key, vectors.astype(np.float32), 0)
     paths, rows, first = [], [], 0
     for number, part in enumerate(np.array_split(vectors, num_shards)):
         work = folder / f"{number:05d}"
@@ -117,9 +116,9 @@ def test_tuning_selects_the_smallest_nprobe_that_reaches_the_target(tmp_path) ->
 
 def test_unknown_key_and_too_few_vectors_are_refused(tmp_path) -> None:
     with pytest.raises(InputError, match=r"index\.factory = 'IVF4,Nonsense'"):
-        train(tmp_path, "IVF4,Nonsense", clustered(100).astype(np.float32), IndexSettings())
+        train(tmp_path, "IVF4,Nonsense", clustered(100).astype(np.float32), 0)
     with pytest.raises(InputError, match=r"100 training vectors"):
-        train(tmp_path, "IVF1000,Flat", clustered(100).astype(np.float32), IndexSettings())
+        train(tmp_path, "IVF1000,Flat", clustered(100).astype(np.float32), 0)
 
 
 @pytest.mark.parametrize("key", ["IDMap,Flat", "Flat,IDMap", "IVF16,Flat,IDMap2"])
@@ -131,4 +130,4 @@ def test_key_with_idmap_is_refused_before_any_work(key: str) -> None:
 def test_index_without_add_with_ids_is_refused_before_training(tmp_path) -> None:
     key = "IVF16,Flat,RFlat"
     with pytest.raises(InputError, match=r"index\.factory = 'IVF16,Flat,RFlat'.*add_with_ids"):
-        train(tmp_path, key, clustered(1000).astype(np.float32), IndexSettings(factory=key))
+        train(tmp_path, key, clustered(1000).astype(np.float32), 0)

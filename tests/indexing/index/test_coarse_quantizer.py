@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 
 from indexing.index import coarse_quantizer
-from indexing.index.build import IndexSettings, train
+from indexing.index.build import POINTS_PER_LIST, train
 from indexing.index.coarse_quantizer import shares, train_centroids, two_levels
 from indexing.index.faiss_files import ivf_of, read_index
 
@@ -25,8 +25,8 @@ def parameters() -> Any:
     import faiss
 
     chosen = faiss.ClusteringParameters()
-    chosen.niter, chosen.seed = 10, IndexSettings().seed
-    chosen.max_points_per_centroid, chosen.min_points_per_centroid = IndexSettings().points_per_list, 1
+    chosen.niter, chosen.seed = 10, 0
+    chosen.max_points_per_centroid, chosen.min_points_per_centroid = POINTS_PER_LIST, 1
     return chosen
 
 
@@ -53,7 +53,7 @@ def test_an_index_with_many_lists_gets_its_centroids_in_two_levels(tmp_path, mon
     monkeypatch.setattr("indexing.index.build.TWO_LEVELS", 64)
     monkeypatch.setattr(coarse_quantizer, "TWO_LEVELS", 64)
     sample = vectors(4096)
-    train(tmp_path, "IVF64,PQ8x4", sample, IndexSettings())
+    train(tmp_path, "IVF64,PQ8x4", sample, 0)
     trained = read_index(tmp_path / "trained.faiss")  # owns the quantizer
     quantizer = faiss.downcast_index(ivf_of(trained).quantizer)
     np.testing.assert_array_equal(quantizer.reconstruct_n(0, 64), two_levels(sample, 64, parameters()))

@@ -32,7 +32,7 @@ def small_config(folder: Path, num_documents: int, **changes) -> Config:
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A datastore whose index has lists and codes."""
-    index = IndexSettings(factory="IVF16,PQ8x4", tune_queries=100)
+    index = IndexSettings(factory="IVF16,PQ8x4")
     config = small_config(tmp_path_factory.mktemp("listed"), 60, index=index)
     build_local(config)
     return config

@@ -29,9 +29,9 @@ STEPS = 200
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "num_threads": 0, "eval_every": 0}
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "eval_every": 0}
     settings = replace(config.train, steps=STEPS, checkpoint_every=10, **changes)
-    executor = ExecutorSettings(kind="ray", train=Resources(workers=2))
+    executor = ExecutorSettings(kind="ray", resources={"train": Resources(workers=2)})
     return replace(config, model=replace(config.model, dropout=0.1), train=settings, executor=executor)
 
 
@@ -91,7 +91,6 @@ def test_run_with_a_killed_worker_ends_with_the_same_weights(cluster: Any, confi
     driver.until(lambda: steps_done(driver.run) > 25)
     os.kill(max(workers()), signal.SIGKILL)
     calm = replace(config, run=config.run.with_name("calm"), executor=ExecutorSettings())
-    calm = replace(calm, train=replace(calm.train, num_threads=1))
     processes = Processes(calm)
     assert processes.end() == [0, 0], processes.said.read_text()
     assert driver.process.wait(PATIENCE) == 0, driver.log.read_text()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,7 +46,7 @@ LATEST = 35  # kill no later than this operation: checkpoints take 10 operations
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "num_threads": 1, "lr_schedule": "constant"}
+    changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "lr_schedule": "constant"}
     settings = replace(config.train, steps=STEPS, eval_every=32, eval_tokens=100, **changes)
     return replace(config, model=replace(config.model, dropout=0.1), train=settings)
 
@@ -60,6 +61,7 @@ def worker(rank: int, port: int, said: Path, config: Path, run: Path, pause_at: 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS of torchrun
     with open(said, "a", buffering=1) as file:
         sys.stdout = sys.stderr = file
         os._exit(main(["train", str(config)]))

@@ -245,7 +245,7 @@ def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
 
 def test_stage_without_free_resources_logs_a_warning(executor, caplog, monkeypatch) -> None:
     monkeypatch.setattr(ray_pool, "_WAITING_SECONDS", 1)
-    settings = replace(executor.settings, chunk=Resources(cpus=1, gpus=1))
+    settings = replace(executor.settings, resources={"chunk": Resources(cpus=1, gpus=1)})
     waiting = RayExecutor(settings)
     once_logged(caplog, "no worker has started", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):

@@ -139,8 +139,8 @@ def test_ray_builds_the_same_bytes_at_a_url(bucket, tmp_path, tiny_corpus, tiny_
     import ray
 
     one = Resources(workers=1)  # importing everything in a process is the slow part here
-    stages = {"chunk": one, "embed": one, "add": one, "sparse": one, "neighbors": one}
-    executor = ExecutorSettings(kind="ray", ray_address=cluster.address, **stages)  # type: ignore[arg-type]
+    stages: Any = dict.fromkeys(("chunk", "embed", "add", "sparse", "neighbors"), one)
+    executor = ExecutorSettings(kind="ray", ray_address=cluster.address, resources=stages)
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki"), executor=executor)
     known = {key: value for key, value in os.environ.items() if key.startswith(("AWS_", "RETRO_"))}
     ray.init(cluster.address, runtime_env={"env_vars": known}, log_to_driver=False)  # nodes started before the server

@@ -17,7 +17,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from pipelines.cli.main import main
 from pipelines.config import Config
-from pipelines.stages.neighbors import by_embeddings
+from pipelines.stages.choices import by_embeddings
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 AUTO = NeighborSettings(stored=6, candidates=24, rerank="embeddings")

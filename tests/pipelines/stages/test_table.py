@@ -19,6 +19,8 @@ import pytest
 
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import split_of
+from indexing.index import build as index
+from indexing.index.build import IndexSettings
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
@@ -27,6 +29,7 @@ from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
+from pipelines.stages import embed
 from retro.model.settings import ModelSettings
 from tests.conftest import (
     ARTIFACTS,
@@ -82,7 +85,21 @@ def test_changed_setting_is_refused_by_name(tmp_path, tiny_corpus, tiny_datastor
 
 def test_settings_without_effect_on_the_bytes_can_change(tmp_path, tiny_corpus, tiny_datastore: Datastore) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
-    build_local(replace(config, embedder=replace(config.embedder, device="cpu", batch_tokens=1024)))
+    build_local(replace(config, embedder=replace(config.embedder, device="cpu")))
+
+
+def test_a_datastore_keeps_the_values_of_settings_that_were_removed(tmp_path, tiny_corpus, monkeypatch) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory="IVF4,Flat"))
+    with monkeypatch.context() as former:
+        former.setattr(index, "POINTS_PER_LIST", 8)
+        former.setattr(index, "TUNE_QUERIES", 20)
+        former.setattr(embed, "FIT_CHUNKS", 50)
+        build_local(config)
+    before = contents(config.datastore)
+    (config.datastore / "index" / "trained" / "trained.faiss").write_bytes(b"")
+    (config.datastore / "index" / "tuned" / "tuned.json").write_bytes(b"")
+    build_local(config)
+    assert contents(config.datastore) == before
 
 
 def test_rebuilding_a_stage_rebuilds_later_stages_and_keeps_earlier_ones(tmp_path, tiny_corpus) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.adapters.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
-from retro.adapters.settings import RETRIEVAL, TuningSettings
+from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings, check_trained, with_lora
 from retro.model.inputs import Inputs
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
@@ -22,8 +22,8 @@ from tests.retro.small_model import one_thread as one_thread  # an autouse fixtu
 METHODS: dict[str, dict[str, Any]] = {
     "all": {},
     "retrieval": {"weights": "retrieval"},
-    "lora": {"weights": "none", "adapter": "lora"},
-    "retrieval and lora": {"weights": "retrieval", "adapter": "lora"},
+    "lora": {"weights": "none", "rank": 2},
+    "retrieval and lora": {"weights": "retrieval", "rank": 2},
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -37,12 +37,17 @@ READERS: dict[str, dict[str, Any]] = {
 every_reader = pytest.mark.parametrize("reader", READERS)
 
 
-def build_tuned(scheme: str = "rope", trained: bool = False, reader: str = "cross-attention", **settings: Any) -> Retro:
+def build_tuned(
+    scheme: str = "rope",
+    trained: bool = False,
+    reader: str = "cross-attention",
+    weights: Any = "all",
+    **lora: Any,
+) -> Retro:
     """A small model with an adapter. With `trained`, adapter weights are random instead of their initial values."""
     model = build(scheme, **READERS[reader])
-    tuning = TuningSettings(**{"rank": 2, **settings})
-    add_adapter(model, tuning)
-    train_only(model, tuning)
+    add_adapter(model, LoraSettings(**lora))
+    train_only(model, weights)
     if trained:
         for name, parameter in model.named_parameters():
             if is_adapter(name):
@@ -75,7 +80,7 @@ def test_exactly_the_selected_weights_are_trained(method: str) -> None:
     assert losses[-1] < losses[0] - 0.02
     after = weights(model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    whole = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[TuningSettings(**METHODS[method]).weights]
+    whole = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[METHODS[method].get("weights", "all")]
     assert changed == {name for name in before if is_adapter(name) or name.startswith(whole)}
 
 
@@ -103,7 +108,7 @@ def test_a_batch_without_neighbors_trains_adapters_only(method: str, reader: str
 
 def test_a_frozen_decoder_saves_no_activations_below_the_first_cross_attention() -> None:
     whole, frozen = build().train(), build().train()
-    train_only(frozen, TuningSettings(weights="retrieval"))
+    train_only(frozen, "retrieval")
 
     def kept(model: Retro) -> dict[str, int]:
         """Bytes that autograd keeps, by the block that runs."""
@@ -131,20 +136,39 @@ def test_a_frozen_decoder_saves_no_activations_below_the_first_cross_attention()
 
 def test_settings_without_effect_are_rejected_with_their_key() -> None:
     for settings, words in [
-        ({"weights": "none"}, r"tuning\.weights = 'none'.*tuning\.adapter"),
-        ({"weights": "some"}, r"weights = \"some\".*'all', 'retrieval' or 'none'"),
-        ({"adapter": "dora"}, r"adapter = \"dora\""),
-        ({"rank": 0}, "rank = 0"),
-        ({"alpha": 0.0}, "alpha = 0"),
-        ({"dropout": 1.0}, "dropout = 1"),
-        ({"adapter": "lora", "targets": ()}, r"tuning\.targets"),
+        ({"rank": -1}, r"lora\.rank = -1"),
+        ({"alpha": 0.0}, r"lora\.alpha = 0"),
+        ({"dropout": 1.0}, r"lora\.dropout = 1"),
+        ({"rank": 8, "targets": ()}, r"lora\.targets"),
     ]:
         with pytest.raises(InputError, match=words):
-            TuningSettings(**settings)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers"):
-        train_only(build(**{"retrieval.cca_layers": ()}), TuningSettings(weights="retrieval"))
-    with pytest.raises(InputError, match=r"parallel\.tensor = 2.*tuning\.adapter = 'lora'"):
-        check_parallel(TuningSettings(adapter="lora"), ParallelSettings(tensor=2))
+            LoraSettings(**settings)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"weights = \"some\".*'all', 'retrieval' or 'none'"):
+        TrainSettings(weights="some")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"train\.weights = 'none'.*lora\.rank"):
+        check_trained("none", NO_LORA)
+    with pytest.raises(InputError, match=r"train\.weights = 'retrieval'.*model\.retrieval\.cca_layers"):
+        train_only(build(**{"retrieval.cca_layers": ()}), "retrieval")
+    with pytest.raises(InputError, match=r"parallel\.tensor = 2.*lora\.rank = 8"):
+        check_parallel(LoraSettings(rank=8), ParallelSettings(tensor=2))
+
+
+LORA_OF_FORMER_RUNS = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ["attention"], "virtual_tokens": 16}
+
+
+@pytest.mark.parametrize(("adapter", "rank"), [("none", 0), ("lora", 8)])
+def test_the_section_tuning_of_former_runs_is_read(adapter: str, rank: int) -> None:
+    stored = {"train": {"lr": 1.0}, "tuning": {"weights": "retrieval", "adapter": adapter, **LORA_OF_FORMER_RUNS}}
+    sections = with_lora(stored)
+    assert sections["train"] == {"lr": 1.0, "weights": "retrieval"}
+    assert LoraSettings(**sections["lora"]) == LoraSettings(rank=rank, targets=("attention",))
+    assert sections.keys() == {"train", "lora"}
+    assert with_lora(sections) == sections
+
+
+def test_an_adapter_of_former_versions_is_refused_by_its_name() -> None:
+    with pytest.raises(InputError, match=r"tuning\.adapter = 'prefix'"):
+        with_lora({"train": {}, "tuning": {"adapter": "prefix"}})
 
 
 # ----------------------------------------------------------------------------------------------------------------- LoRA
@@ -155,10 +179,8 @@ def test_lora_starts_bit_equal_to_the_base_and_merging_keeps_its_logits(scheme: 
     tokens, neighbors, lengths = batch()
     base = logits(build(scheme), tokens, None, neighbors, lengths)
     targets = ("attention", "feed_forward", "cross", "encoder")
-    assert torch.equal(
-        logits(build_tuned(scheme, adapter="lora", targets=targets), tokens, None, neighbors, lengths), base
-    )
-    model = build_tuned(scheme, adapter="lora", targets=targets, trained=True)
+    assert torch.equal(logits(build_tuned(scheme, rank=2, targets=targets), tokens, None, neighbors, lengths), base)
+    model = build_tuned(scheme, rank=2, targets=targets, trained=True)
     adapted = logits(model, tokens, None, neighbors, lengths)
     assert not torch.allclose(adapted, base, atol=0.1)
     merge(model)
@@ -170,7 +192,7 @@ def test_loras_products_are_scaled_by_alpha_over_rank() -> None:
     def change(**settings: Any) -> Tensor:
         """What LoRA adds to a matrix."""
         torch.manual_seed(0)
-        tuned, name = build_tuned(adapter="lora", trained=True, **settings), "attention.0.block.q_proj.weight"
+        tuned, name = build_tuned(trained=True, **settings), "attention.0.block.q_proj.weight"
         return merge(tuned).get_parameter(name).detach() - build().get_parameter(name).detach()
 
     torch.testing.assert_close(change(rank=2, alpha=8.0), 4 * change(rank=2, alpha=2.0), rtol=1e-4, atol=1e-6)
@@ -178,9 +200,7 @@ def test_loras_products_are_scaled_by_alpha_over_rank() -> None:
 
 def test_targets_select_modules_and_unknown_ones_are_rejected_with_the_accepted() -> None:
     def adapted(*targets: str) -> set[str]:
-        names = [
-            name for name, _ in build_tuned(adapter="lora", targets=targets).named_parameters() if is_adapter(name)
-        ]
+        names = [name for name, _ in build_tuned(rank=2, targets=targets).named_parameters() if is_adapter(name)]
         return {name.split(".lora_")[0] for name in names}
 
     assert adapted("attention.q_proj") == {f"attention.{layer}.block.q_proj" for layer in range(4)}

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from retro.adapters.adapters import train_only
-from retro.adapters.settings import TuningSettings
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, measured_flops, peak_flops, training_flops
 from retro.model.inputs import Inputs
@@ -58,19 +57,16 @@ def test_the_formula_equals_pytorchs_count(option: str, k: int) -> None:
 @pytest.mark.parametrize("weights", ["all", "retrieval"])
 def test_only_computed_gradients_are_counted(weights: Any, k: int) -> None:
     """Gradients of a frozen decoder stop at its first cross-attention, here in the fourth of six layers."""
-    settings, tuning = (
-        updated(SETTINGS, {"num_layers": 6, "retrieval.cca_layers": (4, 5)}),
-        TuningSettings(weights=weights),
-    )
+    settings = updated(SETTINGS, {"num_layers": 6, "retrieval.cca_layers": (4, 5)})
     model = Retro(settings)
-    train_only(model, tuning)
+    train_only(model, weights)
     neighbors = torch.zeros(1, 3, k, 8, dtype=torch.int64) if k else None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         logits = model(Inputs(torch.zeros(1, 12, dtype=torch.int64), neighbors=neighbors))
         if logits.requires_grad:
             logits.sum().backward()
     rounding = 0.0 if weights == "all" else 0.02
-    assert training_flops(settings, 12, k, tuning) == pytest.approx(counter.get_total_flops(), rel=rounding)
+    assert training_flops(settings, 12, k, weights) == pytest.approx(counter.get_total_flops(), rel=rounding)
 
 
 @pytest.mark.parametrize("experts_per_token", [1, 2])

@@ -12,7 +12,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from retro.adapters.settings import TuningSettings
+from retro.adapters.settings import LoraSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
@@ -119,8 +119,11 @@ def test_incompatible_settings_are_rejected_with_their_key(config: Config, secti
 def test_training_an_adapter_keeps_the_base(config: Config, tiny_run: Path) -> None:
     pytest.importorskip("peft")
     config = with_train(config, steps=2, warmup_steps=1, init_from=str(tiny_run), lr=1e-2)
-    config = replace(config, model=ModelSettings(preset="base", chunk_length=16))
-    outcome = run(replace(config, tuning=TuningSettings(weights="none", adapter="lora")))
+    train = replace(config.train, weights="none")
+    config = replace(
+        config, train=train, model=ModelSettings(preset="base", chunk_length=16), lora=LoraSettings(rank=8)
+    )
+    outcome = run(config)
     before, after = (read_tensors(index(open_checkpoint(path).weights)) for path in (tiny_run, outcome.checkpoint))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert set(before) < set(after)

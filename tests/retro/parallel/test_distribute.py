@@ -26,7 +26,7 @@ from benchmarks.speed.traffic import Communication
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
-from retro.adapters.settings import ALL, TuningSettings
+from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
 from retro.model.inputs import Inputs
@@ -88,10 +88,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"shared_embeddings": True},
     "lora alone": {},
 }
-TUNED = {
-    "retrofit": TuningSettings(weights="retrieval"),
-    "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2),
-    "lora alone": TuningSettings(weights="none", adapter="lora", rank=2),
+TUNED: dict[str, tuple[Weights, LoraSettings]] = {
+    "retrofit": ("retrieval", NO_LORA),
+    "lora": ("retrieval", LoraSettings(rank=2)),
+    "lora alone": ("none", LoraSettings(rank=2)),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "float16": ("float16", {"zero": 3}),
@@ -144,7 +144,8 @@ def run_of(
 ) -> list[dict[str, float]]:
     """The metrics of a run of a few steps, in one process or in the group."""
     precision: Any = "float16" if options == "float16" else "float32"
-    settings = replace(config.train, precision=precision, **changes)
+    weights, lora = TUNED.get(options, ("all", NO_LORA))
+    settings = replace(config.train, precision=precision, weights=weights, **changes)
     if options in TUNED:
         whole = options == "lora alone"  # always with retrieval
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
@@ -153,7 +154,7 @@ def run_of(
         model=updated(config.model, OPTIONS[options]),
         train=settings,
         parallel=ParallelSettings(**parallel),
-        tuning=TUNED.get(options, ALL),
+        lora=lora,
     )
     outcome = train(folder, config.run_settings)
     timed = ("tokens_per_second", "mfu")

@@ -14,7 +14,6 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.suffixes.votes import as_columns
 from pipelines.config import Config
-from retro.adapters.settings import TuningSettings
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
@@ -137,9 +136,9 @@ def test_a_retrofit_goes_on_from_the_fitted_tables(
     config: Config, plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
 ) -> None:
     found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors")
-    still = replace(config.train, steps=2, lr=1e-30, warmup_steps=0, init_from=str(found.path))
+    still = replace(config.train, steps=2, lr=1e-30, warmup_steps=0, init_from=str(found.path), weights="retrieval")
     changes = {"copy_head.neighbors": True, **BASES["plain"]}
-    on = trained(config, "on", changes, train=still, tuning=TuningSettings(weights="retrieval"))
+    on = trained(config, "on", changes, train=still)
     weights = read_tensors(index(on.weights))
     for name, tensor in read_tensors(index(found.weights)).items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-20)  # zeros move by the learning rate

@@ -10,7 +10,6 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.config import Config
-from retro.adapters.settings import TuningSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
@@ -129,7 +128,7 @@ def test_a_copy_head_that_one_model_lacks_is_named_with_the_line_that_switches_i
     source = trained(replace(config, run=tmp_path / "base", model=base, train=replace(config.train, steps=1)))
     model = Retro(updated(source.model, {"copy_head.context": ours}))
     with pytest.raises(InputError, match=rf"copy_head\.context\..* Set model\.copy_head\.{line}"):
-        load_initial_weights(source, model, source.datastores, TuningSettings(weights="retrieval"))
+        load_initial_weights(source, model, source.datastores, "retrieval")
 
 
 def test_a_resumed_run_does_not_need_the_initial_weights(config: Config, retro: Checkpoint, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from indexing.store.datastore import Datastore
 from pipelines.config import Config
@@ -25,9 +26,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
 ) -> None:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder, run=tmp_path / "killed")
     steps = 4 * KILLS * LATEST // 10 + 20  # 10 operations per checkpoint, every 4 steps: the last kill hits too
-    settings = replace(
-        config.train, steps=steps, log_every=3, eval_every=6, eval_tokens=100, checkpoint_every=4, num_threads=1
-    )
+    settings = replace(config.train, steps=steps, log_every=3, eval_every=6, eval_tokens=100, checkpoint_every=4)
     config = replace(config, model=replace(config.model, dropout=0.1), train=settings)
     context = forkserver()
     draw, in_the_middle = random.Random(1), 0
@@ -50,6 +49,7 @@ def test_twenty_kills_change_neither_weights_nor_metrics(
 
 
 def run(config: Config) -> None:
+    torch.set_num_threads(1)
     train(config.run, config.run_settings)
 
 

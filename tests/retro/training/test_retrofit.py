@@ -13,7 +13,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.adapters.adapters import is_adapter
-from retro.adapters.settings import RETRIEVAL, TuningSettings
+from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
@@ -28,10 +28,7 @@ from tests.conftest import tiny_config
 from tests.retro.small_model import Together
 from tests.retro.training.runs import interrupt_after
 
-RETROFIT = TuningSettings(weights="retrieval")
-ADAPTERS = {
-    "lora": TuningSettings(weights="retrieval", adapter="lora", rank=2, alpha=8.0, dropout=0.1),
-}
+LORA = LoraSettings(rank=2, alpha=8.0, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +38,12 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_dat
     return replace(config, train=replace(config.train, steps=4, warmup_steps=1, eval_every=4, checkpoint_every=2))
 
 
-def run(
-    config: Config, folder: Path, start: Path | str = "", tuning: TuningSettings = RETROFIT, **options: Any
-) -> Outcome:
+def run(config: Config, folder: Path, start: Path | str = "", lora: LoraSettings = NO_LORA, **options: Any) -> Outcome:
     """Train in `folder`, initialized from a checkpoint; by default a RETROfit."""
     advance: Callable[[int], None] = options.pop("advance", lambda _: None)
     model = options.pop("model", ModelSettings(preset="base", chunk_length=16))
-    settings = replace(config.train, **{"init_from": str(start), "lr": 1e-2, **options})
-    config = replace(config, model=model, train=settings, tuning=tuning)
+    settings = replace(config.train, **{"init_from": str(start), "weights": "retrieval", "lr": 1e-2, **options})
+    config = replace(config, model=model, train=settings, lora=lora)
     return train(folder, config.run_settings, advance=advance)
 
 
@@ -60,16 +55,14 @@ def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_retrofit_without_neighbors_is_refused(config: Config, tmp_path: Path) -> None:
     off = replace(config, data=replace(config.data, k=0))
-    with pytest.raises(InputError, match=r"data\.k = 0.*tuning\.weights = 'retrieval'"):
+    with pytest.raises(InputError, match=r"data\.k = 0.*train\.weights = 'retrieval'"):
         run(off, tmp_path / "off", "any")
 
 
 @pytest.fixture(scope="module")
 def base(config: Config) -> Checkpoint:
     """A plain decoder."""
-    outcome = run(
-        config, config.run, tuning=TuningSettings(), model=updated(config.model, {"retrieval.cca_layers": ()})
-    )
+    outcome = run(config, config.run, weights="all", model=updated(config.model, {"retrieval.cca_layers": ()}))
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
@@ -100,7 +93,7 @@ def test_retrofitting_changes_no_weight_of_the_base_and_no_logit_off(base: Check
     assert torch.equal(logits_off(base), logits_off(retro))
     moments = {name.partition("/")[2] for name in index(retro.training) if "/" in name}
     assert moments == set(after) - set(before)
-    assert retro.tuning == RETROFIT
+    assert retro.settings["train"]["weights"] == "retrieval"
     assert retro.started_from == base.fingerprint
 
 
@@ -126,7 +119,7 @@ def test_a_retrofit_with_a_copy_head_is_fitted_and_keeps_the_base(
 ) -> None:
     caplog.set_level("INFO")
     plain = updated(config.model, {"retrieval.cca_layers": (), "copy_head.context": own_context})
-    base = run(config, tmp_path / "base", tuning=TuningSettings(), model=plain)
+    base = run(config, tmp_path / "base", weights="all", model=plain)
     without = {"retrieval.cca_layers": ()} if alone else {}
     copying = updated(ModelSettings(preset="base"), {"copy_head.neighbors": True} | without)
     outcome = run(config, tmp_path / "retro", base.checkpoint, model=copying)
@@ -182,23 +175,23 @@ def test_a_frozen_decoder_reads_neighbors_in_every_sequence(config: Config, base
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("tuning", [RETROFIT, *ADAPTERS.values()], ids=["retrieval", *ADAPTERS])
+@pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["retrieval", "lora"])
 def test_a_resumed_run_equals_an_uninterrupted_one_without_the_initial_weights(
-    config: Config, retro: Checkpoint, tmp_path: Path, tuning: TuningSettings
+    config: Config, retro: Checkpoint, tmp_path: Path, lora: LoraSettings
 ) -> None:
     start = tmp_path / "start.safetensors"
     export(retro, start)
-    straight = run(config, tmp_path / "straight", start, tuning)
+    straight = run(config, tmp_path / "straight", start, lora)
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "stopped", start, tuning, advance=interrupt_after(3 * 2 * 64))
+        run(config, tmp_path / "stopped", start, lora, advance=interrupt_after(3 * 2 * 64))
     start.unlink()
-    assert files(run(config, tmp_path / "stopped", start, tuning)) == files(straight)
+    assert files(run(config, tmp_path / "stopped", start, lora)) == files(straight)
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
-def adapted(request: pytest.FixtureRequest, config: Config, retro: Checkpoint) -> Checkpoint:
+@pytest.fixture(scope="module")
+def adapted(config: Config, retro: Checkpoint) -> Checkpoint:
     """The model with a trained adapter."""
-    outcome = run(config, config.run.with_name(request.param), retro.path, ADAPTERS[request.param])
+    outcome = run(config, config.run.with_name("lora"), retro.path, LORA)
     return checkpoints.open_checkpoint(outcome.checkpoint)
 
 
@@ -206,31 +199,30 @@ def test_adapter_weights_are_saved_separately_and_loaded_with_the_model(retro: C
     beside = {name for name in tensors(adapted) if is_adapter(name)}
     assert beside
     assert set(tensors(adapted)) - beside == set(tensors(retro))
-    assert adapted.tuning == ADAPTERS[adapted.tuning.adapter]
+    assert (adapted.lora, adapted.settings["train"]["weights"]) == (LORA, "retrieval")
     before, after = tensors(retro), tensors(adapted)
-    trained = RETRIEVAL if adapted.tuning.weights == "retrieval" else ()
-    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith(trained))
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith(RETRIEVAL))
     assert not torch.allclose(logits_off(adapted), logits_off(retro), atol=1e-3)
 
 
-def test_exporting_merges_lora_and_keeps_other_adapters(config: Config, adapted: Checkpoint, tmp_path: Path) -> None:
+def test_exporting_merges_lora(config: Config, adapted: Checkpoint, tmp_path: Path) -> None:
     export(adapted, tmp_path / "model.safetensors")
     exported = checkpoints.open_checkpoint(tmp_path / "model.safetensors")
     assert torch.equal(logits_off(exported), logits_off(adapted))
-    plain = adapted.tuning.adapter == "lora"
-    assert exported.tuning == (TuningSettings() if plain else adapted.tuning)
-    assert any(map(is_adapter, tensors(exported))) != plain
-    outcome = run(config, tmp_path / "run", tmp_path / "model.safetensors", exported.tuning, lr=1e-30, weight_decay=0.0)
+    assert exported.lora == NO_LORA
+    assert not any(map(is_adapter, tensors(exported)))
+    still = {"weights": "all", "lr": 1e-30, "weight_decay": 0.0}
+    outcome = run(config, tmp_path / "run", tmp_path / "model.safetensors", **still)
     assert torch.equal(logits_off(checkpoints.open_checkpoint(outcome.checkpoint)), logits_off(adapted))
 
 
-def test_another_run_continues_an_adapter_and_rejects_other_tuning(
+def test_another_run_continues_an_adapter_and_rejects_another_rank(
     config: Config, adapted: Checkpoint, tmp_path: Path
 ) -> None:
     still = {"lr": 1e-30, "weight_decay": 0.0}
-    found = checkpoints.open_checkpoint(run(config, tmp_path / "on", adapted.path, adapted.tuning, **still).checkpoint)
+    found = checkpoints.open_checkpoint(run(config, tmp_path / "on", adapted.path, adapted.lora, **still).checkpoint)
     assert all(torch.equal(tensors(found)[name], tensor) for name, tensor in tensors(adapted).items())
-    with pytest.raises(InputError, match=rf"has tuning\.adapter = '{adapted.tuning.adapter}', this run 'none'"):
+    with pytest.raises(InputError, match=r"has lora\.rank = 2, this run 0"):
         run(config, tmp_path / "without", adapted.path)
     assert not (tmp_path / "without").exists()
 
@@ -245,19 +237,19 @@ def test_cached_decoding_uses_the_adapter(adapted: Checkpoint) -> None:
 
 def test_impossible_retrofits_are_rejected_with_their_keys(config: Config, base: Checkpoint, tmp_path: Path) -> None:
     for words, options in [
-        (r"tuning\.weights = 'retrieval'.*train\.init_from", {}),
-        (r"model\.preset = 'base'.*train\.init_from", {"tuning": TuningSettings()}),
+        (r"train\.weights = 'retrieval'.*train\.init_from", {}),
+        (r"model\.preset = 'base'.*train\.init_from", {"weights": "all"}),
         (r"model\.d_model = 48 and model\.preset = 'base'", {"d_model": 48}),
         (r"model\.retrieval\.cca_layers = \(2, 5\).*model\.num_layers = 3", {"retrieval.cca_layers": (2, 5)}),
-        (r"tuning\.weights = 'retrieval'.*model\.retrieval\.cca_layers", {"retrieval.cca_layers": ()}),
+        (r"train\.weights = 'retrieval'.*model\.retrieval\.cca_layers", {"retrieval.cca_layers": ()}),
         (
             r"lacks weights.*'none' does not train: cross\.2\.",
-            {"tuning": TuningSettings(weights="none", adapter="lora")},
+            {"weights": "none", "lora": LORA},
         ),
     ]:
-        tuning = options.pop("tuning", RETROFIT)
+        trained = {key: options.pop(key) for key in ("weights", "lora") if key in options}
         model = updated(ModelSettings(preset="base", chunk_length=16), options)  # type: ignore[arg-type]
         start = "" if "init_from" in words else base.path
         with pytest.raises(InputError, match=words):
-            run(config, tmp_path / "refused", start, tuning, model=model)
+            run(config, tmp_path / "refused", start, model=model, **trained)
     assert not (tmp_path / "refused").exists()

@@ -62,7 +62,7 @@ def test_planned_bytes_are_close_to_those_of_a_datastore_with_an_exact_index(tin
     ],
 )
 def test_planned_bytes_are_close_to_those_of_a_datastore_with_inverted_lists(tmp_path, tiny_corpus, key: str) -> None:
-    config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key, tune_queries=50))
+    config = tiny_config(tmp_path, tiny_corpus, index=IndexSettings(factory=key))
     datastore = build_local(config)
     assert_bytes_close(datastore, planned_bytes(datastore, stored=6))
 

@@ -78,7 +78,8 @@ def test_verb_accepts_a_settings_file_and_plan_datastore_checks_its_own_options(
 
 def test_time_is_operations_divided_by_device_throughput() -> None:
     rate = ["--peak-tflops", "100", "--mfu", "0.5"]
-    options, made = planned("--tokens", "1e9", "--devices", "2", "--model.preset", "172m", *rate)
+    paper = ["--model.preset", "172m", "--chunks.chunk-length", "64"]
+    options, made = planned("--tokens", "1e9", "--devices", "2", *paper, *rate)
     plan, sizes = made["plan"], {"preset": "172m", "vocab_size": 500, "chunk_length": 64}
     from retro.model.presets import resolve
 

@@ -1,5 +1,6 @@
 """Settings: the command line overrides the file, the file overrides the defaults, a mistake gives one message."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field, PositiveFloat
 
 from indexing.store.errors import InputError
-from indexing.store.settings import settings
+from indexing.store.settings import NOT_A_KEY, settings
 from pipelines.cli.settings.load import load
 from pipelines.cli.settings.toml_file import to_toml
 
@@ -22,6 +23,14 @@ class Inner:
 
     depth: int = 1
     """How deep."""
+
+
+@settings
+class Layer:
+    """Settings of one layer."""
+
+    width: int = 1
+    """How wide."""
 
 
 @settings
@@ -46,6 +55,10 @@ class Train:
     """Copy, by default as another setting says."""
     limit: int | None = None
     """At most."""
+    checksum: int = field(default=0, metadata=NOT_A_KEY)
+    """Set by a program."""
+    layer_sizes: Mapping[Literal["first", "last"], Layer] = field(default_factory=dict)
+    """By name."""
     inner: Inner = field(default_factory=Inner)
 
     def __post_init__(self) -> None:
@@ -62,6 +75,8 @@ class Settings:
     weights: tuple[float, ...] = ()
     """Shares."""
     train: Train = field(default_factory=Train)
+    given: frozenset[str] = field(default=frozenset(), compare=False, metadata=NOT_A_KEY)
+    """Keys that were set."""
 
 
 def write(folder: Path, text: str) -> Path:
@@ -131,6 +146,24 @@ def test_text_none_means_no_value(tmp_path: Path):
     assert load_text(tmp_path, "[train]\nlimit = 3\n", "--train.limit", "None").train.limit is None
 
 
+def test_a_table_of_settings_has_the_keys_of_each_name(tmp_path: Path):
+    got = load_text(tmp_path, "[train.layer_sizes]\nfirst.width = 2\n", "--train.layer-sizes.last.width", "3")
+    assert got.train.layer_sizes == {"first": Layer(2), "last": Layer(3)}
+    assert got.given == {"train.layer_sizes.first.width", "train.layer_sizes.last.width"}
+    assert "last" not in load_text(tmp_path, "[train.layer_sizes]\nfirst.width = 2\n").train.layer_sizes
+
+
+def test_a_field_that_is_no_key_is_unknown_and_not_shown(tmp_path: Path, capsys):
+    assert "unknown key train.checksum" in error_of(tmp_path, "[train]\nchecksum = 1\n")
+    assert "checksum" not in to_toml(Settings(train=Train(checksum=1)))
+    with pytest.raises(SystemExit):
+        load(Settings, None, ["--help"], verb="train")
+    shown = capsys.readouterr().out
+    assert "--train.steps" in shown
+    assert "checksum" not in shown
+    assert "given" not in shown
+
+
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
@@ -139,6 +172,10 @@ def test_text_none_means_no_value(tmp_path: Path):
         ("[train.inner]\n# depth = 1\ndetph = 1\n", 3, ["Did you mean train.inner.depth?"]),
         ("lr = 1\n", 1, ["unknown key lr", "Did you mean train.lr?"]),
         ("[train]\ndepth = 1\n", 2, ["Did you mean train.inner.depth?"]),
+        ("[train]\nmax_to = 1\n", 2, ["Did you mean train.log_to?"]),
+        ("[train.layer_sizes.middle]\n", 1, ["section train.layer_sizes.middle", "train.layer_sizes.first"]),
+        ("[train.layer_sizes]\nfirst.widht = 1\n", 2, ["Did you mean train.layer_sizes.first.width?"]),
+        ("[train.layer_sizes]\nfirst.width = 1.5\n", 2, ["train.layer_sizes.first.width = 1.5", "integer"]),
         ("[train]\nwarmup = 1\n", 2, ["train.warmup", "train: train.steps, train.lr, train.compile"]),
         ("# c\n[trian]\nlr = 1\n", 2, ["section trian", "Did you mean train?"]),
         ("[other]\n", 1, ["section other", "train"]),
@@ -293,4 +330,4 @@ def test_load_reads_the_same_settings_that_to_toml_wrote(tmp_path_factory: pytes
 def test_to_toml_writes_sections_in_order():
     text = to_toml(Settings())
     assert text.startswith('datastore = "datastore"\nweights = []\n\n[train]\nsteps = 10\n')
-    assert text.endswith('limit = "None"\n\n[train.inner]\ndepth = 1\n')
+    assert text.endswith('limit = "None"\n\n[train.layer_sizes]\n\n[train.inner]\ndepth = 1\n')
