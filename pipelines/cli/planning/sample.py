@@ -31,7 +31,7 @@ from indexing.store.files import read_json
 from pipelines.cli.planning.bytes import Workload, key_for, with_lists_for
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
-from pipelines.stages.choices import by_embeddings, without_ngrams
+from pipelines.stages.choices import by_embeddings, with_choices, without_ngrams
 from pipelines.stages.table import build
 from pipelines.terminal.stages import StagesView, Step
 
