@@ -22,7 +22,7 @@ from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
 from retro.model.inputs import Inputs
 from retro.model.settings import ModelSettings, updated
-from retro.training import fitted_retrieval
+from retro.training import fitted_copy_head
 from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together
@@ -50,7 +50,7 @@ def run(config: Config, folder: Path, start: Path | str = "", lora: LoraSettings
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying from neighbors is fitted to a tenth of the text."""
-    monkeypatch.setattr(fitted_retrieval, "_TOKENS", 2000)
+    monkeypatch.setattr(fitted_copy_head, "_TOKENS_OF_RUN", 2000)
 
 
 def test_a_retrofit_without_neighbors_is_refused(config: Config, tmp_path: Path) -> None:
