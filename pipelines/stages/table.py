@@ -51,7 +51,7 @@ class Stage:
     Attributes:
         run: makes every unfinished artifact of the stage and returns all of them.
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
-        included: whether `all` includes the stage under these settings.
+        included: whether `all` includes the stage under these settings, `with_choices`.
         needs: the stage that must be finished; empty: the one before in the table.
         reads: another stage that it reads under some settings; empty: none.
     """

@@ -95,15 +95,6 @@ few = settings(max_examples=8, deadline=None, derandomize=True)
 MODELS: dict[str, Retro] = {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, which they would wait for on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build(scheme: str = "rope", **changes: Any) -> Retro:
     """A small model in which every part matters: all parameters are perturbed, as biases u and v start at zero."""
     torch.manual_seed(0)

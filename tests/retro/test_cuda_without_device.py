@@ -27,7 +27,6 @@ from tests.retro.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.inference.test_scoring import score
 from tests.retro.small_model import READERS, SCHEMES, M, T, Together, answers_only, build
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 SMALL = {"num_layers": 2, "retrieval.cca_layers": (2,)}
 MODELS: dict[str, dict[str, Any]] = {

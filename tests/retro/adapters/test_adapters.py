@@ -17,7 +17,6 @@ from retro.parallel.settings import ParallelSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import batch, build, every_scheme, inputs, logits, step_of
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 METHODS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -13,7 +13,7 @@ from retro.checkpoints.extend_vocabulary import check_tables, extend_tables, tab
 from retro.checkpoints.single_file import write_exported
 from retro.model.retro import Retro
 from retro.training.initial_weights import load_initial_weights
-from tests.retro.small_model import SCHEMES, V, batch, build, logits, one_thread  # noqa: F401
+from tests.retro.small_model import SCHEMES, V, batch, build, logits
 
 CUTS = [[3], [1, 2, 4], [7, 7], [V - 1, 0]]
 

@@ -22,7 +22,6 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
 from tests.retro.small_model import Together
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
 

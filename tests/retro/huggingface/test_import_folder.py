@@ -15,7 +15,6 @@ from retro.huggingface.compare_logits import verify
 from retro.huggingface.import_folder import add_rows, read_base
 from retro.huggingface.tensor_names import NAMES
 from tests.retro.huggingface.small_bases import V, make, save
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 pytest.importorskip("transformers")
 WEIGHTS = "model.safetensors"

@@ -18,7 +18,6 @@ from retro.inference.settings import BOUNDS, GenerationSettings
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever
 from tests.retro.small_model import READERS, SCHEMES, M, T, V, build, cached_model
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 CONTEXT = 4 * M
 SEARCHES = [None, retriever(1), retriever(3)]

@@ -15,7 +15,6 @@ from retro.inference.settings import GenerationSettings
 from retro.model.inputs import Inputs
 from tests.retro.inference.test_decoder import FLOAT32, retriever
 from tests.retro.small_model import M, Together, V, build
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 HEADS = {
     "datastore": {"copy_head.datastore": True},

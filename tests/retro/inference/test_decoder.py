@@ -28,7 +28,6 @@ from tests.retro.small_model import (
     cached_model,
     every_scheme_and_reader,
 )
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 FLOAT16 = Placement(torch.device("cpu"), torch.float16)

@@ -21,7 +21,6 @@ from retro.model.retro import Retro
 from tests.retro.inference.test_batch import SEARCHES, SETTINGS, check_equal, decode
 from tests.retro.inference.test_decoder import retriever
 from tests.retro.small_model import SCHEMES, M, V, build, cached_model
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 CONTEXT = 8 * M

@@ -9,7 +9,6 @@ from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.scoring import score_windows, to_score
 from tests.retro.inference.test_decoder import LENGTHS, retriever, rows, uncached
 from tests.retro.small_model import R, T, Together, V, cached_model
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 

@@ -13,7 +13,6 @@ from retro.device import Placement
 from retro.inference.packed_weights import PackedLinear, can_pack, pack
 from retro.model.presets import count_parameters
 from tests.retro.small_model import build, inputs
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 needs_packing = pytest.mark.skipif(not can_pack(BFLOAT16), reason="oneDNN packs no weights on this machine")

@@ -16,7 +16,6 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.sampling import draw
 from retro.inference.settings import GenerationSettings
 from tests.retro.small_model import build
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 ROWS = 280
 

@@ -13,7 +13,6 @@ from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, cached_model, every_scheme_and_reader
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FLOAT32 = choose_placement("cpu", "float32")
 CONTEXT = 4 * M

@@ -12,7 +12,6 @@ from torch import Tensor
 from retro.model.attention import Attention, dot_product_attention, initial_taps, weighted_sums
 from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of
 from tests.retro.small_model import M, R, batch, build, logits
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 def rotate(x: Tensor, position: int) -> Tensor:

@@ -8,7 +8,6 @@ from retro.model.copy_datastore import COUNTS, LENGTHS, DatastoreSource, Datasto
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.small_model import B, T, V, batch, build, votes
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 def one_vote(length: int, *counts: int) -> Tensor:

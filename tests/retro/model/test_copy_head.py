@@ -22,7 +22,6 @@ from retro.model.loss import IGNORED_LABEL, Mixture, loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from tests.retro.small_model import SETTINGS, B, K, M, R, T, U, V, batch, build, loss_of, votes
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 FEW = 3  # ids of tokens: matches are frequent and long
 

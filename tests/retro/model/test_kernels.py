@@ -14,7 +14,6 @@ from retro.model.masks import document_mask, some_key
 from retro.model.settings import AttentionSettings
 from tests.retro.fake_cuda import CUDA, fake_cuda
 from tests.retro.small_model import SETTINGS, M, T, batch, build, loss_of
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 from tests.retro.varlen_loops import varlen_on_cpu as varlen_on_cpu  # a fixture
 
 DOCUMENTS = torch.tensor([[3, 3, 4, 4], [5, 6, 6, 6], [7, 8, 9, 10], [1, 1, 1, 1]])

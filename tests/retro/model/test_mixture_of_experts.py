@@ -28,7 +28,6 @@ from retro.model.settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, inputs, split_batch, step_of
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 D, E = SETTINGS.d_model, 4
 top_k = pytest.mark.parametrize("k", [1, 2])

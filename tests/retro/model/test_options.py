@@ -26,7 +26,6 @@ from tests.retro.small_model import (
     first_difference,
     logits,
 )
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 # -------------------------------------------------------------------------------------------- encoder and precision
 

@@ -36,7 +36,6 @@ from tests.retro.small_model import (
     logits,
     loss_of,
 )
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 READS = {"retrieval.reader": "decoder", "retrieval.cca_layers": ()}
 LLAMA = {**READS, "attention.num_kv_heads": 1, "activation": "swiglu", "scaled_embeddings": False}

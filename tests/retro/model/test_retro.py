@@ -28,7 +28,6 @@ from tests.retro.small_model import (
     loss_of,
     neighbor_table,
 )
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 # ------------------------------------------------------------------------------------------------------- causality
 

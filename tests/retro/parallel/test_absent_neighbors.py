@@ -28,7 +28,6 @@ from retro.training.settings import TrainSettings
 from retro.training.step import OptimizerStep
 from tests.conftest import PATIENCE, forkserver
 from tests.retro.small_model import SETTINGS
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 WORLD, SEED, BATCH_SIZE, DROPOUT = 2, 50, 4, 0.7
 CPU = Placement(torch.device("cpu"), torch.float32)

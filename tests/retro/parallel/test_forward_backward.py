@@ -15,7 +15,6 @@ from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from tests.retro.small_model import READERS, SCHEMES, T, U, batch, build
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 EXPERTS = {"experts.num_experts": 4, "experts.every": 1}
 

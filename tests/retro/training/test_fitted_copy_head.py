@@ -13,7 +13,6 @@ from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import _PULL, TokensToFit, VotesOfTokens, fit_copy_head, fit_sources
 from tests.retro.small_model import B, M, T, U, V, build
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 HERE = choose_placement("cpu", "float32")
 BASES: dict[str, dict[str, Any]] = {

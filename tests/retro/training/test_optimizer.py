@@ -12,7 +12,6 @@ from retro.model.settings import updated
 from retro.training.optimizer import learning_rate, learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, build, inputs
-from tests.retro.small_model import one_thread as one_thread  # an autouse fixture
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,6 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def assert_bytes_close(datastore: Datastore, planned: dict[str, float]) -> None:
+def assert_bytes_close(datastore: Datastore, planned: dict[str, float], within: float = 0.05) -> None:
     for name, value in planned.items():
-        assert value == pytest.approx(folder_bytes(datastore.folder / name), rel=0.05), name
+        assert value == pytest.approx(folder_bytes(datastore.folder / name), rel=within), name
