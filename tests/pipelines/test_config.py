@@ -65,6 +65,11 @@ def test_a_similar_name_of_another_program_is_answered_with_the_keys_that_end_li
         load(Config, None, ["--train.save-every", "100"], verb="train")
 
 
+def test_a_misspelled_section_is_answered_with_its_key_alone() -> None:
+    with pytest.raises(InputError, match=r"Did you mean --executor\.resources\.train\.workers\?"):
+        load(Config, None, ["--executor.resources.trian.workers", "2"], verb="train")
+
+
 def test_workers_of_a_stage_are_set_in_the_file_and_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('[executor.resources]\nembed = {cpus = 4, memory = "8GB"}\ntrain.workers = 2\n')
     options = ["--executor.resources.embed.cpus", "2", "--executor.resources.add.gpus=1"]

@@ -185,7 +185,8 @@ def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Cal
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
     siblings = {names[leaf]: leaf for leaf in names if leaf.rpartition(".")[0] == section}
     near = [siblings[close] for close in difflib.get_close_matches(name, siblings, cutoff=_TYPING_ERROR)]
-    near = near or [leaf for leaf in names if names[leaf] == name]
+    elsewhere = [leaf for leaf in names if names[leaf] == name]
+    near = near or difflib.get_close_matches(key, elsewhere, n=1, cutoff=_TYPING_ERROR) or elsewhere
     similar = [*difflib.get_close_matches(name, siblings), *_with_last_word(name, siblings)]
     near = near or [siblings[close] for close in dict.fromkeys(similar)]
     if not near and not (section and siblings):  # the section alone makes any two of its keys similar
