@@ -209,7 +209,7 @@ def test_shard_that_kills_its_workers_fails_by_name_and_other_shards_finish(exec
         advance(1)
 
     tasks = [Task(f"chunks/{number}", (number,), 1) for number in range(3)]
-    with pytest.raises(InputError, match=r"chunks/1.* 4 .*executor\.chunk\.memory"):
+    with pytest.raises(InputError, match=r"chunks/1.* 4 .*executor\.resources\.chunk\.memory"):
         list(executor.map("chunk", work, tasks, lambda _: None))
     assert caplog.text.count("chunks/1: its worker died; the task is started again") == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
