@@ -13,7 +13,7 @@ import pytest
 
 from indexing.corpus import readers
 from indexing.embedding import settings as embedding_settings
-from indexing.index.exact_search import exact_search, recall, rerank
+from indexing.index.exact_search import exact_search, in_ranges, recall, rerank
 from indexing.index.floats import to_float32
 from tests.indexing.index.vector_files import stored
 
@@ -57,7 +57,10 @@ def test_reader_recipe_returns_the_requested_rows(tmp_path: Path, suffix: str) -
 def test_search_recipe_finds_neighbors_and_omits_excluded_chunks(tmp_path: Path) -> None:
     embeddings = stored(tmp_path, np.random.default_rng(0).standard_normal((500, 8)))
     queries, own = embeddings.read(0, 50).astype(np.float32), (np.arange(50), np.arange(50) + 1)
-    graph = defined("GraphIndex", {"np": np, "to_float32": to_float32, "ShardedArray": object})
+    graph = defined(
+        "GraphIndex",
+        {"np": np, "to_float32": to_float32, "in_ranges": in_ranges, "ShardedArray": object, "IdRanges": object},
+    )
     ids = graph(embeddings, (0, 500)).search(queries, 21, own)
     assert not (ids == own[0][:, None]).any()
     found, exact = rerank(queries, ids, embeddings)[0][:, :10], exact_search(queries, embeddings, 10, own)[0]

@@ -168,9 +168,9 @@ def scores(config: Config, baseline: Path, tokens: int) -> Iterator[Figures]:
         yield {"scored": f"{reference.tokens:,} tokens, {reference.documents} documents"}
 
 
-def draw_losses(runs: dict[str, Path], file: Path) -> Iterator[Figures]:
+def draw_losses(runs: Sequence[Path], file: Path) -> Iterator[Figures]:
     """Draw the loss of each run by the tokens read."""
-    plot_runs(list(runs.values()), file)
+    plot_runs(runs, file)
     yield {"picture": file.name}
 
 
@@ -216,13 +216,12 @@ def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dic
     steps = work / "steps.txt"
     training = partial(train_within, steps_file=steps, seconds=260.0, most_steps=1_600, tiny=tiny)
     tokens = 2_000 if tiny else 200_000
-    runs = {"RETRO": config.run, "decoder, own context": decoder.run}
     work_of: dict[str, tuple[Any, float]] = {
         "datastore": (partial(build_stages, config, paths, tiny), 150),
         "train the RETRO": (partial(training, config), 290),
         "train the decoder": (partial(training, decoder), 220),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
-        "loss curves": (partial(draw_losses, runs, output / "loss.svg"), 20),
+        "loss curves": (partial(draw_losses, (config.run, decoder.run), output / "loss.svg"), 20),
     }
     return {name: Case(*one) for name, one in work_of.items()}
 

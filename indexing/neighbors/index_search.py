@@ -79,7 +79,7 @@ class QueryChunks:
         vectors: [n, d] float32, embeddings rounded to float16 as the stored ones.
         tokens: tokens [n, m] and lengths [n]; only a search by embeddings that accepts near copies does without.
         own: ids of each chunk's own document, in the datastore itself; None for chunks outside of it.
-        live: skip chunks of deleted documents. Stored neighbors keep them, and whoever reads these skips them.
+        live: skip chunks of deleted documents. Stored neighbors keep them: batches skip them when they are read.
     """
 
     vectors: np.ndarray

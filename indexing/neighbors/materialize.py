@@ -39,10 +39,8 @@ def materialize_shard(
     """
     work.mkdir(parents=True, exist_ok=True)
     counts = {"chunks": rows[1] - rows[0], "neighbors": 0}
-    shape, step = (
-        (num_neighbors, 2 * split.chunk_length),
-        max(1, _BLOCK_TOKENS // (num_neighbors * 2 * split.chunk_length)),
-    )
+    shape = num_neighbors, 2 * split.chunk_length
+    step = max(1, _BLOCK_TOKENS // (shape[0] * shape[1]))
     dtype = split.tokens.shard(0).dtype
     with (
         NpyWriter(work / "tokens.npy", dtype, shape) as token_file,

@@ -34,12 +34,12 @@ class OpenIndex:
     Attributes:
         index: over chunks of `train`.
         train: the split whose ids the index returns.
-        number: number of the datastore in the retrieval set; 0 = the datastore whose neighbors are searched.
+        datastore: its number in the retrieval set; 0 = the datastore whose neighbors are searched.
     """
 
     index: Index
     train: Split
-    number: int = 0
+    datastore: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class NeighborSearch:
         """The nearest chunks in every index, and the number of queries searched again. It visits at most `most_lists` at first."""
         results, deeper = list[Nearest](), 0
         for opened in self.indexes:
-            queries = chunks if opened.number == 0 else replace(chunks, own=None)
+            queries = chunks if opened.datastore == 0 else replace(chunks, own=None)
             nprobe = None if most_lists is None else min(most_lists, opened.index.nprobe)
             ids, distances, again = neighbors_of(queries, opened.index, opened.train, self.settings, nprobe)
-            results.append((neighbor_ids(opened.number, ids), distances))
+            results.append((neighbor_ids(opened.datastore, ids), distances))
             deeper += again
         return results, deeper
 

@@ -267,15 +267,15 @@ class NgramLists:
 
     @classmethod
     def _open(cls, folder: Path, generation: Generation, first: int) -> "NgramLists":
-        folders = tuple(folder / shard_name(shard) for shard in generation.shards)
+        shards = tuple(folder / shard_name(shard) for shard in generation.shards)
         arrays = []
-        for folder in folders:
-            hashes, offsets, chunks = (open_array(folder / f"{name}.npy") for name in ("hashes", "offsets", "chunks"))
-            with reading(folder):
+        for shard in shards:
+            hashes, offsets, chunks = (open_array(shard / f"{name}.npy") for name in ("hashes", "offsets", "chunks"))
+            with reading(shard):
                 if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
                     raise ValueError("its arrays do not fit together")
             arrays.append((hashes, offsets, chunks))
-        return cls(first, generation.num_chunks, folders, tuple(arrays))
+        return cls(first, generation.num_chunks, shards, tuple(arrays))
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first entry of the list of each n-gram, hashes [n] uint64 in order, and its document frequency: both [n] int64.

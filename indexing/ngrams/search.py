@@ -15,7 +15,7 @@ import numpy as np
 
 from indexing.machine import for_each
 from indexing.ngrams.index import MOST_CHUNKS, NgramLists, changes, ngrams, within
-from indexing.similarity.candidates import Condition, present_first
+from indexing.similarity.candidates import Condition, allowed_first
 from indexing.store.retrieval_set import RetrievalSet
 
 _RAREST = 32  # n-grams of a query
@@ -81,12 +81,8 @@ class NgramIndex:
         def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
             """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
             hits, best = self._best(queries, depth)
-            is_full = hits[:, -1] >= 0
-            hits = condition(rows, hits)
-            order = present_first(hits, k)
-            ids[rows] = np.take_along_axis(hits, order, 1)
-            sums[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
-            return np.flatnonzero(is_full & (ids[rows, enough - 1] < 0))
+            ids[rows], sums[rows] = allowed_first(condition, rows, hits, best, k)
+            return np.flatnonzero((hits[:, -1] >= 0) & (ids[rows, enough - 1] < 0))
 
         workers = _workers(len(tokens))
         step = -(-min(len(tokens), _BLOCK_ROWS) // workers)

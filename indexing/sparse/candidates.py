@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from indexing.similarity.candidates import Condition, present_first
+from indexing.similarity.candidates import Condition, allowed_first
 from indexing.sparse.index import SparseIndex
 
 _AGREEING = 8  # best candidates of each search that are compared
@@ -39,12 +39,8 @@ def find_by_terms(
     rows, depth = np.arange(len(queries)), k
     while len(rows):
         hits, best = index.search([queries[row] for row in rows], depth, among)
-        has_more = hits[:, -1] >= 0
-        hits = condition(rows, hits)
-        order = present_first(hits, k)
-        ids[rows] = np.take_along_axis(hits, order, 1)
-        scores[rows] = np.where(ids[rows] >= 0, np.take_along_axis(best, order, 1), 0)
-        rows, depth = rows[(ids[rows, -1] < 0) & has_more], 4 * depth
+        ids[rows], scores[rows] = allowed_first(condition, rows, hits, best, k)
+        rows, depth = rows[(ids[rows, -1] < 0) & (hits[:, -1] >= 0)], 4 * depth
     return ids, scores
 
 

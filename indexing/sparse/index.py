@@ -88,10 +88,8 @@ class _Lists:
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
             hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
-            documents = np.array([(address.segment_ord, address.doc) for _, address in hits], dtype=np.int64).reshape(
-                -1, 2
-            )
-            positions = self.starts[documents[:, 0]] + documents[:, 1]
+            places = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
+            positions = self.starts[places[:, 0]] + places[:, 1]
             if positions.max(initial=-1) >= self.size:
                 raise ValueError("the lists hold texts that do not exist")
         return positions, np.array([score for score, _ in hits], dtype=np.float32)

@@ -100,9 +100,7 @@ def _passages(split: Split, rows: tuple[int, int]) -> np.ndarray:
     first, last = split.documents_of(np.array([rows[0], rows[1] - 1]))[0].tolist()
     size = max(1, _PASSAGE_TOKENS // split.chunk_length)
     ranges = split.chunk_ranges(np.arange(first, last + 1, dtype=np.int64))
-    counts = -(-(ranges[:, 1] - ranges[:, 0]) // size)  # passages of each document
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.append(np.repeat(ranges[:, 0], counts) + size * within, rows[1])
+    return np.concatenate([*(np.arange(start, stop, size) for start, stop in ranges.tolist()), rows[1:]])
 
 
 def _parts(borders: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from indexing.retrieval.retriever import Retriever
-from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.search import SuffixIndex
@@ -27,6 +26,7 @@ from retro.inference.packed_weights import pack
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
+from retro.inference.verbatim_runs import open_sorted_prefixes
 from retro.model.retro import Retro
 
 NEIGHBOR_CACHE_BYTES = 2**30

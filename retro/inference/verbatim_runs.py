@@ -8,14 +8,15 @@ Each datastore is searched on its own: a run is as long as possible in its datas
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from indexing.retrieval.sorted_prefixes import open_sorted_prefixes
+from indexing.progress import during
 from indexing.store.datastore import Datastore, Split
-from indexing.store.remote import datastore_name
+from indexing.store.remote import cache_folder, datastore_name, url_of
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.build import FOLDER
 from indexing.suffixes.search import SHORTEST_RUN, Match, Run, SuffixIndex, Tracer
@@ -85,6 +86,22 @@ class GeneratedRun(TracedRun):
 def is_traced(split: Split) -> bool:
     """Whether the datastore of a split has the stage `suffixes`."""
     return Datastore.open(split.folder).has(FOLDER)
+
+
+def open_sorted_prefixes(folder: Path) -> SuffixIndex:
+    """Open the sorted prefixes of a datastore.
+
+    They are memory-mapped, with all tokens. So of a datastore at a URL both are fetched whole, shard by shard, unless the cache
+    has them.
+
+    Raises:
+        InputError: there are none, a file is missing or damaged, or the URL cannot be read.
+    """
+    message = f"opening the sorted prefixes of {datastore_name(folder)}"
+    if url_of(folder) is not None:
+        message = f"fetching all tokens and sorted prefixes of {datastore_name(folder)} into {cache_folder()}"
+    with during("%s", message):
+        return SuffixIndex.open(folder)
 
 
 def traced_datastores(retrieval: RetrievalSet, opened: SuffixIndex | None = None) -> list[TracedDatastore]:

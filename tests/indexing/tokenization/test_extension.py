@@ -22,7 +22,7 @@ from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.metadata import _PROBES, MODEL
 from indexing.tokenization.settings import TokenizerSettings
 from indexing.tokenization.training import train_sentencepiece
-from tests.indexing.tokenization.test_tokenizer import ANY_TEXT, CODE, DIFFICULT, foreign_model
+from tests.indexing.tokenization.models import ANY_TEXT, CODE, DIFFICULT, foreign_model
 
 ENGLISH = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs, please.\n\n" * 3,

@@ -30,7 +30,7 @@ from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
 from tests.indexing.corpus.reading import to_tokens
-from tests.indexing.tokenization.test_tokenizer import foreign_model
+from tests.indexing.tokenization.models import foreign_model
 
 FLOAT32 = choose_placement("cpu", "float32")
 
