@@ -3,8 +3,9 @@
     sequences → windows of a context, overlapping by half ───────┬► batches of similar length → log-probabilities
               └► neighbors of their complete chunks, in one search ┘
 
-The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the
-sequence has that many. Rows are padded at the end, where causality hides the padding.
+The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored
+once, in the first window that contains it, so it has at least half a context of preceding tokens if the sequence has that many.
+Rows are padded at the end, where causality hides the padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -283,4 +284,5 @@ def _likeliest(
         kept = slice(start, min(start + _BLOCK, scored.stop))
         logits = model.mix(model.logits(hidden[:, kept]), hidden, inputs, kept)[0]
         blocks.append(without(logits.float().log_softmax(-1), masked).topk(top))
-    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
+    values, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))
+    return values, ids
