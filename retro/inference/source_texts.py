@@ -16,7 +16,7 @@ from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.inference.sources import CopiedFrom, Neighbors, ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.spans import ChunkTexts, characters
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
 
@@ -83,7 +83,7 @@ class SourceFinder:
         runs = None if self.runs is None else self.runs.add(token)
         return replace(self.add(token.text, token.read, token.copied), runs=runs)
 
-    def add(self, text: str, read: Iterable[ReadNeighbors], copied: CopiedFrom | None) -> Sources:
+    def add(self, text: str, read: Iterable[ChunkWithNeighbors], copied: CopiedFrom | None) -> Sources:
         """Return what the next token adds; `text` is its text."""
         start, self.length = self.length, self.length + len(text)
         # A model that copies from the whole datastore alone reads no neighbors.
@@ -93,7 +93,7 @@ class SourceFinder:
             copies = [self._copy((start, self.length), copied)]
         return Sources(chunks=chunks, copies=copies)
 
-    def _chunk(self, read: ReadNeighbors) -> ReadChunk:
+    def _chunk(self, read: ChunkWithNeighbors) -> ReadChunk:
         neighbors = self._read[read.number] = read.neighbors
         assert neighbors.ids is not None
         assert neighbors.distances is not None
