@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -102,6 +102,23 @@ def write_corpus(path: Path, num_documents: int, seed: int = 0, num_paragraphs: 
             text = f"# Document {number}\n\n" + "".join(parts) + "\tif x == 1:\n\t\treturn 2\n"
             file.write(json.dumps({"id": f"doc-{number}", "text": text, "title": f"Title {number}"}) + "\n")
     return path
+
+
+def write_byte_tokenizer(folder: Path, special: Sequence[str], **config: str) -> None:
+    """Write a Hugging Face tokenizer with the 256 bytes of GPT-2, no merges, and special tokens after them.
+
+    `config` is the content of its `tokenizer_config.json`; without any, it has no such file.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def tiny_config(folder: Path, corpus_path: Path, **changes) -> Config:

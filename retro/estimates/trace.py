@@ -268,7 +268,7 @@ def _pass(model: Retro, run: Pass, storages: Storages, compiled: bool, token_sha
 
 
 def _own_tokens(own: tuple[Any, ...], num_tokens: int) -> Any:
-    """The tokens whose loss one of several processes computes, as `tensor_parallel.own_tokens` divides them."""
+    """The tokens whose loss one of several processes computes, as `tensor_parallel.local_tokens` divides them."""
     hidden, weight, labels, mixture = own
     own_mixture = mixture and loss.Mixture(*(values[:, :num_tokens] for values in mixture))
     return hidden[:, :num_tokens], weight, labels[:, :num_tokens], own_mixture

@@ -13,7 +13,6 @@ shape comments as in `decoder.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,9 +64,8 @@ class Span(NamedTuple):
         before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
         # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier ones too.
-        stored[self.at, layer] = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets].to(
-            stored.dtype
-        )
+        last = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets]
+        stored[self.at, layer] = last.to(stored.dtype)
         return before[:, LONGEST_DRAFT:]
 
 
@@ -82,8 +80,8 @@ class TokensOfLayer:
 
     def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """See `LayerCache`."""
-        of_layer = partial(self.span.before, layer=self.layer)
-        return of_layer(self.cache.last_queries, new=q), of_layer(self.cache.last_keys, new=k)
+        cache, before = self.cache, self.span.before
+        return before(cache.last_queries, self.layer, q), before(cache.last_keys, self.layer, k)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerCache`."""
@@ -215,9 +213,8 @@ class CachedLayers:
             index for index, row in enumerate(span.rows) if row.neighbors and (span.starts[index] + 1) % self.m == 0
         ]
         neighbors = {index: span.rows[index].neighbors[span.starts[index] // self.m] for index in completing}
-        for k in {
-            len(of_row.tokens) for of_row in neighbors.values()
-        }:  # rows with as many neighbors are encoded together
+        # Rows with as many neighbors are encoded together.
+        for k in {len(of_row.tokens) for of_row in neighbors.values()}:
             part = {index: of_row for index, of_row in neighbors.items() if len(of_row.tokens) == k}
             tokens, lengths = (np.stack([of_row[field] for of_row in part.values()]) for field in range(2))
             self._encode(span.at[list(part)], tokens, lengths)

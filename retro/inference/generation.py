@@ -27,7 +27,7 @@ from retro.inference.drafts import DraftLength, draft
 from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
-from retro.inference.sources import CopiedFrom, ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors, CopiedFrom
 from retro.inference.text_stream import Decode, TextStream
 
 log = logging.getLogger("retro")
@@ -58,7 +58,7 @@ class GeneratedToken:
     log_probability: float
     finish_reason: FinishReason | None = None
     top: tuple[tuple[int, float], ...] = ()
-    read: tuple[ReadNeighbors, ...] = ()
+    read: tuple[ChunkWithNeighbors, ...] = ()
     copied: CopiedFrom | None = None
     accepted: bool = False
     rejected: int = 0

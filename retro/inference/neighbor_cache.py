@@ -33,7 +33,7 @@ class NeighborCache:
         """Create an empty cache; with `max_bytes` = 0 it keeps nothing."""
         self.hits = self.misses = self.bytes = 0
         self._model, self._max_bytes = model, max_bytes
-        self._kept: OrderedDict[_Key, Tensor] = OrderedDict()  # keys and values [2, L, G, R, C]
+        self._entries: OrderedDict[_Key, Tensor] = OrderedDict()  # keys and values [2, L, G, R, C]
         self._lock = threading.Lock()
 
     def encode(self, neighbors: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -42,28 +42,25 @@ class NeighborCache:
         keys = [(len(row), row[:length].tobytes()) for row, length in zip(rows, lengths.ravel(), strict=True)]
         first = {key: index for index, key in reversed([*enumerate(keys)])}
         with self._lock:
-            found = {key: self._kept[key] for key in first if key in self._kept}
-            for key in found:
-                self._kept.move_to_end(key)
-            self.hits, self.misses = (
-                self.hits + len(keys) - len(first) + len(found),
-                self.misses + len(first) - len(found),
-            )
-        missing = [key for key in first if key not in found]
+            entries = {key: self._entries[key] for key in first if key in self._entries}
+            for key in entries:
+                self._entries.move_to_end(key)
+            missing = [key for key in first if key not in entries]
+            self.hits, self.misses = self.hits + len(keys) - len(missing), self.misses + len(missing)
         if missing:
             tokens = torch.from_numpy(rows[[first[key] for key in missing]]).to(self._model.embedding.weight.device)
             encoded = torch.stack(self._model.encode_neighbors(tokens[:, None]), dim=1)  # [missing, 2, L, G, R, C]
-            new = dict(zip(missing, (each.clone() for each in encoded), strict=True))
+            new = dict(zip(missing, (entry.clone() for entry in encoded), strict=True))
             self._keep(new)
-            found |= new
-        both = rearrange([found[key] for key in keys], "(n k) two l g r c -> two n l g (k r) c", k=k)
+            entries |= new
+        both = rearrange([entries[key] for key in keys], "(n k) two l g r c -> two n l g (k r) c", k=k)
         return both[0], both[1]
 
     def _keep(self, new: dict[_Key, Tensor]) -> None:
         with self._lock:
             for key, entry in new.items():
-                self.bytes += 0 if key in self._kept else entry.nbytes
-                self._kept[key] = entry
+                self.bytes += 0 if key in self._entries else entry.nbytes
+                self._entries[key] = entry
             while self.bytes > self._max_bytes:
-                _, entry = self._kept.popitem(last=False)
+                _, entry = self._entries.popitem(last=False)
                 self.bytes -= entry.nbytes

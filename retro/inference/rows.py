@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from retro.inference.sources import Neighbors, ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors, Neighbors
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
@@ -81,9 +81,9 @@ class Row:
         complete = len(self.tokens) // chunk_length * chunk_length
         return self.tokens[:complete].reshape(-1, chunk_length)[len(self.neighbors) :]
 
-    def chunks_read(self, since: int, chunk_length: int) -> tuple[ReadNeighbors, ...]:
+    def chunks_read(self, since: int, chunk_length: int) -> tuple[ChunkWithNeighbors, ...]:
         """Return the chunks whose neighbors were read, from the chunk with the number `since` on."""
         chunks = self.tokens[: len(self.neighbors) * chunk_length].reshape(-1, chunk_length)
         first = max(0, since - self.dropped)
         pairs = enumerate(zip(chunks[first:], self.neighbors[first:], strict=True), start=self.dropped + first)
-        return tuple(ReadNeighbors(chunk, tokens, neighbors) for chunk, (tokens, neighbors) in pairs)
+        return tuple(ChunkWithNeighbors(chunk, tokens, neighbors) for chunk, (tokens, neighbors) in pairs)

@@ -3,8 +3,9 @@
     sequences → windows of a context, overlapping by half ───────┬► batches of similar length → log-probabilities
               └► neighbors of their complete chunks, in one search ┘
 
-The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored once, in the first window that contains it, so it has at least half a context of preceding tokens if the
-sequence has that many. Rows are padded at the end, where causality hides the padding.
+The windows of a sequence can be scored in any order, together with those of others and in several calls. Each token is scored
+once, in the first window that contains it, so it has at least half a context of preceding tokens if the sequence has that many.
+Rows are padded at the end, where causality hides the padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from retro.device import Placement
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, WholeDatastore
 from retro.inference.sampling import without
-from retro.inference.sources import CopiedFrom, Neighbors, ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.model.copy_head import Origins
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
@@ -48,7 +49,7 @@ class Scores:
     log_probabilities: np.ndarray
     likeliest: np.ndarray
     likeliest_log_probabilities: np.ndarray
-    read: list[ReadNeighbors] = field(default_factory=list)
+    read: list[ChunkWithNeighbors] = field(default_factory=list)
     copied: list[CopiedFrom | None] = field(default_factory=list)
 
 
@@ -206,9 +207,9 @@ def _find_votes(windows: Sequence[Window], datastore: WholeDatastore) -> None:
             sequence.votes = datastore.votes(sequence.tokens[:-1])
 
 
-def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ReadNeighbors]:
+def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ChunkWithNeighbors]:
     """Return complete chunks [n, m] of a sequence with their neighbors."""
-    return [ReadNeighbors(u, *pair) for u, pair in enumerate(zip(chunks, neighbors.of_chunks(), strict=True))]
+    return [ChunkWithNeighbors(u, *pair) for u, pair in enumerate(zip(chunks, neighbors.of_chunks(), strict=True))]
 
 
 def _copied(origins: Origins, row: int, scored: slice, first: int, m: int) -> list[CopiedFrom | None]:
@@ -283,4 +284,5 @@ def _likeliest(
         kept = slice(start, min(start + _BLOCK, scored.stop))
         logits = model.mix(model.logits(hidden[:, kept]), hidden, inputs, kept)[0]
         blocks.append(without(logits.float().log_softmax(-1), masked).topk(top))
-    return tuple(torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
+    values, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))
+    return values, ids

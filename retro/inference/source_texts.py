@@ -16,7 +16,7 @@ from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.inference.sources import CopiedFrom, Neighbors, ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.spans import ChunkTexts, characters
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
 
@@ -83,7 +83,7 @@ class SourceFinder:
         runs = None if self.runs is None else self.runs.add(token)
         return replace(self.add(token.text, token.read, token.copied), runs=runs)
 
-    def add(self, text: str, read: Iterable[ReadNeighbors], copied: CopiedFrom | None) -> Sources:
+    def add(self, text: str, read: Iterable[ChunkWithNeighbors], copied: CopiedFrom | None) -> Sources:
         """Return what the next token adds; `text` is its text."""
         start, self.length = self.length, self.length + len(text)
         # A model that copies from the whole datastore alone reads no neighbors.
@@ -93,16 +93,12 @@ class SourceFinder:
             copies = [self._copy((start, self.length), copied)]
         return Sources(chunks=chunks, copies=copies)
 
-    def _chunk(self, read: ReadNeighbors) -> ReadChunk:
+    def _chunk(self, read: ChunkWithNeighbors) -> ReadChunk:
         neighbors = self._read[read.number] = read.neighbors
         assert neighbors.ids is not None
         assert neighbors.distances is not None
         hits = self.retriever.lookup.hits(neighbors.ids, neighbors.distances)
-        return ReadChunk(
-            chunk=read.number,
-            text=self.retriever.tokenizer.decode(read.tokens),
-            neighbors=hits,
-        )
+        return ReadChunk(read.number, self.retriever.tokenizer.decode(read.tokens), hits)
 
     def _copy(self, text: tuple[int, int], copied: CopiedFrom) -> Copy:
         neighbors = self._read[copied.chunk]
@@ -139,40 +135,36 @@ def joined(parts: Iterable[Sources | None]) -> Sources | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    runs: list[Copy] = []
-    for copy in (copy for part in present for copy in part.copies):
-        if runs and _continues(runs[-1], copy):
-            runs[-1] = _run_of(runs[-1], copy)
+    copies: list[Copy] = []
+    for copy in chain.from_iterable(part.copies for part in present):
+        if copies and _continues(copies[-1], copy):
+            copies[-1] = _with_next(copies[-1], copy)
         else:
-            runs.append(copy)
+            copies.append(copy)
     traced = [part.runs for part in present if part.runs is not None]
     return Sources(
-        chunks=[chunk for part in present for chunk in part.chunks],
-        copies=runs,
+        chunks=list(chain.from_iterable(part.chunks for part in present)),
+        copies=copies,
         runs=list(chain(*traced)) if traced else None,
     )
 
 
-def _continues(run: Copy, copy: Copy) -> bool:
-    """Whether a copy is the next text of a run, in the answer and in the same neighbor.
+def _continues(before: Copy, copy: Copy) -> bool:
+    """Whether a copy follows another one, in the answer and in the same neighbor.
 
     Tokens that are parts of one character all have the character.
     """
-    first, last = run.neighbor_text
-    return (run.chunk, run.neighbor, run.text[1]) == (
-        copy.chunk,
-        copy.neighbor,
-        copy.text[0],
-    ) and first <= copy.neighbor_text[0] <= last <= copy.neighbor_text[1]
+    first, last = before.neighbor_text
+    follows = (before.chunk, before.neighbor, before.text[1]) == (copy.chunk, copy.neighbor, copy.text[0])
+    return follows and first <= copy.neighbor_text[0] <= last <= copy.neighbor_text[1]
 
 
-def _run_of(run: Copy, copy: Copy) -> Copy:
-    tokens = run.tokens + copy.tokens
-    return Copy(
-        text=(run.text[0], copy.text[1]),
-        chunk=run.chunk,
-        neighbor=run.neighbor,
-        neighbor_text=(run.neighbor_text[0], copy.neighbor_text[1]),
+def _with_next(before: Copy, copy: Copy) -> Copy:
+    tokens = before.tokens + copy.tokens
+    return replace(
+        before,
+        text=(before.text[0], copy.text[1]),
+        neighbor_text=(before.neighbor_text[0], copy.neighbor_text[1]),
         tokens=tokens,
-        share=(run.share * run.tokens + copy.share * copy.tokens) / tokens,
+        share=(before.share * before.tokens + copy.share * copy.tokens) / tokens,
     )

@@ -25,7 +25,7 @@ class Neighbors(NamedTuple):
         return [Neighbors(*rows) for rows in zip(*(table for table in self if table is not None), strict=True)]
 
 
-class ReadNeighbors(NamedTuple):
+class ChunkWithNeighbors(NamedTuple):
     """A complete chunk, whose neighbors the model reads for the tokens after it.
 
     Attributes:

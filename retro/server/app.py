@@ -22,7 +22,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -46,7 +47,7 @@ PAGE = Path(__file__).parent / "page"
 
 _SWAGGER = Path(str(files("fastapi_offline"))) / "static"
 _SWAGGER_FILES = "/swagger-ui-bundle.js", "/swagger-ui.css"
-_EVENTS = schemas.GenerateEvent, ChatChunk  # models of events of streams that are no answers themselves
+_EVENTS = schemas.GenerateEvent, ChatChunk  # models that only events of streams have; FastAPI finds those of answers
 
 router = APIRouter(tags=["server"])
 
@@ -56,8 +57,8 @@ class Api(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         described = super().openapi()
-        models = [(model, "serialization") for model in _EVENTS]
-        _, events = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "serialization") for model in _EVENTS]
+        _, events = models_json_schema(models, ref_template="#/components/schemas/{model}")
         for name, schema in events["$defs"].items():
             described["components"]["schemas"].setdefault(name, schema)
         return described

@@ -50,17 +50,18 @@ class SearchResult(NamedTuple):
 
 
 def cost_of_search(search: SearchKey, query: Query) -> int:
-    """Return the cost of one query; a query searched by its vector alone costs 1."""
+    """Return the cost of one query."""
     return 1 if search.retrieval == "dense" else _COST_WITH_TERMS
 
 
 def search_with(retriever: Retriever) -> Callable[[SearchKey, list[Query]], list[SearchResult]]:
-    alone = dict(_each_alone(retriever))
+    """Return the work of `Service.search`: a search for queries with the same key."""
+    by_name = dict(_retrievers_of_datastores(retriever))
 
     def work(search: SearchKey, queries: list[Query]) -> list[SearchResult]:
         together: Any = np.stack(queries) if search.kind == "vectors" else queries
         filters = json.loads(search.filters)
-        first_id, searched = alone[search.datastore] if search.datastore else (0, retriever)
+        first_id, searched = by_name[search.datastore] if search.datastore else (0, retriever)
         if search.text:
             results = searched.search(together, search.k, filters=filters, retrieval=search.retrieval)
             return [SearchResult(_moved(hits, first_id), results.missing) for hits in results.hits]
@@ -83,8 +84,8 @@ def _moved(hits: list[Hit], first_id: int) -> list[Hit]:
     return [replace(hit, chunk_id=first_id + hit.chunk_id) for hit in hits] if first_id else hits
 
 
-def _each_alone(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
+def _retrievers_of_datastores(retriever: Retriever) -> Iterator[tuple[str, tuple[int, Retriever]]]:
     """Yield the name of each datastore with the id of its first chunk and a retriever that searches only this datastore."""
-    for place, split in enumerate(retriever.retrieval.splits):
-        alone = replace(retriever, indexes=retriever.indexes[place : place + 1], retrieval=RetrievalSet((split,)))
-        yield datastore_name(split.folder), (place << CHUNK_ID_BITS, alone)
+    for index, split in enumerate(retriever.retrieval.splits):
+        alone = replace(retriever, indexes=retriever.indexes[index : index + 1], retrieval=RetrievalSet((split,)))
+        yield datastore_name(split.folder), (index << CHUNK_ID_BITS, alone)

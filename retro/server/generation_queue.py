@@ -63,6 +63,10 @@ class _Request:
         """True if a text of the request is or was in the batch."""
         return len(self.waiting) < len(self.prompts) * self.n
 
+    def prompt_of(self, continuation: int) -> int:
+        """The number of the prompt of a continuation."""
+        return continuation // self.n
+
 
 class GenerationQueue:
     """Continues texts of all requests in one batch, on one thread that runs as long as there are requests.
@@ -187,7 +191,7 @@ class GenerationQueue:
             joining.setdefault(chosen, []).append(chosen.waiting.popleft())
         for request, rows in joining.items():
             options, sources = (request.settings, request.retrieve), request.sources
-            for prompt, group in groupby(rows, key=lambda row, n=request.n: row // n):  # type: ignore[misc]
+            for prompt, group in groupby(rows, key=request.prompt_of):
                 copies = [(row, row % request.n) for row in group]
                 try:
                     added = self._batch.add(request.prompts[prompt], *options, copies=copies, sources=sources)

@@ -264,9 +264,9 @@ class FilterValuesResponse(BaseModel):
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-def absent_if_none(description: str | None = None) -> Any:
+def absent_if_none() -> Any:
     """Return a field that is None unless there is a value to return; answers do not contain it then."""
-    return Field(default=None, exclude_if=lambda value: value is None, description=description)
+    return Field(default=None, exclude_if=lambda value: value is None)
 
 
 RETURN_SOURCES = (

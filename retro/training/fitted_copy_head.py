@@ -111,7 +111,7 @@ def add_retrieval(
             a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
     """
     datastore = Datastore.open(folder)
-    names = _new_sources(checkpoint, datastore, names)
+    names = _sources_to_add(checkpoint, datastore, names)
     checkpoint = replace(checkpoint, model=_with_reader(checkpoint, reader))
     settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]), names)
     replace(checkpoint, model=settings).check_fits(
@@ -126,7 +126,7 @@ def add_retrieval(
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
     source = TrainingData(data.datastores, data, retrieval=True, votes=bool(settings.copy_head.datastore))
-    model = _with_copying(load_model(checkpoint, placement.device), settings, names)
+    model = _with_copy_head(load_model(checkpoint, placement.device), settings, names)
     batches = read_batches(source, -(-num_tokens // length), placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     _write(checkpoint, model, data, datastore, file, names)
@@ -142,12 +142,12 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
         advance(counted)
 
 
-def _new_sources(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
+def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
     has = {name for name, value in asdict(checkpoint.model.copy_head).items() if value}
     usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
-    if twice := [name for name in chosen if name in has] or ([] if chosen else ["neighbors"]):
+    if twice := [name for name in chosen or ["neighbors"] if name in has]:
         raise InputError(
             f"{checkpoint.path} copies from {' and '.join(twice)} already. Use it with --datastore, or train it further."
         )
@@ -172,7 +172,7 @@ def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName
     return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
 
 
-def _with_copying(model: Retro, settings: ModelSettings, names: Sequence[SourceName]) -> Retro:
+def _with_copy_head(model: Retro, settings: ModelSettings, names: Sequence[SourceName]) -> Retro:
     """The model with a copy head of these settings. Sources that it has keep their weights."""
     head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
     for name in names:
@@ -406,7 +406,7 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: TokensT
             _PULL * (source.tables - tables).square().sum() + gate_pull * (source.gate - gate).square().sum()
             for source, (tables, gate) in zip(sources, initial, strict=True)
         ]
-        value = (with_copying(sources, tokens)[0].sum() + torch.stack(moved).sum()) / count
+        value = (losses_with_copying(sources, tokens).sum() + torch.stack(moved).sum()) / count
         value.backward()
         return value
 
@@ -415,12 +415,12 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: TokensT
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(with_copying(sources, tokens)[0].sum() / count)
+        after = float(losses_with_copying(sources, tokens).sum() / count)
     return before, after
 
 
-def with_copying(sources: Sequence[Any], tokens: TokensToFit) -> tuple[Tensor, Tensor]:
-    """The loss of each token with copying from these sources [n], and the log of the share that is not copied from them [n].
+def losses_with_copying(sources: Sequence[Any], tokens: TokensToFit) -> Tensor:
+    """The loss of each token with copying from these sources, [n].
 
     The log-odds of a gate are those against the vocabulary alone. Against all that the model predicts without the fitted sources they
     are lower by -`log_keep`.
@@ -431,5 +431,4 @@ def with_copying(sources: Sequence[Any], tokens: TokensToFit) -> tuple[Tensor, T
         odds = odds + tokens.hidden @ source.gate + tokens.log_keep
         all_odds.append(odds)
         joint.append(odds + copied.clamp(min=torch.finfo(torch.float32).tiny).log())
-    total = torch.stack(all_odds).logsumexp(0)
-    return total - torch.stack(joint).logsumexp(0), -total
+    return torch.stack(all_odds).logsumexp(0) - torch.stack(joint).logsumexp(0)

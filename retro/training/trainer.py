@@ -335,8 +335,9 @@ class Trainer:
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, weights, self.task.tokenizer)
             if sources := new_sources(model.settings, initial.model):
-                fit = partial(fit_sources_of_run, model, sources, self.task.data, self.settings.data.sequence_length)
-                model.load_state_dict(on_first(self.group, partial(fit, self.placement)), strict=False)
+                length, placement = self.settings.data.sequence_length, self.placement
+                fit = partial(fit_sources_of_run, model, sources, self.task.data, length, placement)
+                model.load_state_dict(on_first(self.group, fit), strict=False)
         load_initial_adapter(initial, model, lora)
         train_only(model, weights)
         if weights != "all" or lora.rank:

@@ -162,8 +162,9 @@ async def _events(
 
     generated = list[GeneratedToken]()
     async for token, sources in tokens:
-        for index in range(0 if generated else request.n or 1):
-            yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
+        if not generated:
+            for index in range(request.n or 1):
+                yield event(choices=[schemas.ChunkChoice(index=index, delta=schemas.Delta(role="assistant"))])
         generated.append(token)
         choice = schemas.ChunkChoice(
             index=token.row,

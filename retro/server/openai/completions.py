@@ -75,10 +75,10 @@ class Completion:
     Attributes:
         service: generates and scores.
         request: the request.
-        prompts: [t] of each.
+        prompts: token ids [t] int64 of each prompt.
         settings: of the generation; None = only score the prompts.
-        k: neighbors of each chunk.
-        n: continuations of each prompt.
+        k: number of neighbors of each chunk; 0 = retrieval OFF.
+        n: number of continuations of each prompt.
         generated: the tokens so far, of all continuations.
     """
 
@@ -105,11 +105,10 @@ class Completion:
             service.limits.within("max_tokens", max_tokens, "max_tokens")
             settings = generation_settings(service, request, max_tokens=max_tokens, logprobs=request.logprobs or 0)
         prompts = await token_rows(service, request.prompt, "prompt")
-        completion = cls(
-            service, request, prompts, settings, k, service.limits.continuations(request.n or 1, len(prompts))
-        )
+        n = service.limits.continuations(request.n or 1, len(prompts))
+        completion = cls(service, request, prompts, settings, k, n)
         if settings is not None:
-            service.limits.generation(completion.documents * completion.n, max_tokens, k, "prompt")
+            service.limits.generation(completion.documents * n, max_tokens, k, "prompt")
         else:  # prompts are only scored, in any number of windows
             service.limits.neighbors(map(len, completion.documents), k, "prompt")
         return completion

@@ -56,7 +56,7 @@ def neighbors_of(service: Service, request: schemas.SamplingRequest) -> int:
     """
     service.model()
     _check(request.model, _generating(service))
-    retrieves = service.retrieves and not request.model.endswith(_OFF)
+    retrieves = service.retrieves and request.model == service.name
     return service.limits.within("max_model_k", request.k, "k") if retrieves else 0
 
 
@@ -74,7 +74,7 @@ def _embedder(service: Service) -> str:
 
 
 def _model(service: Service, name: str) -> schemas.Model:
-    context = None if name.endswith(_EMBEDDER) else service.model().context
+    context = None if name == _embedder(service) else service.model().context
     return schemas.Model(id=name, created=service.started, max_model_len=context)
 
 

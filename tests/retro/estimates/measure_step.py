@@ -57,10 +57,8 @@ def main(
     placement = Placement(torch.device("cpu"), getattr(torch, precision))
     train = TrainSettings(lr=1e-3, compile="no")
     distributed, optimizer = distributed_model(model, processes, placement, train, 0.0), make_optimizer([model], train)
-    step, batch = (
-        OptimizerStep(distributed, optimizer, processes, placement, train),
-        _batch(settings, num_sequences, num_tokens, k),
-    )
+    step = OptimizerStep(distributed, optimizer, processes, placement, train)
+    batch = _batch(settings, num_sequences, num_tokens, k)
     step(0, [batch])
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *states))

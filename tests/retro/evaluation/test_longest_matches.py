@@ -136,12 +136,8 @@ def test_planted_copies_gain_and_a_limit_on_near_copies_ends_their_gain(held_out
     assert planted < -20
     short, middle, long, longest = changes(partial(by_token, split=held_out.split), 1)
     assert max(middle, long, longest) < -20
-    assert changes(partial(by_token, split=held_out.split), 0.2) == [
-        short,
-        0,
-        0,
-        0,
-    ]  # no votes after matches of more than three tokens
+    # No votes after matches of more than three tokens.
+    assert changes(partial(by_token, split=held_out.split), 0.2) == [short, 0, 0, 0]
 
 
 def test_without_up_to_date_votes_or_with_other_datastores_there_are_no_longest_matches(

@@ -13,6 +13,7 @@ from indexing.tokenization.settings import TokenizerSettings
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference import jinja_process
 from retro.inference.chat_template import ChatTemplate, Conversation, Message, Written, read_template
+from tests.conftest import write_byte_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n'}}"
@@ -41,17 +42,9 @@ def sentencepiece(tiny_datastore: Datastore) -> Tokenizer:
 @pytest.fixture(scope="module")
 def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte tokens and control tokens, without a BOS token."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Fast
-
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(name) for name in ("<|end|>", "<|im_start|>", "<|im_end|>")])
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": CHATML}))
+    special = ("<|end|>", "<|im_start|>", "<|im_end|>")
+    write_byte_tokenizer(folder, special, eos_token="<|end|>", chat_template=CHATML)
     install_tokenizer(TokenizerSettings(kind="huggingface", path=str(folder)), folder / "installed")
     return Tokenizer.open(folder / "installed")
 

@@ -1,6 +1,5 @@
 """A table with more rows than the tokenizer has ids: these rows are never generated, likeliest or the greedy choice."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
 from retro.inference.sampling import draw
 from retro.inference.settings import GenerationSettings
+from tests.conftest import write_byte_tokenizer
 from tests.retro.small_model import build
 
 ROWS = 280
@@ -23,17 +23,8 @@ ROWS = 280
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """257 ids, and one more for padding."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("tokenizer")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = Fast(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<end>"])
-    fast.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<end>", "eos_token": "<end>"}))
+    write_byte_tokenizer(folder, ["<end>"], bos_token="<end>", eos_token="<end>")
     return open_huggingface(str(folder))
 
 

@@ -12,7 +12,7 @@ from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.inference.source_texts import Copy, Sources, joined
-from retro.inference.sources import ReadNeighbors
+from retro.inference.sources import ChunkWithNeighbors
 
 K, M = 3, 16
 
@@ -40,7 +40,7 @@ def generated(
     return rows
 
 
-def check_chunks(language_model: LanguageModel, tokens: list[int], read: list[ReadNeighbors]) -> None:
+def check_chunks(language_model: LanguageModel, tokens: list[int], read: list[ChunkWithNeighbors]) -> None:
     """All complete chunks in order, each with the neighbors that a search finds."""
     retriever = language_model.retriever
     assert retriever is not None

@@ -66,6 +66,13 @@ def test_a_continuation_is_that_of_the_model_with_the_fields_as_settings(
     assert len(tokens) == (answer["tokens"] if path == GENERATE else answer["usage"]["completion_tokens"])
 
 
+def test_retrieval_is_on_also_if_the_servers_own_name_ends_like_that_of_a_model_without_it(
+    app_with: Make, client: TestClient
+) -> None:
+    with TestClient(app_with(name="tiny:off")) as other:
+        assert post(other, GENERATE).json() == post(client, GENERATE).json() != post(client, GENERATE, **OFF).json()
+
+
 def test_texts_without_a_seed_differ(client: TestClient) -> None:
     sampled = [choices_of(COMPLETIONS, post(client, COMPLETIONS, temperature=1).json()) for _ in range(3)]
     assert sampled[0] != sampled[1] or sampled[1] != sampled[2]

@@ -13,23 +13,11 @@ from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.chat_template import Message, template_of
 from retro.inference.language_model import LanguageModel
-from tests.conftest import build_local, tiny_config
+from tests.conftest import build_local, tiny_config, write_byte_tokenizer
 from tests.retro.huggingface.small_bases import save, transformers_logits
 
 transformers = pytest.importorskip("transformers")
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-
-
-def write_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of GPT-2's bytes without merges. Only config.json names its special token, as begin and end."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=72, bos_token_id=256, eos_token_id=256
     )
     save(transformers.GPT2LMHeadModel(config), folder)
-    write_byte_tokenizer(folder)
+    write_byte_tokenizer(folder, ["<|endoftext|>"])  # only config.json names it, as begin and end
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
