@@ -161,7 +161,9 @@ def test_every_edited_manifest_is_named(config: Config, change: Callable[[dict],
 
 @pytest.mark.parametrize("paths", ["chunks/00000..999999999", "../../chunks", "/etc", 7, ["chunks/00000", None]])
 @pytest.mark.parametrize("name", ["", "embedder"])
-def test_manifest_that_names_what_can_be_no_artifact_is_named_at_once(folder: Path, name: str, paths: object) -> None:
+def test_a_path_that_cannot_be_an_artifact_is_reported_with_its_manifest(
+    folder: Path, name: str, paths: object
+) -> None:
     key, outside = "paths" if name else "artifacts", folder.parent / "chunks"
     outside.mkdir()
     edit(folder / name / "manifest.json", lambda manifest: manifest[key].update(chunks=paths))
