@@ -51,7 +51,7 @@ REMOVED = {
     "tuning.weights": "It is train.weights now.",
     **{f"tuning.{key}": f"It is lora.{key} now." for key in ("rank", "alpha", "dropout", "targets")},
 }
-"""What became of former keys, and of all keys of former sections."""
+"""Messages for former keys and sections."""
 
 
 @settings

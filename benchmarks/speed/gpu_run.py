@@ -33,7 +33,6 @@ from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.reports.training_runs import plot_runs
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.stages.choices import with_choices
 from pipelines.stages.table import STAGES, build
 from pipelines.terminal.logger import setup_logging
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
@@ -92,7 +91,7 @@ def build_stages(config: Config, paths: Sequence[Path], tiny: bool) -> Iterator[
     """Build a datastore stage by stage; yield the seconds of each."""
     setup_logging()
     texts = plain_text(paths, config.datastore.with_name("text"), tiny)
-    config = with_choices(replace(config, corpus=replace(config.corpus, paths=texts)))
+    config = replace(config, corpus=replace(config.corpus, paths=texts))
     executor = make_executor(config.executor)
     for name in (name for name, stage in STAGES.items() if name not in LEFT_OUT and stage.included(config)):
         began = time.monotonic()

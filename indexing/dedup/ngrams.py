@@ -8,7 +8,8 @@ sentence in either kind of script. Punctuation and blanks do not count.
 
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,16 +76,16 @@ class Sketch:
 
     bands: int
     rows: int
-    _empty: Any = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _empty(self) -> Any:
+        """The MinHash of the empty set."""
         try:
             from datasketch import MinHash
         except ImportError as error:
             raise InputError("[dedup] needs the package datasketch: pip install 'retro[dedup]'.") from error
         # The scheme is fixed because it determines stored bytes. Grams are hashes already, so they are not hashed again.
-        empty = MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
-        object.__setattr__(self, "_empty", empty)
+        return MinHash(self.bands * self.rows, seed=_SEED, scheme="affine32", hashfunc=int)
 
     def __call__(self, grams: np.ndarray) -> np.ndarray:
         """A set [grams] uint64 → the hashes of its bands [bands] uint64."""

@@ -4,8 +4,8 @@
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     zero: Literal[0, 1, 2, 3] = 0
 
-Relations between fields are checked in `__post_init__`, which raises InputError. A field with the metadata `NOT_A_KEY` is no key of
-files and of the command line: a program or a model's file sets it.
+`__post_init__` checks relations between fields and raises InputError. Files and the command line cannot set a field with the metadata
+`NOT_A_KEY`: a program or the file of a model sets it.
 """
 
 import dataclasses

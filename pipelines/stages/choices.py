@@ -30,14 +30,15 @@ def with_choices(config: Config) -> Config:
 
     Stored neighbors keep their method. Earlier versions wrote "auto" in their recipes, which stays there, and the method in the counts.
     """
-    stored = _stored(config.datastore)
+    stored, is_lexical = _stored(config.datastore), config.embedder.kind == "lexical"
     chosen: dict[str, Any] = {}
     if config.neighbors.rerank == "auto":
-        chosen["rerank"] = "tokens" if config.embedder.kind == "lexical" else "embeddings"
+        chosen["rerank"] = "tokens" if is_lexical else "embeddings"
     if config.neighbors.search == "auto":
-        chosen["search"] = "auto" if stored or without_ngrams(config) else "ngrams"
-    if stored:
-        chosen |= {key: stored["recipe"]["settings"].get(f"neighbors.{key}", chosen[key]) for key in chosen}
+        chosen["search"] = "auto" if stored or _without_ngrams(config) else "ngrams"
+    recorded = stored["recipe"]["settings"] if stored else {}
+    if is_lexical or recorded.get("neighbors.rerank") != "tokens":  # else the stage `embed` refuses the other embedder
+        chosen |= {key: recorded.get(f"neighbors.{key}", chosen[key]) for key in chosen}
     return replace(config, neighbors=replace(config.neighbors, **chosen))
 
 
@@ -56,11 +57,11 @@ def search_method(config: Config) -> tuple[Config, Method]:
     tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
     visited = tuned.get("lists", tuned)["nprobe"] / num_lists(index["key"])
     method = by_embeddings(train.num_chunks, index["dimension"], visited)
-    log.info("neighbors.search = 'auto' chooses %r: %s", method, without_ngrams(config))
+    log.info("neighbors.search = 'auto' chooses %r: %s", method, _without_ngrams(config))
     return replace(config, neighbors=replace(config.neighbors, search=method)), method
 
 
-def without_ngrams(config: Config) -> str:
+def _without_ngrams(config: Config) -> str:
     """The reason why `auto` does not choose `ngrams`; empty if it does."""
     if config.embedder.kind != "lexical":
         return f"embedder.kind = {config.embedder.kind!r} finds meaning, n-grams find wording"

@@ -30,8 +30,9 @@ def run_chunk(config: Config, executor: Executor) -> Artifacts:
         settings |= dedup.settings_of(config)
         inputs["dedup"] = Artifacts(removal.fingerprint, dedup.REMOVED)
 
-    homes = zip(corpus_folders(folder), generations(folder), strict=True)
-    corpora = [finished(folder, home.relative_to(folder).as_posix()) for home, numbers in homes for _ in numbers]
+    corpora = list[Artifacts]()  # of each shard
+    for corpus_folder, numbers in zip(corpus_folders(folder), generations(folder), strict=True):
+        corpora += [finished(folder, corpus_folder.relative_to(folder).as_posix())] * len(numbers)
 
     def shard_of(shard: int) -> Shard:
         recipe = Recipe("chunk", 1, settings | {"shard": shard}, inputs | {"corpus": corpora[shard]})

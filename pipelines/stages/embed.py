@@ -47,16 +47,17 @@ def run_embed(config: Config, executor: Executor) -> Artifacts:
 def _make_embedder(config: Config) -> None:
     folder, settings = config.datastore, config.embedder
     datastore, first = Datastore.open(folder), generations(folder)[0]
-    inputs: dict[str, Artifacts | str] = {"chunks": finished(folder, path_of("chunks", first))}
+    values, files = prefixed("embedder", settings.recipe()), dict[str, str]()
+    inputs: dict[str, Artifacts | str]
     if settings.kind == "transformer":
         inputs = {"model": model_fingerprint(settings.path)}
     elif settings.path:
-        inputs = {"embedder.path": fingerprint(_embedder_files(datastore, settings))}
-    recipe_settings, fit_chunks = prefixed("embedder", settings.recipe()), 0
-    if settings.kind == "lexical" and not settings.path:
-        fit_chunks = former_setting(folder / "embedder", "embedder.fit_chunks", FIT_CHUNKS)
-        recipe_settings["embedder.fit_chunks"] = fit_chunks
-    recipe = Recipe("embed", 1, recipe_settings, inputs)
+        files = _embedder_files(datastore, settings)
+        inputs = {"embedder.path": fingerprint(files)}
+    else:
+        inputs = {"chunks": finished(folder, path_of("chunks", first))}
+        values["embedder.fit_chunks"] = former_setting(folder / "embedder", "embedder.fit_chunks", FIT_CHUNKS)
+    recipe = Recipe("embed", 1, values, inputs)
     if is_finished(folder / "embedder", recipe):
         return
     train = datastore.train.first_shards(len(first))
@@ -65,11 +66,12 @@ def _make_embedder(config: Config) -> None:
             write_settings(work, settings)
             return
         if settings.path:
-            _copy_embedder(datastore, settings, work)
+            for name in files:
+                shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)
             return
         total = train.num_chunks
         rng = np.random.default_rng(settings.seed)
-        size = min(total, fit_chunks)
+        size = min(total, values["embedder.fit_chunks"])
         ids = np.sort(rng.choice(total, size, replace=False)).astype(np.int64)
         is_special = Tokenizer.open(folder / "tokenizer").token_bytes == 0
         counts["chunks"] = size
@@ -93,12 +95,6 @@ def _embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[st
             f"embedder.path: {other.folder} has a transformer. Set embedder.kind = 'transformer' and embedder.path to its model."
         )
     return files
-
-
-def _copy_embedder(datastore: Datastore, settings: EmbedderSettings, work: Path) -> None:
-    """Copy this embedder to the folder `work`."""
-    for name in _embedder_files(datastore, settings):
-        shutil.copyfile(present(Path(settings.path) / "embedder" / name), work / name)
 
 
 @lru_cache(maxsize=1)

@@ -72,8 +72,8 @@ def run_add(config: Config, executor: Executor) -> Artifacts:
     run_shards(folder, "add", "chunks", add_task, map(shard_of, all_shards(folder)), executor)
     first = generations(folder)[0]
     appended = all_shards(folder)[len(first) :]
-    tuned = _tune(config, executor, first)
-    return finished(folder, [tuned, path_of("index", appended)] if appended else tuned)
+    _tune(config, executor, first)
+    return finished(folder, [TUNED, path_of("index", appended)] if appended else TUNED)
 
 
 def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: Advance) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: 
     return {"vectors": len(embeddings)}
 
 
-def _tune(config: Config, executor: Executor, first: range) -> str:
-    """Choose `nprobe` for the first generation; returns the path of the artifact."""
+def _tune(config: Config, executor: Executor, first: range) -> None:
+    """Choose `nprobe` for the first generation."""
     folder, settings, candidates = config.datastore, config.index, config.neighbors.candidates
     queries = former_setting(folder / TUNED, "index.tune_queries", index.TUNE_QUERIES)
     recipe = Recipe(
@@ -100,7 +100,6 @@ def _tune(config: Config, executor: Executor, first: range) -> str:
     size = min(queries, Datastore.open(folder).train.num_chunks)
     tuned = Shard(TUNED, recipe, (folder, len(first), candidates, settings, queries), size)
     run_shards(folder, "add", "queries", tune_task, [tuned], executor, name="tune nprobe")
-    return TUNED
 
 
 def tune_task(

@@ -120,7 +120,7 @@ def chunks_in_shards(folder: Path) -> list[int]:
 
 
 def former_setting(out: Path, key: str, value: int) -> int:
-    """The value of a setting that was removed: what the recipe of the finished artifact `out` has, else the constant `value`."""
+    """The value of a removed setting: the one in the recipe of the artifact `out`, or `value` if there is none."""
     try:
         return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
     except InputError:  # not made yet, or damaged

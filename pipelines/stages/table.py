@@ -51,7 +51,7 @@ class Stage:
     Attributes:
         run: makes every unfinished artifact of the stage and returns all of them.
         outputs: globs of the artifacts, relative to the datastore; `--rebuild` removes them.
-        included: whether `all` includes the stage under these settings, `with_choices`.
+        included: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
         reads: another stage that it reads under some settings; empty: none.
     """
@@ -69,7 +69,9 @@ STAGES: dict[str, Stage] = {
     "train-index": Stage(run_train_index, ("index/trained",)),
     "add": Stage(run_add, ("index/[0-9]*", "index/tuned")),
     "sparse": Stage(run_sparse, ("sparse/*",), needs="chunk"),
-    "ngrams": Stage(run_ngrams, ("ngrams/*",), lambda config: config.neighbors.search == "ngrams", needs="chunk"),
+    "ngrams": Stage(
+        run_ngrams, ("ngrams/*",), lambda config: with_choices(config).neighbors.search == "ngrams", needs="chunk"
+    ),
     "neighbors": Stage(run_neighbors, ("neighbors/*", "report.json", "report.html"), needs="add", reads="ngrams"),
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),

@@ -34,7 +34,7 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
 
     Args:
         settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
-            `removed` may say of former keys and sections what became of them. A field `given` receives the keys that were set.
+            `removed` has a message for each former key or section. A field `given` receives the keys that were set.
         file: the TOML file, if any. None is written "None", as TOML has no null.
         arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
@@ -176,9 +176,11 @@ def _is_list(hint: Any) -> bool:
 
 
 def _hint(key: str, known: Iterable[str], removed: Mapping[str, str], shown: Callable[[str], str] = str) -> str:
-    """What became of a removed key; else keys that a user probably meant, or those of the section. Probable are the same key
-    elsewhere, unless a letter of one of this section is wrong, else those of this section that are similar or end with the same
-    word."""
+    """The message of a removed key, else the keys that a user probably meant, else all keys of the section.
+
+    Probable keys are, in this order: keys of the section that differ in a letter, the same name in other sections, keys of the section
+    that are similar or end with the same word, and, for an unknown section, keys that are similar as a whole.
+    """
     if former := next((part for part in (key, *_above(key)) if part in removed), None):
         return f" {removed[former]}"
     section, _, name = key.rpartition(".")

@@ -311,7 +311,7 @@ class VerifyOptions:
 def verify(datastore: str, options: VerifyOptions) -> int:
     """`retro verify DATASTORE`: 0 = no errors, 1 = errors."""
     from indexing.verification.datastore import repair, verify_datastore
-    from pipelines.stages.table import lock
+    from pipelines.stages.table import STAGES, lock
 
     folder = Path(datastore)
     with lock(folder) if options.repair and (folder / ".lock").exists() else nullcontext():
@@ -326,7 +326,8 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         )
     size = f"{result.artifacts:,} artifacts, {result.files:,} files, {human_bytes(result.bytes)}"
     if not result.problems:
-        echo(f"{folder}: {size}, finished stages {', '.join(result.stages)}: no errors")
+        stages = ", ".join(stage for stage in STAGES if stage in result.stages)
+        echo(f"{folder}: {size}, finished stages {stages}: no errors")
         return 0
     echo(f"{folder}: {size}: {counted(len(result.problems), 'error')}")
     if options.repair:

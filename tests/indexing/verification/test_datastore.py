@@ -161,7 +161,9 @@ def test_every_edited_manifest_is_named(config: Config, change: Callable[[dict],
 
 @pytest.mark.parametrize("paths", ["chunks/00000..999999999", "../../chunks", "/etc", 7, ["chunks/00000", None]])
 @pytest.mark.parametrize("name", ["", "embedder"])
-def test_manifest_that_names_what_can_be_no_artifact_is_named_at_once(folder: Path, name: str, paths: object) -> None:
+def test_a_path_that_cannot_be_an_artifact_is_reported_with_its_manifest(
+    folder: Path, name: str, paths: object
+) -> None:
     key, outside = "paths" if name else "artifacts", folder.parent / "chunks"
     outside.mkdir()
     edit(folder / name / "manifest.json", lambda manifest: manifest[key].update(chunks=paths))
@@ -393,7 +395,9 @@ def test_datastore_whose_manifests_hold_no_paths_is_read_grown_and_repaired(
     assert verified.problems == ()
     assert verified.unnamed == verified.artifacts
     assert main(["verify", str(folder)]) == 0
-    assert "hold no paths of inputs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "hold no paths of inputs" in printed
+    assert "finished stages chunk, embed, train-index, add, sparse, neighbors" in printed
     build_local(config)
     after = contents(folder)
     assert {name for name in before if before[name] != after[name]} == {"manifest.json"}

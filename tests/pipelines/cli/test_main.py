@@ -275,10 +275,7 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
         ("report", ["usage: retro report RUN"]),
         ("index missing.toml", ["missing.toml"]),
         ("index CONFIG --corpus.pathz x", ["--corpus.pathz", "--corpus.paths"]),
-        ("index CONFIG --neighbors.retrieval dense", ["neighbors.retrieval", "was removed", "Delete the key"]),
         ("train CONFIG --model.attention.smeared-keys true", ["smeared-keys", "was removed", "smeared_tokens = 3"]),
-        ("train CONFIG --model.copying-init true", ["copying-init", "was removed", "smeared_tokens"]),
-        ("train CONFIG --model.retrieval.smeared-keys true", ["smeared-keys", "was removed", "the copy head copies"]),
         ("index CONFIG --chunks.chunk-length 1", ["--chunks.chunk-length = 1", "2"]),
         ("index CONFIG --neighbors.stored 5", ["neighbors.stored was 6, now 5", "--rebuild"]),
         ("index CONFIG --index.seed 2147483648", ["index.seed = 2147483648"]),  # Faiss counts in 32 bits

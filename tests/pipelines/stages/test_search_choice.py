@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from indexing.embedding.settings import EmbedderSettings
 from indexing.index.product_search import ProductIndex
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
@@ -88,6 +89,13 @@ def test_neighbors_alone_name_the_stage_that_is_missing(tmp_path: Path) -> None:
         build_local(config, only=stage)
     with pytest.raises(InputError, match=r"no finished 'ngrams' stage.*--stage ngrams"):
         build_local(config, only="neighbors")
+
+
+def test_another_embedder_is_refused_by_name_although_stored_neighbors_keep_their_order(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "a"), neighbors=replace(AUTO, rerank="auto"))
+    build_local(config)
+    with pytest.raises(InputError, match=r"embedder\.kind was 'lexical', now 'transformer'"):
+        build_local(replace(config, embedder=EmbedderSettings(kind="transformer", path=str(tmp_path))))
 
 
 @pytest.mark.parametrize("missing", ["tokens", "ngrams of another datastore"])
