@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from retro.device import Placement
@@ -112,7 +112,7 @@ def trace(
             _narrow(model)
         checkpoint_activations(model, checkpointing)
         storages = Storages(model)
-        with storages, _replaced(run, storages):
+        with storages, _replaced(run):
             kept, working, gradients, together, forward = _pass(model, run, storages, compiled, token_shards)
     last_of = {_kind(settings, layer): position for position, layer in enumerate(layers, start=1)}
     phases = [0, *(last_of[_kind(settings, layer)] for layer in range(settings.num_layers)), len(layers) + 1]
@@ -206,12 +206,6 @@ class Storages(TorchDispatchMode):
             sizes[phase] += size
         return sizes
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Do not count what is created and freed inside."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            yield
-
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key)[0]
 
@@ -294,12 +288,12 @@ def _inputs(settings: ModelSettings, run: Pass) -> Inputs:
 
 
 @contextlib.contextmanager
-def _replaced(run: Pass, storages: Storages) -> Iterator[None]:
+def _replaced(run: Pass) -> Iterator[None]:
     """Replace what reads values, which fake tensors lack, what `torch.compile` fuses, and, for a GPU, its kernels."""
     rows = loss.block_rows
 
     def fused(*args: Any) -> Any:
-        with storages.hidden():
+        with _disable_current_modes():  # not counted: what a compiled loss creates and frees
             return loss._logit_gradients(*args)
 
     replaced: list[tuple[Any, str, Any]] = [
