@@ -31,7 +31,7 @@ from indexing.store.files import read_json
 from pipelines.cli.planning.bytes import Workload, index_for, with_lists_for
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
-from pipelines.stages.choices import by_embeddings, with_choices, without_ngrams
+from pipelines.stages.choices import by_embeddings, with_choices
 from pipelines.stages.table import build
 from pipelines.terminal.stages import StagesView, Step
 
@@ -276,11 +276,9 @@ def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[Embedder
 
 
 def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
-    """The search that `retro index` would choose, if an index with lists needs few of them to reach the recall target."""
+    """The search that `retro index` would choose `with_choices`, if an index with lists needs few of them to reach the recall target."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
-    if not without_ngrams(config):
-        return "ngrams"
     return by_embeddings(int(chunks), dimension, visited=0.0 if num_lists(key) > 1 else 1.0)
 
 

@@ -18,6 +18,7 @@ from pipelines.cli.planning.bytes import index_for
 from pipelines.cli.planning.datastore import ALONE, plan_for, seconds_of, size_of
 from pipelines.cli.planning.sample import _search, draw_sample, measure
 from pipelines.config import Config
+from pipelines.stages.choices import with_choices
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.cli.planning import sizes
 from tests.pipelines.cli.planning.sizes import SECONDS, assert_bytes_close, larger, measured
@@ -96,7 +97,7 @@ def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
 def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:
     auto = replace(CONFIG, neighbors=NeighborSettings())
     dense = replace(auto, embedder=EmbedderSettings(kind="transformer", path="model"), neighbors=NeighborSettings())
-    assert _search(auto, 1e5, 32, "Flat") == "ngrams"
+    assert _search(with_choices(auto), 1e5, 32, "Flat") == "ngrams"
     assert _search(dense, 1e4, 32, "Flat") == "exact"
     assert _search(dense, 1e5, 32, "IVF1024,PQ16x4fs") == "lists"
     assert _search(dense, 1e11, 32, "IVF1024,PQ16x4fs") == "index"
