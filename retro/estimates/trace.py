@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from retro.device import Placement
@@ -112,7 +112,7 @@ def trace(
             _narrow(model)
         checkpoint_activations(model, checkpointing)
         storages = Storages(model)
-        with storages, _replaced(run, storages):
+        with storages, _replaced(run):
             kept, working, gradients, together, forward = _pass(model, run, storages, compiled, token_shards)
     last_of = {_kind(settings, layer): position for position, layer in enumerate(layers, start=1)}
     phases = [0, *(last_of[_kind(settings, layer)] for layer in range(settings.num_layers)), len(layers) + 1]
@@ -176,12 +176,6 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
         results = function(*args, **(kwargs or {}))
-        if function is not torch.ops.prim.device.default:
-            self.count(results)
-        return results
-
-    def count(self, results: Any) -> None:
-        """Count the storages of some tensors, unless they are counted already."""
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -190,6 +184,7 @@ class Storages(TorchDispatchMode):
                     self.live += storage.nbytes()
                     weakref.finalize(storage, self._free, storage._cdata)
         self._update_peaks()
+        return results
 
     def divide(self, tensor: Tensor, shards: int) -> None:
         """Count only a part of a tensor, which processes share, or (0) no part of it."""
@@ -205,12 +200,6 @@ class Storages(TorchDispatchMode):
         for size, phase in self._sizes.values():
             sizes[phase] += size
         return sizes
-
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Do not count what is created and freed inside."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            yield
 
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key)[0]
@@ -294,12 +283,12 @@ def _inputs(settings: ModelSettings, run: Pass) -> Inputs:
 
 
 @contextlib.contextmanager
-def _replaced(run: Pass, storages: Storages) -> Iterator[None]:
+def _replaced(run: Pass) -> Iterator[None]:
     """Replace what reads values, which fake tensors lack, what `torch.compile` fuses, and, for a GPU, its kernels."""
     rows = loss.block_rows
 
     def fused(*args: Any) -> Any:
-        with storages.hidden():
+        with _disable_current_modes():  # not counted: what a compiled loss creates and frees
             return loss._logit_gradients(*args)
 
     replaced: list[tuple[Any, str, Any]] = [

@@ -142,13 +142,13 @@ def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: 
     """
     _check_experts(settings, parallel)
     units: dict[str, list[torch.Size]] = {}
-    for name, shape in _shapes(divided(settings, parallel.tensor)).items():
+    for name, (shape, is_multiplied) in _parameters(divided(settings, parallel.tensor)).items():
         if not _is_held(settings, name, parallel, stage):
             continue
         kind, number = (*name.split("."), "")[:2]
         layer = f"layer {number}"
         kinds = {"attention": layer, "feed_forward": layer, "cross": f"cross {number}", "encoder": "encoder"}
-        unit = kinds.get(kind, "") if name in _matrix_names(settings) else _TABLE if name == _TABLE else ""
+        unit = kinds.get(kind, "") if is_multiplied else _TABLE if name == _TABLE else ""
         if parallel.expert > 1 and ".experts." in name:
             unit, shape = f"experts {number}", torch.Size((shape[0] // parallel.expert, *shape[1:]))
         units.setdefault(unit, []).append(shape)
@@ -159,15 +159,12 @@ _TABLE = "encoder.embedding.weight"
 
 
 @functools.lru_cache(maxsize=16)
-def _matrix_names(settings: ModelSettings) -> frozenset[str]:
+def _parameters(settings: ModelSettings) -> dict[str, tuple[torch.Size, bool]]:
+    """The shape of each parameter, and whether it is one of `matrices`, by name."""
     with torch.device("meta"):
-        return frozenset(matrices(Retro(settings)))
-
-
-@functools.lru_cache(maxsize=16)
-def _shapes(settings: ModelSettings) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Retro(settings).named_parameters()}
+        model = Retro(settings)
+    multiplied = matrices(model)
+    return {name: (parameter.shape, name in multiplied) for name, parameter in model.named_parameters()}
 
 
 def state_bytes(

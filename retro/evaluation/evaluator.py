@@ -80,7 +80,7 @@ class Evaluator:
         with self.progress(name, total=total, unit="tokens") as advance:
             for part, batch in self._batches(evaluation_set, use, windows):
                 by_chunk = self._score(batch, split.chunk_length, advance)  # [B, U, m]
-                np.add.at(nats, [window.text for window in part], _sums(by_chunk).sum(1))
+                np.add.at(nats, [window.text for window in part], np.nansum(by_chunk.astype(np.float64), axis=2).sum(1))
                 for window, scores in zip(part, by_chunk, strict=True):
                     inside = scores[window.scored - window.start : window.stop - window.start]
                     rows.append((window.scored, inside.copy()))  # no other window scores these chunks
@@ -188,12 +188,6 @@ def _counted_by_layer(layers: Iterable[nn.Module], tokens: int, advance: Advance
         for hook in hooks:
             hook.remove()
     advance(tokens - counted)
-
-
-def _sums(by_chunk: np.ndarray) -> np.ndarray:
-    """Sums over the scored tokens of each chunk: [B, U, m] float32 → [B, U] float64."""
-    sums: np.ndarray = np.nan_to_num(by_chunk.astype(np.float64)).sum(2)
-    return sums
 
 
 def _token_scores(evaluation_set: EvaluationSet, rows: Sequence[tuple[int, np.ndarray]]) -> TokenScores:

@@ -67,11 +67,11 @@ def evaluate_checkpoints(
         return Evaluator(load_model(checkpoint, placement.device), placement, windows, name, progress=progress)
 
     measured: list[list[SetResult]] = [[] for _ in sets]
-    for checkpoint, name in zip(checkpoints, names, strict=True):
-        evaluator, use = open_evaluator(checkpoint, name), neighbor_use_of(checkpoint, settings)
-        uses = uses_of(checkpoint.model, use, settings.k)
+    uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
+    for checkpoint, name, use in zip(checkpoints, names, uses, strict=True):
+        evaluator = open_evaluator(checkpoint, name)
         for evaluation_set, results in zip(sets, measured, strict=True):
-            results += [evaluator.score(evaluation_set, one) for one in uses]
+            results += [evaluator.score(evaluation_set, one) for one in uses_of(checkpoint.model, use, settings.k)]
         del evaluator  # a device may have room for one model only
     out: Row = {
         name: [] for name in ("results", "changes", "matches", "longest_matches", "leakage", "datastore_fractions")
@@ -82,12 +82,10 @@ def evaluate_checkpoints(
         out["changes"] += [{"set": evaluation_set.name, **change} for change in whole["changes"]]
         for name, rows in _by_copies(evaluation_set, results, settings, source, progress).items():
             out[name] += rows
-        if settings.datastore_fractions:
-            evaluators = [open_evaluator(*pair) for pair in zip(checkpoints, names, strict=True)]
-            uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
-            out["datastore_fractions"] += _by_fraction(
-                evaluation_set, results, list(zip(evaluators, uses, strict=True)), settings, device
-            )
+    if settings.datastore_fractions:
+        models = list(zip(map(open_evaluator, checkpoints, names), uses, strict=True))
+        for evaluation_set, results in zip(sets, measured, strict=True):
+            out["datastore_fractions"] += _by_fraction(evaluation_set, results, models, settings, device)
     return out
 
 

@@ -71,16 +71,12 @@ class EvaluationSet:
         """Number of text bytes in each token, [vocabulary]."""
         return read_token_bytes(self.datastore.folder / "tokenizer")
 
-    @property
-    def added_bytes(self) -> int:
-        """Number of these bytes that the tokenizer adds to each document and that are not in its text."""
-        return read_meta(self.datastore.folder / "tokenizer").added_bytes
-
     def text_bytes(self, chunks: np.ndarray) -> np.ndarray:
-        """Number of bytes of the text in each token of chunks: ids [n] int64 → [n, m] uint16; of any value in padding."""
+        """Number of bytes of the text in each token of chunks: ids [n] int64 → [n, m] uint16; arbitrary in padding."""
         sizes: np.ndarray = self.token_bytes[self.split.tokens.gather(chunks)]
         first = self.split.documents_of(chunks)[1] == chunks
-        sizes[first, 1] -= np.minimum(sizes[first, 1], self.added_bytes)  # the text begins after BOS
+        added = read_meta(self.datastore.folder / "tokenizer").added_bytes
+        sizes[first, 1] -= np.minimum(sizes[first, 1], added)  # the text begins after BOS
         return sizes
 
     def check(self, model: ModelSettings, k: int) -> None:

@@ -101,11 +101,11 @@ def with_lists_for(key: str, chunks: float) -> str:
     return re.sub(r"IVF\d+", f"IVF{min(wanted, num_lists(key))}", key)
 
 
-def key_for(chunks: float, dimension: int, settings: IndexSettings) -> tuple[str, IndexSettings]:
-    """The index that `retro index` would choose, and the settings with `index.memory` raised until one fits."""
+def index_for(chunks: float, dimension: int, settings: IndexSettings) -> IndexSettings:
+    """The settings with the index that `retro index` would choose as `factory`, and `memory` raised until one fits."""
     for power in range(60):
         try:
-            return choose_key(int(chunks), dimension, settings), settings
+            return replace(settings, factory=choose_key(int(chunks), dimension, settings))
         except InputError:
             settings = replace(settings, memory=f"{2**power}GB")
     raise InputError(f"index: no index of {chunks:,.0f} × {dimension} exists for any index.memory.")

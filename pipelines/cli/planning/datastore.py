@@ -14,7 +14,7 @@ from indexing.embedding.settings import FIT_CHUNKS
 from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.ngrams.index import num_passes
-from pipelines.cli.planning.bytes import Layout, Workload, artifact_bytes, key_for, memory_bytes
+from pipelines.cli.planning.bytes import Layout, Workload, artifact_bytes, index_for, memory_bytes
 from pipelines.cli.planning.sample import Sample
 from pipelines.config import Config
 from pipelines.terminal.units import human_bytes, human_count, human_seconds, long_time
@@ -73,7 +73,7 @@ def size_of(config: Config, sample: Sample, tokens: float = 0.0) -> Workload:
     text_bytes = tokens * own.text_bytes / own.tokens if tokens else sample.corpus_bytes
     times = text_bytes / own.text_bytes
     train_chunks = times * own.chunks * config.corpus.split[0] / sum(config.corpus.split)
-    key, _ = key_for(train_chunks, sample.dimension, config.index)
+    key = index_for(train_chunks, sample.dimension, config.index).factory
     return Workload(
         text_bytes=text_bytes,
         documents=times * own.documents,
@@ -145,7 +145,7 @@ def plan_for(config: Config, sample: Sample, tokens: float = 0.0, machines: int 
     for name, seconds in seconds_of(size, sample, config).items():
         working = 1 if name in ALONE else min(machines, size.shards)
         steps.append(StepPlan(name, seconds, working, memory.get(name, float(sample.peak_bytes))))
-    index = key_for(size.train_chunks, sample.dimension, config.index)[1]
+    index = index_for(size.train_chunks, sample.dimension, config.index)
     changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
     return Plan(size, artifact_bytes(size, layout), steps, changed)
 

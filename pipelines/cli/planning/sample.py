@@ -28,7 +28,7 @@ from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
-from pipelines.cli.planning.bytes import Workload, key_for, with_lists_for
+from pipelines.cli.planning.bytes import Workload, index_for, with_lists_for
 from pipelines.config import Config
 from pipelines.executors.tasks import LocalExecutor
 from pipelines.stages.choices import by_embeddings, with_choices
@@ -103,7 +103,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
             embedder, embedding_rate = _stand_in(config, drawn, work)
             planned = replace(config, embedder=embedder)
             whole = (tokens or drawn.text_bytes / _TOKEN_BYTES) / config.chunks.chunk_length
-            key = key_for(whole, embedder.dimension, config.index)[0]
+            key = index_for(whole, embedder.dimension, config.index).factory
             search = _search(config, whole, embedder.dimension, key)
             factory = with_lists_for(key, limit / _TOKEN_BYTES / config.chunks.chunk_length)
             planned = replace(
@@ -276,7 +276,7 @@ def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[Embedder
 
 
 def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
-    """The search of settings `with_choices`, if an index with lists needs few of them to reach the recall target."""
+    """The search that `auto` stands for, if an index with lists needs few of them to reach the recall target."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
     return by_embeddings(int(chunks), dimension, visited=0.0 if num_lists(key) > 1 else 1.0)

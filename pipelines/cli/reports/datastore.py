@@ -25,7 +25,7 @@ from indexing.store.files import write_checked
 from indexing.store.remote import publish_file
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.reports import html as report
-from pipelines.cli.reports.pictures import Picture, Plot, histogram, line_plots
+from pipelines.cli.reports.pictures import Picture, Plot, PlotLine, histogram, line_plots
 from pipelines.cli.results import Table
 from pipelines.stages.index import sample_queries
 from pipelines.terminal.stages import Step, summary_rows
@@ -209,8 +209,8 @@ def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[Picture]:
     plots = [histogram(finite, "squared L2 distance", "Distance to the neighbors")]
     curve = measured["index"]["curve"]
     if len(curve) > 1:
-        points = {"recall@10 after re-ranking": ([probe for probe, _ in curve], [value for _, value in curve])}
-        plots.append(line_plots(Plot(points, "nprobe", "recall@10", "Recall against exact search", log_x=True)))
+        lines = {"recall@10 after re-ranking": PlotLine([probe for probe, _ in curve], [value for _, value in curve])}
+        plots.append(line_plots(Plot(lines, "nprobe", "recall@10", "Recall against exact search", log_x=True)))
     return plots
 
 

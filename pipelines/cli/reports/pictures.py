@@ -56,7 +56,7 @@ class Picture:
 
 
 class PlotLine(NamedTuple):
-    """A line of a plot; a pair (xs, ys) is accepted too.
+    """A line of a plot.
 
     Attributes:
         xs, ys: its points.
@@ -73,7 +73,7 @@ class PlotLine(NamedTuple):
 class Plot(NamedTuple):
     """A plot of lines by name."""
 
-    lines: Mapping[str, PlotLine | tuple[Numbers, Numbers]]
+    lines: Mapping[str, PlotLine]
     x_label: str
     y_label: str
     title: str
@@ -86,8 +86,7 @@ def line_plots(*plots: Plot) -> Picture:
     def draw(figure: Any, _: Theme) -> None:
         for part, plot in zip(figure.subfigures(1, len(plots), squeeze=False)[0], plots, strict=True):
             axes = _axes(part, plot.x_label, plot.y_label, plot.title)
-            for number, (name, points) in enumerate(plot.lines.items()):
-                line = PlotLine(*points)
+            for number, (name, line) in enumerate(plot.lines.items()):
                 style = {"linestyle": "--" if line.dashed else "-", "marker": "o" if len(line.xs) < 30 else ""}
                 color = f"C{number if line.color is None else line.color}"
                 axes.plot(line.xs, line.ys, label=name, color=color, linewidth=1.6, markersize=3.5, **style)

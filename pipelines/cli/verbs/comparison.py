@@ -76,9 +76,9 @@ class Comparison:
 
     @property
     def table(self) -> Table:
-        """The bars as numbers."""
-        changes = [percent(self.changes[name]) if name in self.changes else "" for name in self.results]
-        rows = [[bar.name, f"{bar.value:.4f}", change] for bar, change in zip(self.bars, changes, strict=True)]
+        """The rows as numbers."""
+        changes = {name: percent(change) for name, change in self.changes.items()}
+        rows = [[name, f"{row.bits_per_byte:.4f}", changes.get(name, "")] for name, row in self.results.items()]
         return Table(["held-out text", "bits per byte", self.header], rows)
 
     def print(self) -> None:

@@ -238,10 +238,8 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
     off, near, on = measured(evaluator, held_out, config.data.seed, folder / "demo.json", deadline)
     changes = {"neighbors": compare(near, off), "retrieval ON": compare(on, off)}
     verdict = difference(name, "without it", changes["retrieval ON"], on.documents)
-    rows, passages = (
-        {"retrieval OFF": off, "neighbors": near, "retrieval ON": on},
-        passages_by_gain(evaluator, off, on, held_out),
-    )
+    rows = {"retrieval OFF": off, "neighbors": near, "retrieval ON": on}
+    passages = passages_by_gain(evaluator, off, on, held_out)
     return Comparison(rows, "against OFF", changes, verdict, _words(name, on), passages)
 
 

@@ -36,7 +36,7 @@ def _off_and_best(rows: Sequence[Row]) -> set[tuple[str, str]]:
     best: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row["set"], row["model"], row["retrieval"]
-        best[key] = min(best.get(key, row), row, key=lambda each: each["bits_per_byte"])
+        best[key] = min(best.get(key, row), row, key=lambda measured: measured["bits_per_byte"])
     return {(row["set"], _label(row)) for row in best.values()}
 
 

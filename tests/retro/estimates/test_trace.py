@@ -114,7 +114,7 @@ def test_a_trace_for_a_gpu_takes_the_choices_of_cuda(option: str, narrow: bool) 
     with fake_cuda():
         inputs = trace_module._inputs(settings, run).map(lambda value: value.to(CUDA))
         model.to(CUDA)
-        with Storages(model) as storages, trace_module._replaced(run, storages):
+        with Storages(model) as storages, trace_module._replaced(run):
             with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
                 hidden, routing = model.hidden(inputs)
                 own = hidden, model.output_weight, inputs.labels, model.mixture(hidden, inputs)

@@ -17,7 +17,6 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from indexing.suffixes.votes import as_columns
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import choose_placement
 from retro.evaluation import datastore_fractions
 from retro.evaluation.datastore_fractions import (
     PartialDatastore,
@@ -25,13 +24,13 @@ from retro.evaluation.datastore_fractions import (
     search_fractions,
     votes_in_fractions,
 )
-from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import documents_of as documents_of_split
 from tests.indexing.suffixes.test_votes import expected
+from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 
 FRACTIONS = (0.05, 0.3, 1.0)
 
@@ -206,8 +205,7 @@ def test_neighbors_by_the_terms_of_earlier_versions_are_refused(held_out: Evalua
 
 def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
     def bits(use: NeighborUse) -> float:
-        settings = EvaluationSettings(window=64, max_tokens=500)
-        return Evaluator(tiny_model, choose_placement("cpu", "float32"), settings).score(held_out, use).bits_per_byte
+        return evaluator_of(tiny_model, max_tokens=500).score(held_out, use).bits_per_byte
 
     n = held_out.split.num_chunks
     stored = held_out.split.neighbor_ids.read(0, n).copy()

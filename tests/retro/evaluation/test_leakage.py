@@ -12,13 +12,11 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import SetResult
-from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
+from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 
 SHARED_TOKENS = (0, 4, 8, 12, 16)
 
@@ -28,9 +26,8 @@ def held_out(tiny_datastore: Datastore) -> EvaluationSet:
     return EvaluationSet("valid", tiny_datastore)
 
 
-def measure(model: Retro, held_out: EvaluationSet, k: int = 0, **settings) -> SetResult:
-    evaluator = Evaluator(model, choose_placement("cpu", "float32"), EvaluationSettings(window=64, **settings))
-    return evaluator.score(held_out, NeighborUse(k))
+def measure(model: Retro, held_out: EvaluationSet, **settings) -> SetResult:
+    return evaluator_of(model, **settings).score(held_out, NeighborUse(0))
 
 
 def longest_run(chunk: list[int], neighbor: list[int]) -> int:
@@ -73,21 +70,11 @@ def test_a_chunk_copied_from_training_has_leakage_1(tiny_datastore: Datastore, t
     assert leakage_of(EvaluationSet("copy", copy.datastore), ids, 2)[0] < 1  # the third neighbor is not read
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_the_chunk_length_as_shared_tokens_gives_the_plain_result(
-    tiny_model: Retro, held_out: EvaluationSet, k: int
-) -> None:
-    result = measure(tiny_model, held_out, k)
-    leakage = leakage_of(held_out, result.token_scores.chunks, 10)
+def test_the_chunk_length_as_shared_tokens_includes_all_chunks(held_out: EvaluationSet) -> None:
+    leakage = leakage_of(held_out, np.arange(held_out.split.num_chunks), 10)
     *_, (tokens, chunks) = by_leakage(leakage, SHARED_TOKENS, held_out.split.chunk_length)
-    whole = result.part(chunks)
     assert tokens == held_out.split.chunk_length
     assert chunks.all()
-    assert whole is not None
-    assert whole.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-12)
-    assert whole.tokens == result.tokens
-    assert np.allclose(whole.nats_by_document, result.nats_by_document)
-    assert np.array_equal(whole.bytes_by_document, result.bytes_by_document)
 
 
 def test_more_shared_tokens_include_more_chunks_and_sum_their_bits_and_bytes(

@@ -14,16 +14,14 @@ import torch
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import SetResult, compare
-from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.leakage import LongestMatches, longest_matches
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from tests.conftest import tiny_config
+from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 
 STARTS, OFF = (4, 16, 64), NeighborUse(0)
 
@@ -41,8 +39,7 @@ def texts_of(split: Split) -> list[list[int]]:
 
 
 def measure(model: Retro, held_out: EvaluationSet, use: NeighborUse = OFF, **settings: int) -> SetResult:
-    evaluator = Evaluator(model, choose_placement("cpu", "float32"), EvaluationSettings(window=64, **settings))
-    return evaluator.score(held_out, use)
+    return evaluator_of(model, **settings).score(held_out, use)
 
 
 def by_document(result: SetResult, bands: np.ndarray) -> list[SetResult | None]:

@@ -7,16 +7,12 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from retro.data.neighbor_choice import NeighborUse
-from retro.device import choose_placement
 from retro.evaluation.bits_per_byte import TokenScores
-from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.settings import EvaluationSettings
 from retro.evaluation.token_gains import chunks_by_gain, score_passage
 from retro.model.retro import Retro
 from retro.model.settings import updated
-
-FLOAT32 = choose_placement("cpu", "float32")
+from tests.retro.evaluation.test_bits_per_byte import FLOAT32, evaluator_of
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +22,8 @@ def model(tiny_model: Retro) -> Retro:
 
 
 def scores(model: Retro, held_out: EvaluationSet, k: int) -> TokenScores:
-    settings = EvaluationSettings(window=1024, stride=512)  # whole documents
-    return Evaluator(model, FLOAT32, settings).score(held_out, NeighborUse(k)).token_scores
+    evaluator = evaluator_of(model, window=1024, stride=512)  # whole documents
+    return evaluator.score(held_out, NeighborUse(k)).token_scores
 
 
 def test_gains_of_tokens_sum_to_those_of_the_chosen_chunk(model: Retro, tiny_datastore: Datastore) -> None:

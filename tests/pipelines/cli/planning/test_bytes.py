@@ -1,47 +1,28 @@
 """Planned bytes are close to those of real datastores, and the planned index is that of `retro index`."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from indexing.index.build import IndexSettings
 from indexing.store.datastore import Datastore
-from pipelines.cli.planning.bytes import (
-    Layout,
-    Workload,
-    artifact_bytes,
-    index_bytes,
-    key_for,
-    memory_bytes,
-)
+from pipelines.cli.planning.bytes import Layout, artifact_bytes, index_bytes, index_for, memory_bytes
+from pipelines.cli.planning.sample import _bytes_of_text, _size
 from tests.conftest import build_local, tiny_config
 from tests.pipelines.cli.planning.sizes import LAYOUT, SIZE, assert_bytes_close
 
 
 def planned_bytes(datastore: Datastore, stored: int, materialized: int = 0) -> dict[str, float]:
-    """Bytes that the formulas give for a finished datastore from its counts and the sizes of its Parquet files."""
-    rows = [
-        (sum(totals["chunks"]), sum(totals["documents"]), sum(totals["tokens"]), sum(totals["bytes"]))
-        for totals in datastore.manifest["splits"].values()
-    ]
-    chunks, documents, tokens, text_bytes = map(sum, zip(*rows, strict=True))
-    index = json.loads((datastore.folder / "index/trained/index.json").read_text())
-    size = Workload(
-        text_bytes, documents, tokens, chunks, datastore.train.num_chunks, len(datastore.train.chunk_rows),
-        index["key"], index["trained_on"], 100,
-    )  # fmt: skip
-    parquet = sum(path.stat().st_size for path in datastore.folder.glob("chunks/*/*/*.parquet"))
-    dtype = datastore.train.tokens.shard(0).dtype
-    lists = sum(file.stat().st_size for file in datastore.folder.glob("sparse/*/*") if file.suffix != ".json")
+    """Bytes that the formulas give for a finished datastore from its counts and the sizes of its Parquet files and terms."""
+    size, of_text = _size(datastore), _bytes_of_text(datastore.folder)
     layout = Layout(
-        datastore.chunk_length,
-        dtype.itemsize,
-        index["dimension"],
-        stored,
-        materialized,
-        parquet / documents,
-        {"sparse": lists / datastore.train.num_chunks},
+        chunk_length=datastore.chunk_length,
+        token_bytes=datastore.train.tokens.shard(0).itemsize,
+        dimension=datastore.train.embeddings.row_shape[0],
+        stored=stored,
+        materialized=materialized,
+        document_bytes=of_text["documents.parquet"] / size.documents,
+        measured={"sparse": of_text["sparse"] / size.train_chunks},
     )
     return artifact_bytes(size, layout)
 
@@ -100,8 +81,8 @@ def test_memory_of_neighbors_workers_is_twice_the_index_up_to_a_limit() -> None:
 
 
 def test_planned_index_is_that_of_retro_index_with_more_memory_if_none_fits() -> None:
-    assert key_for(5000, 256, IndexSettings()) == ("Flat", IndexSettings())
-    assert key_for(100_000, 256, IndexSettings())[0] == "IVF1024,PQ128x4"
-    key, settings = key_for(28e9, 256, IndexSettings())
-    assert key.startswith("IVF131072_HNSW32,PQ128x4")
-    assert settings.memory == "512GB"
+    assert index_for(5000, 256, IndexSettings()) == IndexSettings(factory="Flat")
+    assert index_for(100_000, 256, IndexSettings()) == IndexSettings(factory="IVF1024,PQ128x4")
+    large = index_for(28e9, 256, IndexSettings())
+    assert large.factory.startswith("IVF131072_HNSW32,PQ128x4")
+    assert large.memory == "512GB"

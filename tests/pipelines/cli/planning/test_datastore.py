@@ -14,7 +14,7 @@ from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
 from pipelines.cli.planning import sample as sample_module
-from pipelines.cli.planning.bytes import key_for
+from pipelines.cli.planning.bytes import index_for
 from pipelines.cli.planning.datastore import ALONE, plan_for, seconds_of, size_of
 from pipelines.cli.planning.sample import _search, draw_sample, measure
 from pipelines.config import Config
@@ -34,7 +34,7 @@ def test_plan_of_a_corpus_scales_the_measured_sizes() -> None:
     plan = plan_for(CONFIG, measured(), tokens=2e8)
     assert (plan.size.chunks, plan.size.train_chunks, plan.size.text_bytes) == (3.2e6, 2.4e6, 8e8)
     assert (plan.size.documents, plan.size.shards, plan.size.tune_queries) == (20_000, 8, 1000)
-    assert plan.size.key == key_for(2.4e6, 32, CONFIG.index)[0]
+    assert plan.size.key == index_for(2.4e6, 32, CONFIG.index).factory
     assert plan.bytes["embeddings"] == pytest.approx(2 * 32 * 3.2e6, rel=1e-3)
     assert plan_for(CONFIG, measured()) == plan  # all of the corpus
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.cli.reports.html import NeighborExample, NeighborText, Section, mark, marked, write_report
-from pipelines.cli.reports.pictures import THEMES, Bar, Plot, bar_chart, histogram, line_plots
+from pipelines.cli.reports.pictures import THEMES, Bar, Plot, PlotLine, bar_chart, histogram, line_plots
 from pipelines.cli.results import Table
 from retro.evaluation.passages import ColoredPassage, CopiedFrom, Piece
 
 ROOT = Path(__file__).resolve().parents[4]
-PLOT = line_plots(Plot({"s": ([1, 2], [3, 4])}, "x", "y", "t"))
+PLOT = line_plots(Plot({"s": PlotLine([1, 2], [3, 4])}, "x", "y", "t"))
 
 
 def test_report_contains_its_parts_and_escapes_text(tmp_path) -> None:
@@ -114,7 +114,7 @@ def test_report_loads_nothing_from_outside(tmp_path) -> None:
 
 def test_log_axes_work_for_one_point_and_for_many() -> None:
     for points in (([8], [0.5]), ([1, 1024], [1e-3, 1e3])):
-        assert "<svg" in line_plots(Plot({"s": points}, "x", "y", "t", log_x=True)).light
+        assert "<svg" in line_plots(Plot({"s": PlotLine(*points)}, "x", "y", "t", log_x=True)).light
 
 
 def test_gains_are_blue_and_losses_orange_as_on_the_page_of_the_server(tmp_path) -> None:

@@ -17,12 +17,10 @@ from indexing.store.remote import cache_folder
 from pipelines.cli.main import main
 from pipelines.cli.verbs.demo_model import fetch_smollm2, marked, measured, one_window_each
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.device import choose_placement
-from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
-from retro.evaluation.settings import EvaluationSettings
 from retro.inference.verbatim_runs import GeneratedRun, Place
 from retro.model.retro import Retro
+from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 from tests.retro.huggingface.small_gguf import write_gguf
 
 pytest.importorskip("transformers")
@@ -77,7 +75,7 @@ def test_held_out_documents_are_announced_and_measured_until_the_deadline(
 ) -> None:
     held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
     write_json(stored, {"seed": 0})
-    evaluator = Evaluator(tiny_model, choose_placement("cpu", "float32"), EvaluationSettings(window=64))
+    evaluator = evaluator_of(tiny_model)
     first = measured(evaluator, held_out, 0, stored, time.monotonic() + seconds)
     assert [result.documents for result in first] == [documents] * 3
     assert [result.mode for result in first] == ["OFF", "ON k=4", "ON k=4 + datastore"]
@@ -93,14 +91,13 @@ def test_measuring_stops_at_the_deadline_although_more_was_planned(
 ) -> None:
     held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
     write_json(stored, {"seed": 0})
-    evaluator = Evaluator(tiny_model, choose_placement("cpu", "float32"), EvaluationSettings(window=64))
     begun = time.monotonic()
     clock = itertools.chain(
         [begun, begun + 1e-9, begun], itertools.repeat(begun + 1000)
     )  # other work slows the machine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.cli.verbs.demo_model.time.monotonic", clock.__next__)
-        results = measured(evaluator, held_out, 0, stored, begun + 900)
+        results = measured(evaluator_of(tiny_model), held_out, 0, stored, begun + 900)
     assert [result.documents for result in results] == [2, 2, 2]
     assert "the time is up after 2 documents" in capsys.readouterr().out
 
