@@ -104,8 +104,8 @@ def score_passage(
     with placement.autocast():
         off = model.token_losses(inputs.off())
         hidden, _ = model.hidden(inputs)
-        on = model.token_losses(inputs, hidden)
-        origins = origins_of(model, hidden, on, inputs)
+        on, trust = model.scored(inputs, hidden)
+        origins = origins_of(model, hidden, on, inputs, trust)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
     predicted = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted

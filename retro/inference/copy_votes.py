@@ -13,6 +13,8 @@ from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.copy_datastore import DatastoreVotes
 from retro.model.copy_head import CopyHead, Source, SourceMatches
 from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_switch import START
+from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
 
@@ -21,6 +23,7 @@ class _Votes(NamedTuple):
 
     hidden: Tensor  # [N, D]
     sources: list[Source]
+    trust: Tensor  # [N, 1, 3]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
         sources = list[Source]()
@@ -30,7 +33,7 @@ class _Votes(NamedTuple):
                 continue
             matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
             sources.append(source._replace(matches=matches))
-        return _Votes(self.hidden[indices], sources)
+        return _Votes(self.hidden[indices], sources, self.trust[indices])
 
 
 class CopyVotes:
@@ -53,6 +56,7 @@ class CopyVotes:
         """
         head = self._head
         histories = [history for row in rows for history in row.histories()]
+        trust = torch.tensor([[row.trust] for row in rows for _ in row.histories()], device=self._device)
         rows = [row for row in rows for _ in range(1 + len(row.draft))]
         width = max(map(len, histories))
         padded = np.full((len(rows), width), -1, np.int64)
@@ -68,8 +72,20 @@ class CopyVotes:
             sources.append(SourceMatches(head.neighbors, matches))
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
             sources.append(DatastoreVotes.of(head.datastore, self._votes_of_last(rows, histories, self._datastore)))
-        self._votes = _Votes(hidden, sources)
-        return head.mix(logits[:, None], hidden[:, None], sources)[:, 0]
+        self._votes = _Votes(hidden, sources, trust)
+        return head.mix(logits[:, None], hidden[:, None], sources, trust=trust)[:, 0]
+
+    def trust(self, row: Row, nats: Tensor, hidden: Tensor) -> tuple[float, ...]:
+        """Trust in each strength of copying after the tokens of a row, from their activations [t, D] and the losses of the tokens after them [t]."""
+        inputs = Inputs(row.tokens[None], **row.neighbor_inputs())
+        if self._head.datastore is not None and self._datastore is not None:
+            inputs = inputs._replace(votes=self._datastore.votes(row.tokens)[None])
+        inputs = inputs.map(self._put)
+        if not self._head.learns_trust(inputs):
+            return START
+        sources = self._head.sources(inputs)
+        _, trust = self._head.losses(nats[None], hidden[None], inputs.following(), sources, inputs)
+        return tuple(trust[0, -1].tolist())
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
         """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 1 + 2 S]."""
@@ -99,7 +115,9 @@ class CopyVotes:
         votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
-        origins = self._head.origins(votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1])
+        origins = self._head.origins(
+            votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1], votes.trust
+        )
         columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

@@ -29,6 +29,7 @@ from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
+from retro.model.loss import token_losses
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -178,6 +179,7 @@ class Decoder:
                     span = self._pass_of(part, INTERLEAVED_TOKENS if single else WINDOW_TOKENS)
                     h = self.layers.run(span)
                     for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
+                        self._learn_trust(row, read[: last + 1])
                         if not row.num_unread:
                             rows.append(row)
                             hidden.append(read[last - len(row.draft) : last + 1])
@@ -186,6 +188,17 @@ class Decoder:
             read = self.model.finish(torch.cat(hidden).float())
             logits = self.output(read).float()
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits, read)
+
+    def _learn_trust(self, row: Row, read: Tensor) -> None:
+        """Keep the activations [n, D] of a part of the prompt; after its last part, learn the trust in retrieval from all of it."""
+        if row.prompt is None or self.votes is None or row.retrieve is None:
+            return
+        row.prompt = [*row.prompt, read]
+        if not row.num_unread:
+            hidden, row.prompt = self.model.finish(torch.cat(row.prompt).float()), None
+            following = torch.from_numpy(np.append(row.tokens[1:], 0)).to(hidden.device)
+            nats = token_losses(hidden, self.model.output_weight, following, self.output)
+            row.trust = self.votes.trust(row, nats, hidden)
 
     def read(self, rows: Sequence[Row]) -> Tensor:
         """Take steps until these rows are read; return the logits of their next tokens, [rows, V] float32."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from retro.inference.sources import ChunkWithNeighbors, Neighbors
+from retro.model.copy_switch import START
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
@@ -34,6 +35,8 @@ class Row:
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
+        trust: in each strength of copying, earned by the prompt (`copy_switch.py`). Generated tokens earn none: what was copied would be copied again.
+        prompt: activations [n, D] of the parts of the prompt that were read, until trust is known; then None.
     """
 
     tokens: np.ndarray
@@ -43,6 +46,8 @@ class Row:
     dropped: int = 0
     num_read: int = 0
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    trust: tuple[float, ...] = START
+    prompt: list[Any] | None = field(default_factory=list)
 
     @property
     def unread(self) -> np.ndarray:
@@ -57,6 +62,13 @@ class Row:
         """Return the tokens of the neighbors of the last complete chunk, without padding."""
         last = self.neighbors[-1] if self.neighbors else None
         return [] if last is None else [row[:length] for row, length in zip(last.tokens, last.lengths, strict=True)]
+
+    def neighbor_inputs(self) -> dict[str, np.ndarray]:
+        """Neighbors [1, U, K, R] of the complete chunks and their lengths [1, U, K], as in `Inputs`; empty if there are none."""
+        if not self.neighbors:
+            return {}
+        tables = (np.stack([getattr(of_chunk, name) for of_chunk in self.neighbors]) for name in ("tokens", "lengths"))
+        return dict(zip(("neighbors", "neighbor_lengths"), (table[None] for table in tables), strict=True))
 
     def histories(self) -> list[np.ndarray]:
         """Return the text up to its last token, and up to each token of the draft: [t], [t + 1] …"""

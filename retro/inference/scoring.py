@@ -151,8 +151,8 @@ def score_windows(
         inputs = placement.put(batch)
         with placement.autocast():
             hidden, _ = model.hidden(inputs, _cached_neighbors(batch, model, neighbor_cache))
-            losses = model.token_losses(inputs, hidden)
-            origins = origins_of(model, hidden, losses, inputs) if sources else None
+            losses, trust = model.scored(inputs, hidden)
+            origins = origins_of(model, hidden, losses, inputs, trust) if sources else None
             losses = losses.cpu()
         for row, window in enumerate(group):
             # A token is predicted at the position before it.
@@ -166,19 +166,20 @@ def score_windows(
             if top:
                 with placement.autocast():
                     own = slice(row, row + 1)
-                    values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top, masked)
+                    of_row = None if trust is None else trust[own]
+                    values, ids = _likeliest(model, hidden[own], inputs.rows(own), of_window, top, masked, of_row)
                 scored.likeliest[of_sequence] = ids
                 scored.likeliest_log_probabilities[of_sequence] = values
 
 
-def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs) -> Origins:
-    """Where the labels were copied from: nowhere without a copy head."""
+def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs, trust: Tensor | None) -> Origins:
+    """Where the labels were copied from, with the losses and the trust of `Retro.scored`: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)
         nothing = torch.zeros_like(losses)
         return Origins(nothing, none, none, none, nothing)
     sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
-    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length)
+    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length, trust)
 
 
 def _no_scores(count: int, top: int) -> Scores:
@@ -276,13 +277,15 @@ def _cached_neighbors(batch: Inputs, model: Retro, cache: NeighborCache | None) 
 
 
 def _likeliest(
-    model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int, masked: Tensor | None
+    model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int, masked: Tensor | None, trust: Tensor | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
-    blocks = []
+    blocks, sources, head = [], model.copy_sources(inputs), model.copy_head
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))
-        logits = model.mix(model.logits(hidden[:, kept]), hidden, inputs, kept)[0]
-        blocks.append(without(logits.float().log_softmax(-1), masked).topk(top))
+        logits = model.logits(hidden[:, kept])
+        if head is not None and sources:
+            logits = head.mix(logits, hidden, sources, kept, trust)
+        blocks.append(without(logits[0].float().log_softmax(-1), masked).topk(top))
     values, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))
     return values, ids

@@ -14,7 +14,8 @@ activations and on the matches. Not in the paper of RETRO.
 
 Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
 the label, for each of 17 lengths) instead of an attention matrix.
-Retrieval OFF removes the terms of neighbors and datastore: the other gates stay in proportion.
+Retrieval OFF removes the terms of neighbors and datastore: the other gates stay in proportion. Outside of training,
+these are as strong as they earned by what they predicted in the text so far (`copy_switch.py`).
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
 """
@@ -22,6 +23,7 @@ Letters of the shape comments as in `retro.py`. In addition, N is a batch of tex
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
@@ -35,9 +37,10 @@ from retro.model.copy_matches import (
     longest_match,
     neighbor_matches,
 )
+from retro.model.copy_switch import STRENGTHS, trust_of
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture
-from retro.model.masks import some_key
+from retro.model.loss import Mixture, mixed_losses
+from retro.model.masks import document_starts, some_key
 from retro.model.settings import CopyHeadSettings
 
 _SCORES = (-2.5, 4.0, 6.3, 8.0, 8.7, 9.5, 10.5, 12.5, 15.5, 17.5, 19.5, 22.0, 24.0, 26.0, 28.0, 30.0, 32.0)
@@ -181,17 +184,46 @@ class CopyHead(nn.Module):
             sources.append(DatastoreVotes.of(self.datastore, inputs.votes))
         return sources
 
+    def learns_trust(self, inputs: Inputs) -> bool:
+        """Whether a text must earn trust in retrieval: outside of training, if it can copy from neighbors or the datastore."""
+        return not self.training and (
+            (self.neighbors is not None and inputs.retrieves)
+            or (self.datastore is not None and inputs.votes is not None)
+        )
+
     def mixture(self, hidden: Tensor, labels: Tensor, sources: list[Source]) -> Mixture:
         """The mixture's parameters for labels [B, T], from activations [B, T, D]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            shares = _shares(hidden.float(), sources)
-            copied = torch.zeros(labels.shape, device=hidden.device)
-            for share, source in zip(shares[1:], sources, strict=True):
-                copied = copied + share.exp() * source.join(source.probability(labels), labels.shape[1])
-        return Mixture(shares[0], copied)
+            return _mixture(self._odds(hidden, sources).log_softmax(0), _copied(labels, sources))
+
+    def losses(
+        self, nats: Tensor, hidden: Tensor, labels: Tensor, sources: list[Source], inputs: Inputs
+    ) -> tuple[Tensor, Tensor]:
+        """Losses of labels [B, T] with the trust that the text before them earned, and this trust [B, T, 3] (`copy_switch.py`).
+
+        Args:
+            nats: losses with the vocabulary alone, float32 [B, T].
+            hidden: activations [B, T, D].
+            labels: the token after each one, int64 [B, T].
+            sources: from `sources`.
+            inputs: of the model.
+        """
+        starts = None
+        if inputs.documents is not None:
+            starts = document_starts(inputs.documents, self.chunk_length, labels.shape[1])
+        with torch.autocast(hidden.device.type, enabled=False):
+            odds, copied = self._odds(hidden, sources), _copied(labels, sources)
+            each = [mixed_losses(nats, _mixture(shares, copied)) for shares in self._by_strength(odds, sources)]
+            trust = trust_of(-torch.stack(each, -1), starts)
+            return mixed_losses(nats, _mixture(self._shares(odds, sources, trust), copied)), trust
 
     def mix(
-        self, logits: Tensor, hidden: Tensor, sources: list[Source], tokens: Tensor | slice = slice(None)
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        sources: list[Source],
+        tokens: Tensor | slice = slice(None),
+        trust: Tensor | None = None,
     ) -> Tensor:
         """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of some tokens.
 
@@ -200,9 +232,10 @@ class CopyHead(nn.Module):
             hidden: activations of all tokens [B, T, D].
             sources: from `sources`.
             tokens: indices of T' of the T tokens.
+            trust: in each strength of copying, float32 [B, T, 3], see `losses`; None = the gates as they are.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            shares = _shares(hidden.float(), sources)
+            shares = self._shares(self._odds(hidden, sources), sources, trust)
             log_p = logits.float().log_softmax(-1) + shares[0][:, tokens, None]
             copied = torch.zeros_like(log_p)
             for share, source in zip(shares[1:], sources, strict=True):
@@ -212,7 +245,13 @@ class CopyHead(nn.Module):
             return torch.logaddexp(log_p, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
     def origins(
-        self, hidden: Tensor, labels: Tensor, losses: Tensor, sources: list[Source], neighbor_length: int
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        losses: Tensor,
+        sources: list[Source],
+        neighbor_length: int,
+        trust: Tensor | None = None,
     ) -> Origins:
         """Find where labels [B, T] were copied from.
 
@@ -222,6 +261,7 @@ class CopyHead(nn.Module):
             losses: of the labels in nats, float32 [B, T].
             sources: from `sources`.
             neighbor_length: R.
+            trust: see `mix`.
         """
         nothing, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
         if not sources:
@@ -229,7 +269,8 @@ class CopyHead(nn.Module):
         num_tokens = labels.shape[1]
         with torch.autocast(hidden.device.type, enabled=False):
             copied = {}  # source -> share of the probability of a label
-            for share, source in zip(_shares(hidden.float(), sources)[1:], sources, strict=True):
+            shares = self._shares(self._odds(hidden, sources), sources, trust)
+            for share, source in zip(shares[1:], sources, strict=True):
                 votes = source.join(source.probability(labels), num_tokens)
                 # Gate times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
                 copied[source.source] = (votes * (share + losses.float()).exp()).clamp(max=1.0)
@@ -247,8 +288,37 @@ class CopyHead(nn.Module):
         positions = (best % neighbor_length + 1).where(best >= 0, none)
         return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions, datastore)
 
+    def _is_retrieval(self, source: Source) -> bool:
+        """Whether retrieval OFF is without the source."""
+        return source.source is not self.context
 
-def _shares(hidden: Tensor, sources: list[Source]) -> Tensor:
-    """Logs of the shares of vocabulary and sources, [1 + sources, B, T], from activations [B, T, D]."""
-    odds = [source.join(source.log_odds(hidden), hidden.shape[1], -torch.inf) for source in sources]
-    return torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds]).log_softmax(0)
+    def _odds(self, hidden: Tensor, sources: list[Source]) -> Tensor:
+        """Log-odds of vocabulary (0) and sources, float32 [1 + sources, B, T], from activations [B, T, D]."""
+        hidden = hidden.float()
+        odds = [source.join(source.log_odds(hidden), hidden.shape[1], -torch.inf) for source in sources]
+        return torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds])
+
+    def _by_strength(self, odds: Tensor, sources: list[Source]) -> Tensor:
+        """Logs of the shares with each strength of copying: [3, 1 + sources, B, T]."""
+        added = [[strength * self._is_retrieval(source) for source in sources] for strength in STRENGTHS[:-1]]
+        added += [[-torch.inf if self._is_retrieval(source) else 0.0 for source in sources]]
+        return (odds + F.pad(odds.new_tensor(added), (1, 0))[..., None, None]).log_softmax(1)
+
+    def _shares(self, odds: Tensor, sources: list[Source], trust: Tensor | None) -> Tensor:
+        """Logs of the shares of vocabulary and sources: [1 + sources, B, T]."""
+        gates, of_retrieval = odds.log_softmax(0), [False, *map(self._is_retrieval, sources)]
+        if trust is None or not any(of_retrieval):
+            return gates
+        copies = odds[of_retrieval].amax(0) > -torch.inf  # elsewhere all strengths are OFF, to the bit
+        shares = self._by_strength(odds, sources) + trust.log().movedim(-1, 0)[:, None]
+        return shares.logsumexp(0).where(copies, gates)
+
+
+def _copied(labels: Tensor, sources: list[Source]) -> Tensor:
+    """Probability of labels [B, T] in each source: float32 [sources, B, T]."""
+    return torch.stack([source.join(source.probability(labels), labels.shape[1]) for source in sources])
+
+
+def _mixture(shares: Tensor, copied: Tensor) -> Mixture:
+    """The mixture from logs of shares [1 + sources, B, T] and probabilities [sources, B, T]."""
+    return Mixture(shares[0], (shares[1:].exp() * copied).sum(0))

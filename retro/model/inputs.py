@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
+
 
 class Inputs(NamedTuple):
     """B sequences of T tokens. Every m tokens are a chunk, and U = T // m chunks are complete.
@@ -45,6 +47,11 @@ class Inputs(NamedTuple):
     def off(self) -> "Inputs":
         """The same with retrieval OFF."""
         return self._replace(neighbors=None, neighbor_lengths=None, votes=None)
+
+    def following(self) -> Any:
+        """The token that follows each one, int64 [B, T]: its label, if it has one that is not ignored; 0 after the last one."""
+        following = F.pad(self.tokens[:, 1:], (0, 1))
+        return following if self.labels is None else self.labels.where(self.labels >= 0, following)
 
     @property
     def retrieves(self) -> bool:

@@ -39,13 +39,9 @@ class Mixture(NamedTuple):
 
 @torch.no_grad()
 def token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    mixture: Mixture | None = None,
-    product: Callable[[Tensor], Tensor] | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, product: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Cross-entropy of each label, in nats: float32 [B, T], 0 for ignored labels. Without gradients.
+    """Cross-entropy of each label with the vocabulary alone, in nats: float32 [B, T], 0 for ignored labels. Without gradients.
 
     Under autocast, logits are rounded to its dtype, as in generation and `scoring`. In bfloat16 this changes the loss of a token
     by a few thousandths of a nat, and the mean of many tokens by less than 0.01%.
@@ -54,7 +50,6 @@ def token_losses(
         hidden: [B, T, D], from `Retro.hidden`.
         weight: [V, D], `Retro.output_weight`.
         labels: int64 [B, T], the next token at each position, or `IGNORED_LABEL`.
-        mixture: from `Retro.mixture`; None = the vocabulary alone.
         product: a faster product of rows [n, D] and the weight.
     """
     if product is None:
@@ -62,10 +57,17 @@ def token_losses(
     else:
         x, y = hidden.flatten(0, -2), labels.flatten()
     losses = [
-        _losses(product(x[rows]) if product else x[rows] @ narrow.T, y[rows], _rows(mixture, rows))[0]
+        _losses(product(x[rows]) if product else x[rows] @ narrow.T, y[rows], None)[0]
         for rows in _blocks(x, len(weight))
     ]
     return torch.cat(losses).view(labels.shape)
+
+
+def mixed_losses(nats: Tensor, mixture: Mixture) -> Tensor:
+    """Losses of labels with a mixture, from those with the vocabulary alone; the shapes are equal."""
+    return -torch.logaddexp(
+        mixture.log_keep - nats, mixture.copied.clamp(min=torch.finfo(torch.float32).tiny).log()
+    )
 
 
 def loss(
@@ -197,7 +199,7 @@ def _losses(logits: Tensor, labels: Tensor, mixture: Mixture | None) -> tuple[Te
     losses, kept = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0], None
     if mixture is not None:
         of_vocabulary = mixture.log_keep - losses
-        losses = -torch.logaddexp(of_vocabulary, mixture.copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+        losses = mixed_losses(losses, mixture)
         kept = of_vocabulary + losses
     return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p, kept
 

@@ -36,7 +36,7 @@ from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
 from retro.model.layer_pass import CrossReads, LayerPass
-from retro.model.loss import Mixture, token_losses
+from retro.model.loss import IGNORED_LABEL, Mixture, mixed_losses, token_losses
 from retro.model.masks import document_positions, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
@@ -285,20 +285,26 @@ class Retro(nn.Module):
         """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
-    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """Mix logits [B, T', V] of some tokens with what the copy head votes for; unchanged if there is nothing to copy from.
+    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs) -> Tensor:
+        """Mix logits [B, T, V] with what the copy head votes for; unchanged if there is nothing to copy from.
 
         Args:
             logits: from `logits`.
-            hidden: of all tokens, [B, T, D].
+            hidden: [B, T, D].
             inputs: of the hidden states.
-            tokens: indices of T' of the T tokens.
         """
         sources = self.copy_sources(inputs)
-        return self.copy_head.mix(logits, hidden, sources, tokens) if self.copy_head and sources else logits
+        if self.copy_head is None or not sources:
+            return logits
+        trust = None
+        if self.copy_head.learns_trust(inputs):
+            following = inputs.following()
+            nats = -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0]
+            _, trust = self.copy_head.losses(nats, hidden, following, sources, inputs)
+        return self.copy_head.mix(logits, hidden, sources, trust=trust)
 
     def mixture(self, hidden: Tensor, inputs: Inputs) -> Mixture | None:
-        """What the loss needs of the copy head for hidden [B, T, D]; None if there is nothing to copy from."""
+        """What the loss of training needs of the copy head for hidden [B, T, D]; None if there is nothing to copy from."""
         sources = self.copy_sources(inputs)
         return self.copy_head.mixture(hidden, inputs.labels, sources) if self.copy_head and sources else None
 
@@ -307,14 +313,33 @@ class Retro(nn.Module):
         return [] if self.copy_head is None else self.copy_head.sources(inputs)
 
     def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """The loss of each label [B, T], copying included: see `loss.token_losses`.
+        """The loss of each label in nats, copying included: float32 [B, T], 0 for ignored labels. Without gradients.
 
         `hidden` [B, T, D] are the hidden states of these inputs, which are computed otherwise.
         """
+        return self.scored(inputs, hidden)[0]
+
+    @torch.no_grad()
+    def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As `token_losses`, and the trust of `CopyHead.losses`, None if none is learned (`CopyHead.learns_trust`)."""
         if hidden is None:
             hidden, _ = self.hidden(inputs)
-        mixture = self.mixture(hidden, inputs)
-        return token_losses(hidden, self.output_weight, inputs.labels, mixture, self.packed_output)
+        nats = token_losses(hidden, self.output_weight, self.scored_tokens(inputs), self.packed_output)
+        return self.with_copying(nats, hidden, inputs)
+
+    def scored_tokens(self, inputs: Inputs) -> Tensor:
+        """The tokens whose losses `with_copying` needs, int64 [B, T]: the labels, or all next tokens if retrieval must earn trust."""
+        learns = self.copy_head is not None and self.copy_head.learns_trust(inputs)
+        return inputs.following() if learns else inputs.labels
+
+    def with_copying(self, nats: Tensor, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Losses and trust of `scored`, from the losses [B, T] of `scored_tokens` with the vocabulary alone."""
+        sources, trust = self.copy_sources(inputs), None
+        if self.copy_head is not None and self.copy_head.learns_trust(inputs):
+            nats, trust = self.copy_head.losses(nats, hidden, inputs.following(), sources, inputs)
+        elif self.copy_head is not None and sources:
+            nats = mixed_losses(nats, self.copy_head.mixture(hidden, inputs.labels, sources))
+        return nats.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), trust
 
     @property
     def output_weight(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retro.device import Placement
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture, summed_loss, token_losses, without_ignored
+from retro.model.loss import Mixture, summed_loss, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -22,7 +22,7 @@ from retro.parallel.data_parallel import reshard, sync_gradients, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
-from retro.parallel.tensor_parallel import local_tokens, mixture_of
+from retro.parallel.tensor_parallel import local_tokens, mixture_of, token_losses_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DistributedModel(Protocol):
         """Accumulate gradients of this process's rows; returns their part of cross-entropy and `ROUTING`: float32 [1 + 3]."""
 
     def token_losses(self, inputs: Inputs) -> Tensor:
-        """`loss.token_losses` of inputs that all processes have: float32 [B, T] in all of them. Without gradients."""
+        """`Retro.token_losses` of inputs that all processes have: float32 [B, T] in all of them. Without gradients."""
 
     def gradient_norm(self) -> Tensor:
         """Total norm of the gradients of the model."""
@@ -119,8 +119,7 @@ class WholeModel:
         with self.placement.autocast():
             hidden, _ = self.model.hidden(local)
             unshard(self.model)
-            mixture = mixture_of(self.model, self.mesh, hidden, local)
-            losses = token_losses(*local_tokens(self.mesh, hidden, self.model.output_weight, local.labels, mixture))
+            losses = token_losses_of(self.model, self.mesh, hidden, local)
         reshard(self.model)
         return self.processes.gathered(losses)[:num_rows]
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from retro.device import Placement
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture, token_losses
+from retro.model.loss import Mixture
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -30,7 +30,7 @@ from retro.parallel.forward_backward import StepContext, all_parameters, gradien
 from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import check_reader, num_microbatches, num_stages
-from retro.parallel.tensor_parallel import local_tokens, mixture_of
+from retro.parallel.tensor_parallel import local_tokens, mixture_of, token_losses_of
 
 
 class Stage(nn.Module):
@@ -188,10 +188,7 @@ class Pipeline:
             out = schedule.eval(*([rows.tokens] if self.rank == 0 else []), **_for_all_stages(rows))
             if self._has_last:
                 unshard(self.stages[-1])
-                hidden, mixture, _ = _outputs(out)
-                losses = token_losses(
-                    *local_tokens(mesh, hidden, self.stages[-1].model.output_weight, rows.labels, mixture)
-                )
+                losses = token_losses_of(self.stages[-1].model, mesh, _outputs(out)[0], rows)
             else:
                 share = rows.labels if mesh is None else rows.labels.chunk(mesh.size(), 1)[0]
                 losses = torch.zeros(share.shape, device=share.device)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from retro.model.attention import Attention, PerHead
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture
+from retro.model.loss import Mixture, token_losses
 from retro.model.retro import ChunkedCrossAttention, Retro
 
 
@@ -117,6 +117,17 @@ def local_tokens(
     local_labels = labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
     local_mixture = mixture and Mixture(*(_by_token(values, mesh).to_local() for values in mixture))
     return hidden.to_local(), shared, local_labels, local_mixture
+
+
+def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Tensor:
+    """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; trust needs all tokens in every process."""
+    nats = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs))[:3])
+    if mesh is None:
+        return model.with_copying(nats, hidden, inputs)[0]
+    assert isinstance(hidden, DTensor)
+    whole = (DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for part in (nats, hidden.to_local()))
+    nats, hidden = (part.redistribute(mesh, [Replicate()]).to_local() for part in whole)
+    return model.with_copying(nats, hidden, inputs)[0].chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -42,7 +42,7 @@ from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
 from retro.model.copy_head import CopyHead, CopySource, Source
 from retro.model.copy_matches import count_votes, longest_match
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, token_losses
+from retro.model.loss import IGNORED_LABEL, mixed_losses, token_losses
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 
@@ -360,7 +360,7 @@ def _read(
         if hidden is None:
             hidden, _ = model.hidden(batch)
         mixture = head.mixture(hidden, labels, others)
-        off = nats = token_losses(hidden, model.output_weight, labels, mixture)
+        off = nats = mixed_losses(token_losses(hidden, model.output_weight, labels), mixture)
         if model.settings.activations_read or any(source.source is not head.context for source in others):
             off = model.token_losses(batch.off())
     copies = [copies_of(source, labels) for source in fitted if source is not None]

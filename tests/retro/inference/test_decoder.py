@@ -14,6 +14,7 @@ from retro.inference.cache import KEY_STEP
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors
 from retro.model import attention
+from retro.model.copy_switch import START
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.small_model import (
@@ -54,29 +55,53 @@ def rows(*lengths: int) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def uncached(model: Retro, tokens: np.ndarray, retrieve: RetrieveNeighbors | None, context: int = T * 4) -> Tensor:
-    """Logits after some tokens, from one forward pass over the context without a cache."""
+def uncached(
+    model: Retro,
+    tokens: np.ndarray,
+    retrieve: RetrieveNeighbors | None,
+    generated: int = 0,
+    context: int = T * 4,
+) -> Tensor:
+    """Logits after some tokens, the last of them generated, from one forward pass over the context without a cache."""
     block = max(M, context // 4 // M * M)
-    tokens = tokens[max(0, -(-(len(tokens) - context) // block) * block) :]
-    full, found = len(tokens) // M, {}
-    if full and retrieve is not None:
-        neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
-        found = {"neighbors": torch.from_numpy(neighbors[None]), "neighbor_lengths": torch.from_numpy(lengths[None])}
-    return model(Inputs(torch.from_numpy(tokens[None]), **found))[0, -1]
+
+    def read(tokens: np.ndarray) -> tuple[Tensor, Inputs]:
+        tokens = tokens[max(0, -(-(len(tokens) - context) // block) * block) :]
+        full, found = len(tokens) // M, {}
+        if full and retrieve is not None:
+            neighbors, lengths = retrieve(tokens[: full * M].reshape(-1, M))
+            found = {
+                "neighbors": torch.from_numpy(neighbors[None]),
+                "neighbor_lengths": torch.from_numpy(lengths[None]),
+            }
+        inputs = Inputs(torch.from_numpy(tokens[None]), **found)
+        return model.hidden(inputs)[0], inputs
+
+    (hidden, inputs), head = read(tokens), model.copy_head
+    if head is None or not head.learns_trust(inputs):
+        return model.mix(model.logits(hidden), hidden, inputs)[0, -1]
+    of_prompt, prompt = read(tokens[: len(tokens) - generated])
+    trust = torch.tensor(START).expand(*inputs.tokens.shape, -1)
+    if head.learns_trust(prompt):  # otherwise it has no neighbors
+        trust = model.scored(prompt._replace(labels=prompt.following()), of_prompt)[1][:, -1:].expand_as(trust)
+    return head.mix(model.logits(hidden), hidden, model.copy_sources(inputs), trust=trust)[0, -1]
 
 
 def check_steps(
     decoder: Together,
-    expected: Callable[[np.ndarray], Tensor],
+    expected: Callable[[np.ndarray, int], Tensor],
     prompts: list[np.ndarray],
     steps: int,
     keep_at: int = -1,
 ) -> None:
-    """Assert the logits of the prompts and of each following step; after step `keep_at` every other row is removed."""
+    """Assert the logits of the prompts and of each following step; after step `keep_at` every other row is removed.
+
+    `expected` is given the tokens of a row, and how many of them were generated.
+    """
     rng, rows = np.random.default_rng(1), prompts
     logits = decoder.read(prompts)
     for step in range(steps):
-        torch.testing.assert_close(logits, torch.stack([expected(row) for row in rows]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, torch.stack([expected(row, step) for row in rows]), rtol=1e-4, atol=1e-4)
         if step == keep_at:
             decoder.keep(range(0, len(rows), 2))
             rows = rows[::2]
@@ -93,14 +118,14 @@ def test_every_step_gives_the_logits_of_a_full_forward_pass(
     monkeypatch.setattr(cache, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the previous ones
     model, retrieve = cached_model(scheme), retriever(k)
     decoder = Together(model, FLOAT32, 4 * T, retrieve)
-    check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_step_gives_the_logits_of_a_full_forward_pass_on_a_cpu() -> None:
     model, retrieve = cached_model("rope"), retriever(2)
     decoder = Together(build().to("cuda"), choose_placement("cuda", "float32"), 4 * T, retrieve)
-    check_steps(decoder, lambda row: uncached(model, row, retrieve).to("cuda"), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated).to("cuda"), rows(*LENGTHS), 2 * M + 2, keep_at=M)
 
 
 @every_scheme_and_reader
@@ -112,9 +137,9 @@ def test_given_neighbors_are_read_by_every_chunk_and_stay_with_their_rows(scheme
     def own_neighbors(own: tuple[np.ndarray, np.ndarray]) -> RetrieveNeighbors:
         return lambda chunks: tuple(np.stack([part] * len(chunks)) for part in own)
 
-    def expected(row: np.ndarray) -> Tensor:
+    def expected(row: np.ndarray, generated: int) -> Tensor:
         own = next(each for each, prompt in zip(given, prompts, strict=True) if prompt[0] == row[0])
-        return uncached(model, row, own_neighbors(own))
+        return uncached(model, row, own_neighbors(own), generated)
 
     for number, prompt in enumerate(prompts):
         prompt[0] = number
@@ -157,7 +182,7 @@ def test_rows_may_read_fewer_neighbors_than_others_before_them(scheme: str) -> N
 def test_other_architectures_are_cached(changes: dict) -> None:
     model, retrieve = build(**{"scheme": "smeared", **changes}), retriever(2)
     decoder = Together(model, FLOAT32, 4 * T, retrieve)
-    check_steps(decoder, lambda row: uncached(model, row, retrieve), rows(2, M, 2 * M + 1), M + 1)
+    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated), rows(2, M, 2 * M + 1), M + 1)
 
 
 @pytest.mark.parametrize(("scheme", "context"), [("rope", M), *((scheme, 2 * M) for scheme in [*SCHEMES, *READERS])])
@@ -165,7 +190,7 @@ def test_a_full_context_is_recomputed_from_its_remaining_tokens(scheme: str, con
     model, retrieve = cached_model(scheme), retriever(2)
     decoder = Together(model, FLOAT32, context, retrieve)
     prompts = rows(3, context - 1, context, context + 1, 3 * context + 2)
-    check_steps(decoder, lambda row: uncached(model, row, retrieve, context), prompts, 3 * M)
+    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated, context), prompts, 3 * M)
 
 
 def test_a_context_longer_than_the_position_table_is_rejected() -> None:

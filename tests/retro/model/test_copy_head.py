@@ -119,21 +119,24 @@ def heads() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("settings", heads(), ids=str)
 @pytest.mark.parametrize("retrieval", [False, True])
-def test_the_mixture_is_a_distribution_and_gives_the_labels_the_probabilities_of_the_loss(settings, retrieval) -> None:
-    model = build(**settings)
+@pytest.mark.parametrize("training", [False, True])
+def test_the_mixture_is_a_distribution_and_gives_the_labels_the_probabilities_of_the_loss(
+    settings, retrieval, training
+) -> None:
+    model = build(**settings).train(training)
     tokens, neighbors, lengths = batch()
     inputs = (tokens % FEW, None, neighbors % FEW, lengths, None, votes(2 * FEW)) if retrieval else (tokens % FEW,)
     labels = tokens.roll(-1, 1) % (2 * FEW)  # some of them were never read
     with torch.no_grad():
-        log_p = model(Inputs(*inputs)).log_softmax(-1)
-        losses = model.token_losses(Inputs(*inputs, labels=labels))
+        log_p = model(Inputs(*inputs)._replace(labels=labels)).log_softmax(-1)
+        losses = model.token_losses(Inputs(*inputs)._replace(labels=labels))
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(B, T))
     torch.testing.assert_close(-log_p.gather(2, labels[..., None])[..., 0], losses)
 
 
 @pytest.mark.parametrize("settings", heads(), ids=str)
 def test_the_mixture_trains_the_copy_head_and_cross_entropy_the_vocabulary(settings) -> None:
-    model = build(**settings)
+    model = build(**settings).train()
     tokens, neighbors, lengths = batch()
     lengths[0] = 0
     inputs = tokens % FEW, torch.tensor([[0, 0, 1, 1]] * B), neighbors % FEW, lengths, None, votes(2 * FEW)
@@ -240,15 +243,16 @@ def test_the_share_of_neighbors_is_what_the_mixture_loses_without_their_votes() 
     origins = origins_of(model, labels, tokens, None, neighbors, lengths)
     assert model.copy_head is not None
     with torch.no_grad():
-        hidden = model.hidden(Inputs(tokens, None, neighbors, lengths))[0]
-        logits = model.logits(hidden)
-        sources = model.copy_sources(Inputs(tokens, None, neighbors, lengths))
-        p = model.copy_head.mix(logits, hidden, sources).exp()
+        whole = Inputs(tokens, None, neighbors, lengths, labels=labels)
+        hidden = model.hidden(whole)[0]
+        logits, (_, trust) = model.logits(hidden), model.scored(whole, hidden)
+        sources = model.copy_sources(whole)
+        p = model.copy_head.mix(logits, hidden, sources, trust=trust).exp()
         theirs = [
             each._replace(matches=each.matches._replace(following=each.matches.following + V)) for each in sources
         ]
         wide = torch.cat((logits, torch.full_like(logits, -torch.inf)), 2)  # the neighbors vote for other tokens
-        without = model.copy_head.mix(wide, hidden, [sources[0], theirs[1]]).exp()
+        without = model.copy_head.mix(wide, hidden, [sources[0], theirs[1]], trust=trust).exp()
     p, without = (each.gather(2, labels[..., None])[..., 0] for each in (p, without))
     torch.testing.assert_close(origins.share, 1 - without / p, atol=1e-5, rtol=1e-4)
 
@@ -264,12 +268,13 @@ def test_the_share_of_the_datastore_is_what_the_mixture_loses_without_its_votes(
     with torch.no_grad():
         whole = Inputs(tokens, None, neighbors, lengths, labels=labels, votes=votes)
         hidden = model.hidden(whole)[0]
-        sources, losses = model.copy_sources(whole), model.token_losses(whole, hidden)
-        origins = model.copy_head.origins(hidden, labels, losses, sources, neighbors.shape[3])
-        p = model.copy_head.mix(model.logits(hidden), hidden, sources).exp().gather(2, labels[..., None])[..., 0]
+        sources, (losses, trust) = model.copy_sources(whole), model.scored(whole, hidden)
+        origins = model.copy_head.origins(hidden, labels, losses, sources, neighbors.shape[3], trust)
+        p = model.copy_head.mix(model.logits(hidden), hidden, sources, trust=trust)
+        p = p.exp().gather(2, labels[..., None])[..., 0]
         silent = [each._replace(tokens=each.tokens * 0 + V) if hasattr(each, "counts") else each for each in sources]
         wide = torch.cat((model.logits(hidden), torch.full((*labels.shape, 1), -torch.inf)), 2)
-        without = model.copy_head.mix(wide, hidden, silent).exp().gather(2, labels[..., None])[..., 0]
+        without = model.copy_head.mix(wide, hidden, silent, trust=trust).exp().gather(2, labels[..., None])[..., 0]
     assert (origins.datastore[0, :3] == 0).all()
     assert (origins.datastore[:, 3:-1] > 0).all()
     torch.testing.assert_close(origins.datastore, 1 - without / p, atol=1e-5, rtol=1e-4)
@@ -280,5 +285,5 @@ def origins_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Origins:
     whole = Inputs(*inputs, labels=labels)
     hidden, _ = model.hidden(whole)
     assert model.copy_head is not None
-    sources, losses = model.copy_sources(whole), model.token_losses(whole, hidden)
-    return model.copy_head.origins(hidden, labels, losses, sources, whole.neighbors.shape[3])
+    sources, (losses, trust) = model.copy_sources(whole), model.scored(whole, hidden)
+    return model.copy_head.origins(hidden, labels, losses, sources, whole.neighbors.shape[3], trust)
