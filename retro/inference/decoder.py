@@ -103,9 +103,19 @@ class Decoder:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def add(self, tokens: np.ndarray, retrieve: RetrieveNeighbors | None = None) -> Row:
-        """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together."""
+    def add(
+        self,
+        tokens: np.ndarray,
+        retrieve: RetrieveNeighbors | None = None,
+        trust: tuple[float, ...] | None = None,
+    ) -> Row:
+        """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together.
+
+        `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is learned.
+        """
         row = Row(np.array(tokens, np.int64), retrieve, slot=len(self.rows))
+        if trust is not None:
+            row.trust, row.prompt = trust, None
         self.cache.make_slots(len(self.rows) + 1)
         self.rows.append(row)
         self._drop(row)
@@ -178,8 +188,10 @@ class Decoder:
                 if part:
                     span = self._pass_of(part, INTERLEAVED_TOKENS if single else WINDOW_TOKENS)
                     h = self.layers.run(span)
-                    for row, read, last in zip(span.rows, h, span.last.tolist(), strict=True):
-                        self._learn_trust(row, read[: last + 1])
+                    for row, read, start, last in zip(
+                        span.rows, h, span.starts.tolist(), span.last.tolist(), strict=True
+                    ):
+                        self._learn_trust(row, read[: row.num_read - start])
                         if not row.num_unread:
                             rows.append(row)
                             hidden.append(read[last - len(row.draft) : last + 1])
@@ -190,12 +202,12 @@ class Decoder:
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits, read)
 
     def _learn_trust(self, row: Row, read: Tensor) -> None:
-        """Keep the activations [n, D] of a part of the prompt; after its last part, learn the trust in retrieval from all of it."""
+        """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in retrieval from all."""
         if row.prompt is None or self.votes is None or row.retrieve is None:
             return
-        row.prompt = [*row.prompt, read]
+        row.prompt = torch.cat((row.prompt, read)) if len(row.prompt) else read
         if not row.num_unread:
-            hidden, row.prompt = self.model.finish(torch.cat(row.prompt).float()), None
+            hidden, row.prompt = self.model.finish(row.prompt[: len(row.tokens)].float()), None
             following = torch.from_numpy(np.append(row.tokens[1:], 0)).to(hidden.device)
             nats = token_losses(hidden, self.model.output_weight, following, self.output)
             row.trust = self.votes.trust(row, nats, hidden)

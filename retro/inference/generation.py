@@ -80,6 +80,7 @@ class Continuation:
         self.number, self.prompt, self.settings, self.sources = number, prompt, settings, sources
         self.ends = {*settings.stop_token_ids, *(() if settings.ignore_eos else ends)}
         self.generated: list[int] = []
+        self.trust: tuple[float, ...] | None = None  # of the row, once its prompt is read
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
         self.draft_length = DraftLength()
@@ -99,6 +100,7 @@ class Continuation:
     ) -> GeneratedToken:
         """Append a sampled token of a row."""
         self.generated.append(token)
+        self.trust = row.trust
         del self._numbers[:1]
         shown = "" if token in self.ends else self.text.add(token)
         finish: FinishReason | None = "stop" if token in self.ends or self.text.stopped else None
@@ -217,7 +219,8 @@ class Batch:
         """Replace the rows by those of some continuations, which read their tokens again: a failed decoder is in no known state."""
         self._decoder, self._texts = self._decoder.empty(), {}
         for text, retrieve in texts:
-            self._texts[self._decoder.add(np.append(text.prompt, text.generated), retrieve)] = [text]
+            row = self._decoder.add(np.append(text.prompt, text.generated), retrieve, text.trust)
+            self._texts[row] = [text]
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
         """Take a step of all rows. If it raises an exception, no continuation has changed."""

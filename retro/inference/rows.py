@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from retro.inference.sources import ChunkWithNeighbors, Neighbors
 from retro.model.copy_switch import START
@@ -36,7 +38,7 @@ class Row:
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
         trust: in each strength of copying, earned by the prompt (`copy_switch.py`). Generated tokens earn none: what was copied would be copied again.
-        prompt: activations [n, D] of the parts of the prompt that were read, until trust is known; then None.
+        prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 
     tokens: np.ndarray
@@ -47,7 +49,7 @@ class Row:
     num_read: int = 0
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     trust: tuple[float, ...] = START
-    prompt: list[Any] | None = field(default_factory=list)
+    prompt: Tensor | None = field(default_factory=lambda: torch.empty(0))
 
     @property
     def unread(self) -> np.ndarray:

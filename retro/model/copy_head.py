@@ -23,7 +23,6 @@ Letters of the shape comments as in `retro.py`. In addition, N is a batch of tex
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
@@ -300,23 +299,24 @@ class CopyHead(nn.Module):
 
     def _by_strength(self, odds: Tensor, sources: list[Source]) -> Tensor:
         """Logs of the shares with each strength of copying: [3, 1 + sources, B, T]."""
-        added = [[strength * self._is_retrieval(source) for source in sources] for strength in STRENGTHS[:-1]]
-        added += [[-torch.inf if self._is_retrieval(source) else 0.0 for source in sources]]
-        return (odds + F.pad(odds.new_tensor(added), (1, 0))[..., None, None]).log_softmax(1)
+        added = [[0.0, *(strength * self._is_retrieval(source) for source in sources)] for strength in STRENGTHS]
+        return (odds.clamp(min=STRENGTHS[-1]) + odds.new_tensor(added)[..., None, None]).log_softmax(1)
 
     def _shares(self, odds: Tensor, sources: list[Source], trust: Tensor | None) -> Tensor:
         """Logs of the shares of vocabulary and sources: [1 + sources, B, T]."""
-        gates, of_retrieval = odds.log_softmax(0), [False, *map(self._is_retrieval, sources)]
-        if trust is None or not any(of_retrieval):
+        gates = odds.log_softmax(0)
+        if trust is None or not any(map(self._is_retrieval, sources)):
             return gates
-        copies = odds[of_retrieval].amax(0) > -torch.inf  # elsewhere all strengths are OFF, to the bit
+        of_retrieval = odds[-sum(map(self._is_retrieval, sources)) :]  # they are the last ones
+        copies = of_retrieval.amax(0) > -torch.inf  # elsewhere all strengths are OFF, to the bit
         shares = self._by_strength(odds, sources) + trust.log().movedim(-1, 0)[:, None]
         return shares.logsumexp(0).where(copies, gates)
 
 
 def _copied(labels: Tensor, sources: list[Source]) -> Tensor:
     """Probability of labels [B, T] in each source: float32 [sources, B, T]."""
-    return torch.stack([source.join(source.probability(labels), labels.shape[1]) for source in sources])
+    copied = [source.join(source.probability(labels), labels.shape[1]) for source in sources]
+    return torch.stack(copied) if copied else torch.zeros(0, *labels.shape, device=labels.device)
 
 
 def _mixture(shares: Tensor, copied: Tensor) -> Mixture:

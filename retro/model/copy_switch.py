@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STRENGTHS = (1.5, -1.5, -torch.inf)
-"""Added to the log-odds of sources of retrieval."""
+STRENGTHS = (1.5, -1.5, -1e4)
+"""Added to the log-odds of sources of retrieval. The last one is OFF: finite, since gradients of infinite numbers are not defined."""
 PRIOR = 1 / 8
 """Trust in copying before the first token of a text."""
 ENTERS = 1 / 1024
@@ -47,15 +47,18 @@ def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
         starts: bool [B, T], True for the first token of each document in its row; None = rows are documents.
     """
     start, steps = log_p.new_tensor(START), log_p.new_tensor(CHANGES)
-    if starts is not None:
-        begins = F.pad(starts[:, 1:], (0, 1))[..., None, None]  # after this step
-        steps = torch.where(begins, start.expand_as(steps), steps)
+    begins = log_p.new_zeros(log_p.shape[:2], dtype=torch.bool)
+    if starts is not None:  # after this step
+        begins = F.pad(starts[:, 1:], (0, 1))
     # Only ratios of probabilities matter: the largest one is 1.
     products = (log_p - log_p.amax(-1, keepdim=True)).exp()[..., None] * steps  # [B, T, 3, 3]
+    products = products.where(~begins[..., None, None], start)
     length, num_tokens = 1, log_p.shape[1]
-    while length < num_tokens:  # products of the last `length` steps, or of all
-        longer = products[:, :-length] @ products[:, length:]
-        products = torch.cat((products[:, :length], longer / longer.amax((-1, -2), keepdim=True)), 1)
+    while length < num_tokens:  # products of the last `length` steps, or of all, of the same document
+        last, longer = products[:, length:], products[:, :-length] @ products[:, length:]
+        longer = (longer / longer.amax((-1, -2), keepdim=True)).where(~begins[:, length:, None, None], last)
+        products = torch.cat((products[:, :length], longer), 1)
+        begins = torch.cat((begins[:, :length], begins[:, length:] | begins[:, :-length]), 1)
         length *= 2
     after = start @ products[:, :-1]  # [B, T - 1, 3]
     first = start.expand(len(log_p), 1, 3)

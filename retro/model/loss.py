@@ -65,9 +65,7 @@ def token_losses(
 
 def mixed_losses(nats: Tensor, mixture: Mixture) -> Tensor:
     """Losses of labels with a mixture, from those with the vocabulary alone; the shapes are equal."""
-    return -torch.logaddexp(
-        mixture.log_keep - nats, mixture.copied.clamp(min=torch.finfo(torch.float32).tiny).log()
-    )
+    return -torch.logaddexp(mixture.log_keep - nats, mixture.copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
 
 def loss(

@@ -134,7 +134,8 @@ def test_planted_copies_gain_and_a_limit_on_near_copies_ends_their_gain(held_out
     short, middle, long, longest = changes(partial(by_token, split=held_out.split), 1)
     assert max(middle, long, longest) < -20
     # No votes after matches of more than three tokens.
-    assert changes(partial(by_token, split=held_out.split), 0.2) == [short, 0, 0, 0]
+    limited = changes(partial(by_token, split=held_out.split), 0.2)
+    assert limited == [pytest.approx(short, abs=0.1), 0, 0, 0]  # the longer ones earned trust, too
 
 
 def test_without_up_to_date_votes_or_with_other_datastores_there_are_no_longest_matches(

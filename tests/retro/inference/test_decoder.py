@@ -61,6 +61,7 @@ def uncached(
     retrieve: RetrieveNeighbors | None,
     generated: int = 0,
     context: int = T * 4,
+    votes: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> Tensor:
     """Logits after some tokens, the last of them generated, from one forward pass over the context without a cache."""
     block = max(M, context // 4 // M * M)
@@ -74,6 +75,8 @@ def uncached(
                 "neighbors": torch.from_numpy(neighbors[None]),
                 "neighbor_lengths": torch.from_numpy(lengths[None]),
             }
+        if votes is not None:
+            found["votes"] = torch.from_numpy(votes(tokens, 0)[None])
         inputs = Inputs(torch.from_numpy(tokens[None]), **found)
         return model.hidden(inputs)[0], inputs
 
@@ -118,14 +121,22 @@ def test_every_step_gives_the_logits_of_a_full_forward_pass(
     monkeypatch.setattr(cache, "KEY_STEP", 3 * M)  # some steps read a longer run of keys than the previous ones
     model, retrieve = cached_model(scheme), retriever(k)
     decoder = Together(model, FLOAT32, 4 * T, retrieve)
-    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+    check_steps(
+        decoder, lambda row, generated: uncached(model, row, retrieve, generated), rows(*LENGTHS), 2 * M + 2, keep_at=M
+    )
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_step_gives_the_logits_of_a_full_forward_pass_on_a_cpu() -> None:
     model, retrieve = cached_model("rope"), retriever(2)
     decoder = Together(build().to("cuda"), choose_placement("cuda", "float32"), 4 * T, retrieve)
-    check_steps(decoder, lambda row, generated: uncached(model, row, retrieve, generated).to("cuda"), rows(*LENGTHS), 2 * M + 2, keep_at=M)
+    check_steps(
+        decoder,
+        lambda row, generated: uncached(model, row, retrieve, generated).to("cuda"),
+        rows(*LENGTHS),
+        2 * M + 2,
+        keep_at=M,
+    )
 
 
 @every_scheme_and_reader

@@ -205,8 +205,8 @@ def test_a_model_that_copies_from_the_datastore_scores_live_what_it_is_evaluated
     inputs = Inputs(torch.from_numpy(text[None, :-1]), votes=torch.from_numpy(votes[None]))
     with torch.no_grad(), opened.placement.autocast():
         expected = opened.model(inputs)[0].log_softmax(-1).gather(1, torch.from_numpy(text[1:, None]))[:, 0]
-    # Of frequent matches in several shards, other occurrences may be counted.
-    assert (np.abs(opened.score([text], k=1)[0] - expected.numpy()) < 1e-5).mean() > 0.9
+    # Of frequent matches in several shards, other occurrences may be counted, which changes trust a little.
+    assert (np.abs(opened.score([text], k=1)[0] - expected.numpy()) < 1e-3).mean() > 0.9
     assert (np.abs(opened.score([text])[0] - expected.numpy()) < 1e-5).mean() < 0.1
     settings = GenerationSettings(max_tokens=5)
     assert sum(map(len, opened.generate([text[:20]], settings, k=1))) == 5

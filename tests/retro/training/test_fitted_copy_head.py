@@ -62,7 +62,7 @@ def build_base(base: str) -> Retro:
 
 @pytest.mark.parametrize("base", BASES)
 def test_fitting_lowers_the_loss_by_as_much_as_it_reports(base: str) -> None:
-    model, found = build_base(base), batches()
+    model, found = build_base(base).train(), batches()
     before, off = mean_loss(model, found), mean_loss(model, found, on=False)
     fit = fit_copy_head(model, found, HERE)
     torch.testing.assert_close(torch.tensor([fit.before, fit.after]), torch.tensor([before, mean_loss(model, found)]))
