@@ -210,7 +210,7 @@ def test_the_chat_template_is_the_checkpoints_or_the_given_one_or_missing(
 
 
 @pytest.fixture
-def copying(language_model: LanguageModel) -> Any:
+def copying(language_model: LanguageModel, trusted: None) -> Any:
     """Let the model copy from neighbors with most of its probability."""
     import torch
 

@@ -316,6 +316,7 @@ def sources_of(path: str, answer: dict[str, Any]) -> dict[str, Any]:
     return sources
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("path", [*ENDPOINTS, "echo"])
 def test_a_planted_passage_that_is_continued_has_its_document(
     copying: TestClient, retriever: Retriever, language_model: LanguageModel, path: str
@@ -348,6 +349,7 @@ def test_a_planted_passage_that_is_continued_has_its_document(
     assert ends == sorted(ends)
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_the_runs_of_a_stream_join_to_those_of_the_answer(copying: TestClient, retriever: Retriever, path: str) -> None:
     prompt = planted(retriever)

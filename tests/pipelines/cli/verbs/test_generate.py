@@ -38,7 +38,7 @@ def model(tiny_run: Path) -> LanguageModel:
 
 
 @pytest.fixture
-def arguments(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(model: LanguageModel, trusted: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(LanguageModel, "open", lambda *given, **options: model)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")

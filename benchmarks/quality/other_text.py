@@ -1,0 +1,157 @@
+"""Does retrieval harm text that is not of the datastore's kind, and answers that need no datastore?
+
+    retro add-retrieval MODEL --datastore DATASTORE --output FILE.safetensors     for each datastore
+    python -m benchmarks.quality.other_text FILE.safetensors ... --output FOLDER --texts FILE ... --questions FILE
+    python -m benchmarks.quality.other_text summary --output FOLDER
+
+Texts are scored OFF and ON, as `retro eval perplexity --texts` does. In addition, two kinds of prompts are continued with the likeliest
+tokens, OFF and ON:
+
+| prompts | |
+|---|---|
+| questions | drawn from FILE (JSON Lines with `question`): the datastore has nothing to say |
+| beginnings | the first tokens of held-out documents of the datastore |
+
+For both: how many continuations are equal OFF and ON, how many are equal or as likely under the model OFF within 1%, and in how many a
+sequence of four tokens occurs three times. Results are stored after every datastore, so the benchmark resumes.
+"""
+
+import argparse
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from benchmarks.common import Budget, budget, markdown, model_parser, say, write
+from indexing.store.datastore import Datastore
+from pipelines.cli.results import Table
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.evaluation.other_texts import evaluate_texts
+from retro.evaluation.settings import PerplexitySettings
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+
+K = 4
+ANSWER = GenerationSettings(max_tokens=48, temperature=0)
+BEGINNING = 24
+"""Tokens of a beginning."""
+_TOGETHER = 8
+
+
+def questions(file: Path, count: int) -> list[str]:
+    """Different questions, drawn from a file."""
+    with fsspec.open(str(file), "rb", compression="infer") as stream:
+        found = {json.loads(line)["question"] for line in io.TextIOWrapper(stream, encoding="utf-8")}
+    return [sorted(found)[number] for number in np.random.default_rng(0).permutation(len(found))[:count]]
+
+
+def beginnings(datastore: Datastore, count: int) -> list[np.ndarray]:
+    """The first tokens of held-out documents."""
+    split, m = datastore.valid, datastore.chunk_length
+    chosen = np.random.default_rng(0).permutation(split.num_documents)[:count]
+    chunks = split.chunk_ranges(np.sort(chosen))[:, :1] + np.arange(-(-BEGINNING // m))
+    tokens = split.tokens.gather(chunks.ravel()).reshape(len(chosen), -1)[:, :BEGINNING]
+    return [row.astype(np.int64) for row in tokens]
+
+
+def continued(model: LanguageModel, prompts: Sequence[np.ndarray], k: int) -> list[list[int]]:
+    """The likeliest continuation of each prompt."""
+    answers = [list[int]() for _ in prompts]
+    for first in range(0, len(prompts), _TOGETHER):
+        for step in model.generate(prompts[first : first + _TOGETHER], ANSWER, k):
+            for token in step:
+                answers[first + token.row].append(token.token)
+    return answers
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """Whether a sequence of four tokens occurs three times."""
+    return max(Counter(zip(*(tokens[n:] for n in range(4)), strict=False)).values(), default=0) >= 3
+
+
+def nats_off(model: LanguageModel, prompts: Sequence[np.ndarray], answers: Sequence[list[int]]) -> np.ndarray:
+    """Mean loss of a token of each answer with retrieval OFF."""
+    scores = model.score([np.append(*pair).astype(np.int64) for pair in zip(prompts, answers, strict=True)])
+    return np.array([-part[-len(answer) :].mean() for part, answer in zip(scores, answers, strict=True)])
+
+
+def compared(model: LanguageModel, prompts: Sequence[np.ndarray]) -> dict[str, float]:
+    """Continue prompts OFF and ON."""
+    off, on = (continued(model, prompts, k) for k in (0, K))
+    equal = np.array([one == other for one, other in zip(off, on, strict=True)])
+    likely = nats_off(model, prompts, on) <= 1.01 * nats_off(model, prompts, off)
+    return {
+        "prompts": len(prompts),
+        "equal": float(equal.mean()),
+        "equal_or_likely": float((equal | likely).mean()),
+        "repeats_off": float(np.mean(list(map(repeats, off)))),
+        "repeats_on": float(np.mean(list(map(repeats, on)))),
+    }
+
+
+def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model with its datastore."""
+    settings = PerplexitySettings(texts=tuple(map(str, options.texts)), k=(K,), max_tokens=options.tokens)
+    texts = evaluate_texts(open_checkpoint(file), "", settings, "cpu")
+    model = LanguageModel.open(file, device="cpu")
+    assert model.retriever is not None
+    asked = [model.tokenizer.encode(text) for text in questions(options.questions, options.prompts)]
+    prompts = {
+        "questions": [np.append(model.tokenizer.bos_id, tokens).astype(np.int64) for tokens in asked],
+        "beginnings": beginnings(model.retriever.datastore, options.prompts),
+    }
+    answers = {}
+    for kind, tokens in prompts.items():
+        answers[kind] = compared(model, tokens)
+        say(f"{file.stem}: {kind}: {answers[kind]}")
+    return {"texts": texts, "answers": answers}
+
+
+def summary(folder: Path) -> None:
+    """Print the tables as Markdown."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    body = []
+    for name, one in found.items():
+        for row in one["texts"]:
+            change, worst, off = row["changes"][0], row["worst"], row["results"][0]
+            interval = "{:+.2f}% ({:+.2f} to {:+.2f})".format(*(change[key] for key in ("percent", "low", "high")))
+            least = f"{worst['percent']:+.2f}%, {worst['bits']:+.1f} bits"
+            body.append([name, row["set"], f"{off['documents']}", f"{off['tokens']:,}", interval, least])
+    say(markdown(Table(["datastore", "text", "documents", "tokens", "ON against OFF", "worst document"], body)) + "\n")
+    body = [
+        [name, kind, f"{one['prompts']}"]
+        + [f"{one[key]:.0%}" for key in ("equal", "equal_or_likely", "repeats_off", "repeats_on")]
+        for name, of_model in found.items()
+        for kind, one in of_model["answers"].items()
+    ]
+    columns = ["datastore", "prompts", "number", "equal", "equal or as likely", "repeat, OFF", "repeat, ON"]
+    say(markdown(Table(columns, body)))
+    say(json.dumps({name: {key: one[key] for key in ("machine", "commit")} for name, one in found.items()}))
+
+
+def main() -> None:
+    """Measure some models, or print the tables."""
+    parser = model_parser(__doc__)
+    parser.add_argument("models", nargs="*", help="more models")
+    parser.add_argument("--texts", nargs="+", type=Path, default=[], help="files of text of other kinds")
+    parser.add_argument("--questions", type=Path, help="JSON Lines with `question`")
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens of each file")
+    parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    limit: Budget = budget(options)
+    files = [] if options.base == "summary" else [Path(name) for name in (options.base, *options.models)]
+    for file in limit.each(files, "model"):
+        stored = options.output / f"{file.stem}.json"
+        if not stored.exists():
+            write(stored, run(file, options))
+    summary(options.output)
+
+
+if __name__ == "__main__":
+    main()
