@@ -43,7 +43,7 @@ from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import updated
-from retro.training.fitted_copy_head import fit_copy_head, read_batches
+from retro.training.fitted_copy_head import SPAN, fit_copy_head, read_batches
 
 WINDOW = 1024
 ALL = ("context", "neighbors", "datastore")
@@ -172,12 +172,12 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
     changes = {"chunk_length": datastore.chunk_length, "retrieval.reader": options.reader}
     model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
     place.cast(model)
-    data = DataSettings(datastores=(folder,), sequence_length=options.window, k=options.k)
+    data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     with_head(model, ())
     with torch.inference_mode():
         windows = list(held_out_windows(model, held_out, options, place, limit, options.window))
-    batches = list(read_batches(source, options.fitted_tokens // options.window, place))
+    batches = list(read_batches(source, options.fitted_tokens // SPAN, place))
     with torch.inference_mode(), place.autocast():
         hidden = [model.hidden(batch)[0] for batch in batches]
 

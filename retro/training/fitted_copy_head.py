@@ -52,7 +52,7 @@ SourceName = Literal["context", "neighbors", "datastore"]
 
 _TOKENS_OF_RUN = 20_000
 """Tokens that the sources of a run are fitted to."""
-_SPAN = 256
+SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
 which brought 0.3% more with the PEPs, and so much as 300 tokens did no harm (docs/results/retrieval-gain.md)."""
 _PULL = 0.5
@@ -128,7 +128,7 @@ def add_retrieval(
     m = settings.chunk_length
     length = max(m, checkpoint.settings["data"]["sequence_length"] // m * m)
     data = DataSettings(datastores=(Path(folder),), sequence_length=length, k=k, **checkpoint.neighbor_rules)
-    span = max(m, min(_SPAN, length) // m * m)
+    span = max(m, min(SPAN, length) // m * m)
     spans = replace(data, sequence_length=span)
     source = TrainingData(data.datastores, spans, retrieval=True, votes=bool(settings.copy_head.datastore))
     model = _with_copy_head(load_model(checkpoint, placement.device), settings, names)
