@@ -30,7 +30,6 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.embedding.transformer import TransformerEmbedder
 from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.index.product_search import ProductIndex
-from indexing.neighbors.list_search import ListIndex
 from indexing.store.sharded_array import ShardedArray
 from pipelines.terminal.units import human_bytes
 from retro.estimates.flops import measured_flops, peak_flops, training_flops
@@ -222,27 +221,15 @@ def faiss_index(tiny: bool) -> Iterator[Figures]:
 
 
 def products(tiny: bool) -> Iterator[Figures]:
-    """Exact search and search list by list, by matrix products: queries/s."""
-    import faiss
-
-    count, lists, num_queries = (3_000, 16, 100) if tiny else (500_000, 1024, 20_000)
-    device = placement().device.type
+    """Exact search by matrix products: queries/s."""
+    count, num_queries = (3_000, 100) if tiny else (500_000, 20_000)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "vectors.npy"
         np.save(file, clustered(count).astype(np.float16))
-        embeddings, queries = ShardedArray([file], [count]), clustered(num_queries, seed=1)
-        trained: Any = faiss.index_factory(WIDTH, f"IVF{lists},Flat")
-        trained.cp.niter = 4
-        trained.train(clustered(min(count, 40 * lists)))
-        assigned = trained.quantizer.search(embeddings.read(0, count).astype(np.float32), 1)[1][:, 0].astype(np.int32)
-        indexes: dict[str, Any] = {
-            "exact": ProductIndex(embeddings, device),
-            "all lists": ListIndex(trained, lists, embeddings, assigned, device=device),
-            "an eighth of the lists": ListIndex(trained, lists // 8, embeddings, assigned, device=device),
-        }
-        for name, index in indexes.items():
-            index.search(queries[: num_queries // 2], 32)  # warms up
-            yield {f"{name}, queries/s": f"{num_queries / timed(partial(index.search, queries, 32)):,.0f}"}
+        index = ProductIndex(ShardedArray([file], [count]), placement().device.type)
+        queries = clustered(num_queries, seed=1)
+        index.search(queries[: num_queries // 2], 32)  # warms up
+        yield {"exact, queries/s": f"{num_queries / timed(partial(index.search, queries, 32)):,.0f}"}
 
 
 def embedding(tiny: bool) -> Iterator[Figures]:

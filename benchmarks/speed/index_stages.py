@@ -42,7 +42,6 @@ from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.machine import keep_freed_memory
 from indexing.neighbors.index_search import QueryChunks, neighbors_of
-from indexing.neighbors.list_search import ListIndex, read_lists
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
@@ -54,11 +53,7 @@ from pipelines.stages.generations import read_plan
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
-_NUM_QUERIES = {
-    "index": 4096,
-    "lists": 65_536,
-    "exact": 4096,
-}  # queries for `growth`: searching by lists needs many at once
+_NUM_QUERIES = 4096  # for `growth`
 _NPROBES = sorted({1} | {each * 2**power for power in range(16) for each in (2, 3)})
 
 
@@ -171,7 +166,6 @@ def neighbor_stage(
     exact = exact_search(checked[0], train.embeddings, 2, checked[1])[0]
     searched: dict[str, Any] = {
         "neighbors, index": ShardedIndex.open(datastore.folder / "index", range(len(train.chunk_rows))),
-        **list_index("neighbors, lists", datastore.folder / "index", train),
         "neighbors, exact": ProductIndex(train.embeddings),
     }
 
@@ -204,7 +198,7 @@ def neighbor_stage(
         }
         return {**ours, bare: partial(bare_ones[bare].search, queries, settings.candidates)}
 
-    # An upper bound of the time, because searching by lists is slower per query for few queries.
+    # An upper bound of the time, because an exhaustive search reads all embeddings in each call.
     once = sum(map(seconds, searches(*checked).values()))
     fitting = len(sample) * limit.left / (rounds + 1) / once
     count = int(min(num_queries, train.num_chunks, max(len(sample), fitting)))
@@ -217,15 +211,6 @@ def neighbor_stage(
         row(f"{name} ({found[name]:.3f})", len(ids) / took[name], "chunks/s", took[bare] / took[name], bare)
         for name in searched
     ]
-
-
-def list_index(name: str, folder: Path, train: Split) -> dict[str, ListIndex]:
-    """Return a search by lists of the stored index, by name; empty for a flat index."""
-    trained = read_index(folder / "trained" / "trained.faiss")
-    if ivf_of(trained) is None:
-        return {}
-    lists = read_lists(folder, train.embeddings, range(len(train.chunk_rows)))
-    return {name: ListIndex(trained, 1, train.embeddings, lists)}
 
 
 def bare_indexes(train: Split, checked: tuple[np.ndarray, Any], exact: np.ndarray) -> dict[str, Any]:
@@ -270,7 +255,7 @@ def growth(sizes: list[int], dimension: int, shards: list[int], limit: Budget) -
         rows.append(json.loads(out.stdout.splitlines()[-1]))
         say(rows[-1])
     fitted = {}
-    for stage in ("add", "index", "lists", "exact"):
+    for stage in ("add", "index", "exact"):
         of_stage = [line for line in rows if line["shards"] == shards[0] and stage in line]
         points = [(line["chunks"], line[stage] * line["chunks"]) for line in of_stage]
         if len(points) > 1:
@@ -288,15 +273,15 @@ def one(size: int, dimension: int, num_shards: int) -> dict[str, Any]:
         settings = building.IndexSettings(recall_target=0.8)
         key = train_index(train, settings)
         took = {"add": seconds(lambda: add_shards(train)) / size}
-        sample_ids = np.sort(np.random.default_rng(1).choice(size, min(size, _NUM_QUERIES["lists"]), replace=False))
-        searched: dict[str, Any] = {"index": ShardedIndex.open(Path(folder) / "index", range(num_shards))}
-        searched |= list_index("lists", Path(folder) / "index", train)
-        searched["exact"] = ProductIndex(embeddings)
+        ids = np.sort(np.random.default_rng(1).choice(size, min(size, _NUM_QUERIES), replace=False))
+        queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
+        searched = {
+            "index": ShardedIndex.open(Path(folder) / "index", range(num_shards)),
+            "exact": ProductIndex(embeddings),
+        }
         for name, index in searched.items():
-            ids = sample_ids[:: max(1, len(sample_ids) // _NUM_QUERIES[name])]
-            queries, own = embeddings.gather(ids).astype(np.float32), (ids, ids + 1)
 
-            def search(index: Any = index, queries: np.ndarray = queries, own: Any = own) -> None:
+            def search(index: Any = index) -> None:
                 # Random vectors have no clusters, so nprobe is fixed instead of tuned.
                 neighbors_of(QueryChunks(queries, own=own), index, train, NeighborSettings(rerank="embeddings"), 64)
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from indexing.index.coarse_quantizer import TWO_LEVELS, train_centroids
 from indexing.index.exact_search import recall, rerank
-from indexing.index.faiss_files import ivf_of, read_index, transformed, write_index, write_shard
+from indexing.index.faiss_files import ivf_of, read_index, write_index, write_shard
 from indexing.index.faiss_gpu import on_cpu, on_gpus
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
@@ -29,7 +29,6 @@ from indexing.store.settings import PositiveFraction, Size, settings
 from indexing.store.sharded_array import ShardedArray
 
 _BLOCK_ROWS = 65_536
-_MOST_PROBES = 1024  # if 1,024 lists do not reach the target, all lists are visited
 
 
 POINTS_PER_LIST = 64
@@ -51,8 +50,7 @@ class IndexSettings:
     codes: Literal["fast-scan", "pq"] = "fast-scan"
     """`fast-scan`: 4-bit PQ (d/4 bytes per chunk), the fastest, to be re-ranked. `pq`: autofaiss's proposal (OPQ + 8-bit PQ)."""
     recall_target: PositiveFraction = 0.8
-    """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it. For
-    `neighbors.search = "lists"` it is the smallest number that reaches it."""
+    """Recall@10 after re-ranking that held-out queries must reach. `nprobe` is the smallest power of two that reaches it."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the training sample and of k-means."""
 
@@ -146,7 +144,6 @@ def add_shard(work: Path, trained: Path, embeddings: np.ndarray, first_id: int, 
 def tune(
     work: Path,
     index: ShardedIndex,
-    trained: Path,
     queries: np.ndarray,
     embeddings: ShardedArray,
     candidates: int,
@@ -154,24 +151,20 @@ def tune(
 ) -> dict[str, Any]:
     """Choose `nprobe` for the recall target on held-out queries and write `work/tuned.json`.
 
-    A search by embeddings (`list_search.py`) needs fewer lists than a search by codes, so it has its own `nprobe`.
-
     Args:
         work: folder to write into.
         index: the filled index.
-        trained: folder of the trained index.
         queries: [n, d] float32.
         embeddings: embeddings of the chunks in the index.
         candidates: candidates re-ranked for each query.
         settings: the recall target.
 
     Returns:
-        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …], lists: {nprobe, recall_at_10}}; only an IVF has `lists`.
+        {nprobe, recall_at_10, queries, curve: [[nprobe, recall_at_10], …]}.
     """
     k = min(10, max(1, index.num_vectors))
     # 4·k candidates: bfloat16 products are not exact, and this many contain the true k.
-    exact, ids = rerank(queries, ProductIndex(embeddings).search(queries, max(candidates, 4 * k)), embeddings)
-    exact, ids = exact[:, :k], ids[:, :k]
+    exact = rerank(queries, ProductIndex(embeddings).search(queries, max(candidates, 4 * k)), embeddings)[0][:, :k]
     curve: list[tuple[int, float]] = []
     nprobe = 1
     while True:
@@ -185,36 +178,5 @@ def tune(
     reached = max(recall for _, recall in curve)
     fewest = next(probe for probe, recall in curve if recall >= min(settings.recall_target, reached - 0.002))
     tuned = {"nprobe": fewest, "recall_at_10": dict(curve)[fewest], "queries": len(queries), "curve": curve}
-    empty = read_index(trained / "trained.faiss")
-    if ivf_of(empty) is not None:
-        tuned["lists"] = tune_lists(empty, queries, ids, embeddings, settings.recall_target)
     write_json(work / "tuned.json", tuned)
     return tuned
-
-
-def tune_lists(
-    trained: Any, queries: np.ndarray, ids: np.ndarray, embeddings: ShardedArray, target: float
-) -> dict[str, Any]:
-    """Choose how many lists a search by embeddings visits: as many as hold the target share of the true neighbors.
-
-    Args:
-        trained: the trained index, an IVF.
-        queries: [n, d] float32.
-        ids: [n, k] int64, their true neighbors, -1 = none.
-        embeddings: embeddings of the chunks in the index.
-        target: recall to reach.
-
-    Returns:
-        {nprobe, recall_at_10}; all lists if the nearest 1,024 do not reach the target.
-    """
-    ivf: Any = ivf_of(trained)
-    real = ids >= 0
-    home = ivf.quantizer.search(transformed(trained, to_float32(embeddings.gather(ids[real]))), 1)[1]  # [neighbors, 1]
-    probes = ivf.quantizer.search(transformed(trained, queries), min(_MOST_PROBES, ivf.nlist))[1]
-    hits = probes[np.nonzero(real)[0]] == home  # [neighbors, probes]
-    is_hit = hits.any(1)
-    recalls = np.cumsum(np.bincount(hits.argmax(1)[is_hit], minlength=probes.shape[1])) / max(1, len(home))
-    nprobe = int(np.searchsorted(recalls, target)) + 1
-    if nprobe > len(recalls):
-        return {"nprobe": int(ivf.nlist), "recall_at_10": 1.0}
-    return {"nprobe": nprobe, "recall_at_10": float(recalls[nprobe - 1])}

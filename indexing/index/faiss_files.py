@@ -1,6 +1,5 @@
 """Read, write and inspect Faiss indexes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,30 +98,6 @@ def num_lists(index: Any) -> int:
     if isinstance(real, (faiss.IndexPreTransform, faiss.IndexIDMap)):
         return num_lists(real.index)
     return int(getattr(real, "nlist", 1))
-
-
-def transformed(index: Any, vectors: np.ndarray) -> np.ndarray:
-    """Apply the transforms before the IVF part (OPQ, PCA) to vectors [n, d] float32; without any, return the vectors."""
-    import faiss
-
-    index = faiss.downcast_index(index)
-    if isinstance(index, faiss.IndexPreTransform):
-        chain: Any = index.chain
-        for step in range(chain.size()):
-            vectors = faiss.downcast_VectorTransform(chain.at(step)).apply(vectors)
-    return vectors
-
-
-def lists_of(index: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield number and ids [n] int64 of every non-empty inverted list of an IVF on the CPU. Copy the ids to keep them."""
-    import faiss
-
-    ivf: Any = ivf_of(index)
-    lists = ivf.invlists
-    for list_id in range(lists.nlist):
-        size = lists.list_size(list_id)
-        if size:
-            yield list_id, faiss.rev_swig_ptr(lists.get_ids(list_id), size)
 
 
 def search_index(index: Any, queries: np.ndarray, k: int, nprobe: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from indexing.index.floats import to_float32
 from indexing.neighbors.index_search import QueryChunks
-from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search import NeighborSearch
 from indexing.progress import Advance, status
 from indexing.store.datastore import Split
@@ -89,9 +88,7 @@ def ngram_block_rows(dimension: int) -> int:
 
 
 def _block_rows(search: NeighborSearch) -> int:
-    """Chunks per block. A search by lists gets large blocks, up to 256 MB of float32."""
+    """Chunks per block."""
     if search.by_ngrams is not None:
         return ngram_block_rows(search.by_ngrams.retrieval.own.embeddings.row_shape[0])
-    by_lists = [opened.index for opened in search.indexes if isinstance(opened.index, ListIndex)]
-    fitting = min((2**26 // index.embeddings.row_shape[0] for index in by_lists), default=0)
-    return max(_BLOCK_ROWS, min(4 * _BLOCK_ROWS, fitting))
+    return _BLOCK_ROWS

@@ -15,7 +15,6 @@ import numpy as np
 from indexing.index.exact_search import IdRanges, rerank
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
-from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.settings import Method, NeighborSettings
 from indexing.similarity.candidates import present_first
 from indexing.similarity.overlap import overlap
@@ -29,7 +28,7 @@ _OVERLAP_ROWS = 4096
 
 
 class Index(Protocol):
-    """Finds candidates for many queries, such as `ShardedIndex`, `ProductIndex` and `ListIndex`.
+    """Finds candidates for many queries, such as `ShardedIndex` and `ProductIndex`.
 
     Attributes:
         num_vectors: chunks in the index.
@@ -45,7 +44,7 @@ class Index(Protocol):
     def search(
         self, queries: np.ndarray, k: int, excluded: IdRanges | None = None, nprobe: int | None = None
     ) -> np.ndarray:
-        """See `ListIndex.search`."""
+        """See `ShardedIndex.search`."""
 
 
 def open_index(train: Split, shards: range, method: Method, device: str = "auto", *, keep: bool = False) -> Index:
@@ -54,21 +53,17 @@ def open_index(train: Split, shards: range, method: Method, device: str = "auto"
     Args:
         train: the split.
         shards: shard numbers.
-        method: how candidates are found. An index without lists is small, so `lists` compares all its embeddings. `ngrams` opens
-            the index for chunks with too few candidates by n-grams: the first shards only, up to `COMPLETING_BYTES`, because these
-            chunks are few and find little.
-        device: of a search by embeddings.
-        keep: keep the embeddings in memory, for searches of few queries.
+        method: how candidates are found. `ngrams` opens the index for chunks with too few candidates by n-grams: the first shards
+            only, up to `COMPLETING_BYTES`, because these chunks are few and find little.
+        device: of `exact`.
+        keep: keep the embeddings of `exact` in memory, for searches of few queries.
     """
     if method == "ngrams":
         return ShardedIndex.open(train.folder / "index", shards, COMPLETING_BYTES, only_fitting=True)
     if method == "index":
         return ShardedIndex.open(train.folder / "index", shards)
-    opened = None
-    if method == "lists":
-        opened = ListIndex.open(train.folder / "index", train.embeddings, shards, device)
     rows = (int(train.tokens.starts[shards.start]), int(train.tokens.starts[shards.stop]))
-    return opened or ProductIndex(train.embeddings, device, rows, keep=keep)
+    return ProductIndex(train.embeddings, device, rows, keep=keep)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.settings import Fraction, settings
 
-Method = Literal["index", "exact", "lists", "ngrams"]
+Method = Literal["index", "exact", "ngrams"]
+FORMER_METHOD = "lists"
+"""A search of the embeddings in the nearest inverted lists, which found the neighbors of some datastores of earlier versions."""
 
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
@@ -30,11 +32,10 @@ class NeighborSettings:
     with the chunk, each adding to the ones before; for models that copy, with the lexical embedder
     (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
     `tokens` with the lexical embedder, `embeddings` (as in the paper) with a transformer; stored neighbors keep their order."""
-    search: Literal["auto", "index", "exact", "lists", "ngrams"] = "auto"
-    """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `lists`: by matrix
-    products with the embeddings of the nearest inverted lists. `ngrams`: by the rare n-grams of tokens that chunks share, and by the
-    index's codes for chunks that share too few. `auto`: `ngrams` with the lexical embedder, else the fastest of the others
-    (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
+    search: Literal["auto", "index", "exact", "ngrams"] = "auto"
+    """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `ngrams`: by the rare
+    n-grams of tokens that chunks share, and by the index's codes for chunks that share too few. `auto`: `ngrams` with the lexical
+    embedder, else the faster of the others (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
     max_overlap: Fraction = 1.0
     """Store no neighbor whose longest run of tokens in common with the chunk is more than this fraction of it. 1 = keep all.
     Only the chunk itself is compared; `data.max_overlap` also compares the next chunk, which training predicts. The datastore has no
@@ -73,7 +74,10 @@ class NeighborSettings:
 
 
 def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
-    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors."""
+    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors.
+
+    Neighbors that `FORMER_METHOD` found are those of `index`, nearest first.
+    """
     if not datastore.has("neighbors"):
         return None
     manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
@@ -84,5 +88,9 @@ def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | N
             "finds neighbors by embeddings or n-grams only: remove that setting and run "
             "`retro index CONFIG --stage neighbors --rebuild`."
         )
+    method = manifest["counts"]["search"]
+    if method == FORMER_METHOD:
+        method = stored["search"] = "index"
+        stored["rerank"] = "tokens" if stored.get("rerank") == "tokens" else "embeddings"  # it compared no codes
     accepted = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
-    return NeighborSettings(**accepted), manifest["counts"]["search"]
+    return NeighborSettings(**accepted), method

@@ -13,7 +13,6 @@ from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import MEMORY, ShardedIndex
 from indexing.neighbors.index_search import Index, QueryChunks, open_index
-from indexing.neighbors.list_search import ListIndex
 from indexing.neighbors.search import NeighborSearch, OpenIndex
 from indexing.neighbors.settings import Method, NeighborSettings, stored_settings
 from indexing.ngrams.search import NgramIndex
@@ -24,7 +23,7 @@ from indexing.store.retrieval_set import RetrievalSet
 
 log = logging.getLogger("retro")
 
-_LOCAL = (ShardedIndex, ProductIndex, ListIndex)  # indexes in this process
+_LOCAL = (ShardedIndex, ProductIndex)  # indexes in this process
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _precise(
     indexes: tuple[SearchableIndex, ...], retrieval: RetrievalSet, method: Method
 ) -> tuple[Index | SearchableIndex, ...]:
     """The indexes that found the stored neighbors, but the given one where embeddings exceed `MEMORY` or it is in other processes."""
-    if method not in ("exact", "lists"):
+    if method != "exact":
         return indexes
     opened = list[Index | SearchableIndex](indexes)
     for datastore, split in enumerate(retrieval.splits):

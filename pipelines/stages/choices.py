@@ -1,7 +1,7 @@
 """Values of `auto` in the settings of neighbors: what stored neighbors were made with, else a choice.
 
 before the build         with_choices    the order, and n-grams where chunks have them
-once `nprobe` is tuned   search_method   the fastest search of embeddings
+once `nprobe` is tuned   search_method   the faster search of embeddings
 """
 
 import logging
@@ -11,15 +11,19 @@ from typing import Any
 
 from indexing.index.key import num_lists
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.settings import Method
+from indexing.neighbors.settings import FORMER_METHOD, Method
 from indexing.store.artifact import damage, parse_manifest, stored_json
 from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
 from pipelines.config import Config
 
 log = logging.getLogger("retro")
 
-_MOST_LISTS = 0.5
+_MOST_VISITED = 1 / 4
 """Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/speed.md)."""
+
+_MOST_LISTS = 1024
+"""Lists after which earlier versions compared all embeddings."""
 
 _LEAST_LENGTH = 8
 """Tokens of a chunk with enough n-grams to find neighbors (docs/results/which-neighbors.md)."""
@@ -39,6 +43,8 @@ def with_choices(config: Config) -> Config:
     recorded = stored["recipe"]["settings"] if stored else {}
     if is_lexical or recorded.get("neighbors.rerank") != "tokens":  # else the stage `embed` refuses the other embedder
         chosen |= {key: recorded.get(f"neighbors.{key}", chosen[key]) for key in chosen}
+    if chosen.get("search") == FORMER_METHOD:
+        chosen["search"] = "auto"  # `search_method` refuses it
     return replace(config, neighbors=replace(config.neighbors, **chosen))
 
 
@@ -47,16 +53,25 @@ def search_method(config: Config) -> tuple[Config, Method]:
 
     Args:
         config: the settings `with_choices`.
+
+    Raises:
+        InputError: `FORMER_METHOD` found the stored neighbors.
     """
     if config.neighbors.search != "auto":
         return config, config.neighbors.search
     if stored := _stored(config.datastore):
-        return config, stored["counts"]["search"]
+        if (method := stored["counts"]["search"]) == FORMER_METHOD:
+            raise InputError(
+                f"the neighbors of {config.datastore} were found with neighbors.search = {method!r}, which was removed. They can "
+                "still be read, but not extended or repaired: run `retro index CONFIG --stage neighbors --rebuild`."
+            )
+        return config, method
     train = Datastore.open(config.datastore).train
     index = stored_json(train.folder / "index" / "trained" / "index.json")
     tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
-    visited = tuned.get("lists", tuned)["nprobe"] / num_lists(index["key"])
-    method = by_embeddings(train.num_chunks, index["dimension"], visited)
+    lists = num_lists(index["key"])
+    visited = next((nprobe for nprobe, recall in tuned["curve"] if recall >= config.index.recall_target), lists)
+    method = by_embeddings(train.num_chunks, index["dimension"], visited, lists)
     log.info("neighbors.search = 'auto' chooses %r: %s", method, _without_ngrams(config))
     return replace(config, neighbors=replace(config.neighbors, search=method)), method
 
@@ -71,12 +86,12 @@ def _without_ngrams(config: Config) -> str:
     return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
 
 
-def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
-    """The fastest search of embeddings [num_vectors, dimension]; `visited` is the fraction of lists that reaches the recall target,
-    1 without lists."""
+def by_embeddings(num_vectors: int, dimension: int, visited: int, lists: int) -> Method:
+    """The faster search of embeddings [num_vectors, dimension], by an index that reaches the recall target in `visited` of its `lists`;
+    both are 1 without lists."""
     if 2 * num_vectors * dimension > MEMORY:
         return "index"
-    return "exact" if visited > _MOST_LISTS else "lists"
+    return "index" if visited <= min(_MOST_VISITED * lists, _MOST_LISTS) else "exact"
 
 
 def _stored(folder: Path) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ def tune_task(
     queries = sample_queries(datastore, num_queries, settings.seed, num_shards)[1]
     opened = ShardedIndex.open(folder / "index", range(num_shards))
     embeddings = datastore.train.first_shards(num_shards).embeddings
-    tuned = index.tune(work, opened, folder / TRAINED, queries, embeddings, candidates, settings)
+    tuned = index.tune(work, opened, queries, embeddings, candidates, settings)
     advance(len(queries))
     return {"nprobe": tuned["nprobe"], "recall_at_10": tuned["recall_at_10"]}
 

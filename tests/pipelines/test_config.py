@@ -1,4 +1,4 @@
-"""What a configuration accepts, and what it says of former keys."""
+"""What a configuration accepts, and what it says of former keys and values."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def test_only_the_lexical_embedder_has_token_weights_to_order_neighbors_by(
 ) -> None:
     config = Config(datastore=tmp_path, embedder=embedder)
     assert with_choices(config).neighbors.rerank == rerank
-    given = replace(config, neighbors=NeighborSettings(rerank="none", search="lists"))
+    given = replace(config, neighbors=NeighborSettings(rerank="none", search="index"))
     assert with_choices(given) == given
 
 
@@ -44,10 +44,11 @@ def test_the_config_of_the_papers_model_has_its_chunks_and_order_of_neighbors() 
         ("[executor.embed]\ncpus = 4\n", ["a.toml:1: ", "executor.embed", "executor.resources.embed"]),
         ("[tuning]\nadapter = 'lora'\n", ["a.toml:1: ", "tuning", "train.weights and [lora]"]),
         ("[train]\nnum_threads = 4\n", ["a.toml:2: ", "train.num_threads", "OMP_NUM_THREADS"]),
+        ("[neighbors]\nsearch = 'lists'\n", ["a.toml:2: ", 'neighbors.search = "lists"', "use index"]),
         ("[model]\nrope.low_freq_factor = 1.0\n", ["a.toml:2: ", "model.rope.low_freq_factor", "file of a model"]),
     ],
 )
-def test_a_former_key_is_refused_with_what_became_of_it(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_former_key_or_value_is_refused_with_what_became_of_it(tmp_path: Path, text: str, words: list[str]) -> None:
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(InputError) as caught:
         load(Config, tmp_path / "a.toml", [], verb="index")
@@ -56,8 +57,9 @@ def test_a_former_key_is_refused_with_what_became_of_it(tmp_path: Path, text: st
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_every_former_option_is_refused_with_what_became_of_it(key: str) -> None:
+    option, _, value = key.partition(" = ")
     with pytest.raises(InputError, match=re.escape(REMOVED[key])):
-        load(Config, None, [f"--{key}", "1"], verb="index")
+        load(Config, None, [f"--{option}", value or "1"], verb="index")
 
 
 def test_a_similar_name_of_another_program_is_answered_with_the_keys_that_end_like_it() -> None:

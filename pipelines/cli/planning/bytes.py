@@ -196,6 +196,4 @@ def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
         block = min(size.train_chunks / size.shards, ngram_block_rows(layout.dimension))
         embeddings = block * (4 * layout.dimension + _CANDIDATE_BYTES)
         return search_bytes(block, layout.chunk_length) + embeddings + 2 * group
-    if size.search == "lists":  # embeddings in bfloat16, and list and rank of every chunk
-        return min(2.0 * layout.dimension * size.train_chunks, MEMORY) + 16 * size.train_chunks
     return 2 * group

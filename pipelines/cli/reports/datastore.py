@@ -108,7 +108,7 @@ def _way(search: str, index: dict[str, Any]) -> str:
         return "rare n-grams"
     if search == "exact":
         return "exhaustive search"
-    return f"{search}, nprobe {index['lists']['nprobe'] if search == 'lists' else index['nprobe']}"
+    return f"index, nprobe {index['nprobe']}" if search == "index" else search  # `FORMER_METHOD`
 
 
 def _totals(datastore: Datastore, name: str) -> dict[str, int]:

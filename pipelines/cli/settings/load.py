@@ -34,7 +34,7 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
 
     Args:
         settings_type: class of settings (`indexing.store.settings`); fields that are such classes are sections. Its class attribute
-            `removed` has a message for each former key or section. A field `given` receives the keys that were set.
+            `removed` has a message for each former key, section or value (`key = value`). A field `given` receives the keys that were set.
         file: the TOML file, if any. None is written "None", as TOML has no null.
         arguments: options of the command line; see `_options`.
         verb: what follows `retro` in the usage line.
@@ -87,8 +87,8 @@ def literals(hint: Any) -> list[str]:
     return [value for arm in get_args(hint) for value in (literals(arm) if get_args(arm) else [arm])]
 
 
-def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
-    """A value of the file (strict, as TOML has types) or words of an option, converted to a type."""
+def _checked(hint: Any, value: Any, name: str, former: str = "", *, strict: bool) -> Any:
+    """A value of the file (strict, as TOML has types) or words of an option, converted to a type; `former` follows a mistake."""
     if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
         return None
     adapter = TypeAdapter(hint)
@@ -97,7 +97,7 @@ def _checked(hint: Any, value: Any, name: str, *, strict: bool) -> Any:
             return adapter.validate_json(json.dumps(value, default=str), strict=True)
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise InputError(mistake(error, name)) from error
+        raise InputError(f"{mistake(error, name)} {former}".rstrip()) from error
 
 
 # --- the file ------------------------------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ def _file_values(
             key = above + name
             if key in leaves:
                 if key not in skipped:
-                    yield key, _checked(leaves[key], value, f"{source.at(key)}: {key}", strict=True)
+                    former = removed.get(f"{key} = {value}", "")
+                    yield key, _checked(leaves[key], value, f"{source.at(key)}: {key}", former, strict=True)
             elif key not in known:
                 kind, others = ("section", known) if isinstance(value, dict) else ("key", leaves)
                 raise InputError(f"{source.at(key)}: unknown {kind} {key}.{_hint(key, others, removed)}")
@@ -163,7 +164,7 @@ def _options(
             raise InputError(
                 f"unexpected argument {words[1]!r}. {more}" if words else f"{option}: a value is missing. {more}"
             )
-        values[key] = _checked(leaves[key], words[0], option, strict=False)
+        values[key] = _checked(leaves[key], words[0], option, removed.get(f"{key} = {words[0]}", ""), strict=False)
     return values
 
 

@@ -107,7 +107,7 @@ def test_training_twice_gives_the_same_bytes(tmp_path) -> None:
 def test_tuning_selects_the_smallest_nprobe_that_reaches_the_target(tmp_path) -> None:
     index, embeddings = build(tmp_path, clustered(5000), "IVF64,Flat")
     queries = clustered(200, seed=1).astype(np.float32)
-    tuned = tune(tmp_path, index, tmp_path / "trained", queries, embeddings, 64, IndexSettings(recall_target=0.9))
+    tuned = tune(tmp_path, index, queries, embeddings, 64, IndexSettings(recall_target=0.9))
     below = [value for probe, value in tuned["curve"] if probe < tuned["nprobe"]]
     assert tuned["recall_at_10"] >= 0.9
     assert all(value < 0.9 for value in below)

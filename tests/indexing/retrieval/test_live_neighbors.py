@@ -92,7 +92,7 @@ def search_again(config: Config) -> Datastore:
     return build_local(config, only="neighbors", rebuild=True)
 
 
-@pytest.mark.parametrize("search", ["exact", "lists", "index", "ngrams"])
+@pytest.mark.parametrize("search", ["exact", "index", "ngrams"])
 @pytest.mark.parametrize(("rerank", "max_overlap"), RULES)
 def test_live_search_follows_the_stored_rules(listed: Config, search, rerank, max_overlap: float) -> None:
     settings = replace(SETTINGS, search=search, rerank=rerank, max_overlap=max_overlap)

@@ -33,7 +33,7 @@ def loaded(folder: Path, config: Config, *options: str) -> Config:
         ("index.seed", "3", "train-index"),
         ("index.recall_target", "0.9", "add"),
         ("neighbors.stored", "4", "neighbors"),
-        ("neighbors.search", "lists", "neighbors"),
+        ("neighbors.search", "index", "neighbors"),
     ],
 )
 def test_another_setting_of_the_datastore_is_refused_by_name(

@@ -26,7 +26,7 @@ from pipelines.stages.generations import generations
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.verification.contents import check_contents
 
-INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "lists": "IVF8,PQ8x4", "ngrams": "Flat"}
+INDEXES = {"exact": "Flat", "index": "IVF8,PQ8x4", "ngrams": "Flat"}
 
 
 def corpora(folder: Path) -> list[Path]:
@@ -87,12 +87,7 @@ def test_appended_datastore_equals_a_rebuild_with_the_same_trained_index(tmp_pat
     check_contents(datastore)
     assert main(["verify", str(datastore.folder)]) == 0
     assert read_manifest(datastore.folder / "neighbors" / "00000")["counts"]["search"] == method
-    told = {
-        "exact": "exhaustive search",
-        "index": r"index, nprobe \d+",
-        "lists": r"lists, nprobe \d+",
-        "ngrams": "rare n-grams",
-    }
+    told = {"exact": "exhaustive search", "index": r"index, nprobe \d+", "ngrams": "rare n-grams"}
     assert re.fullmatch(told[method], measure(Retriever.open(datastore.folder))["search"])
     build_local(config, only="add", rebuild=True)
     build_local(config)

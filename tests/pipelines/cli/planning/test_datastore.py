@@ -99,7 +99,7 @@ def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planne
     dense = replace(auto, embedder=EmbedderSettings(kind="transformer", path="model"), neighbors=NeighborSettings())
     assert _search(with_choices(auto), 1e5, 32, "Flat") == "ngrams"
     assert _search(dense, 1e4, 32, "Flat") == "exact"
-    assert _search(dense, 1e5, 32, "IVF1024,PQ16x4fs") == "lists"
+    assert _search(dense, 1e5, 32, "IVF1024,PQ16x4fs") == "index"
     assert _search(dense, 1e11, 32, "IVF1024,PQ16x4fs") == "index"
     assert _search(CONFIG, 1e5, 32, "Flat") == "index"
 
