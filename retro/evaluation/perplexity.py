@@ -77,7 +77,7 @@ def evaluate_checkpoints(
         name: [] for name in ("results", "changes", "matches", "longest_matches", "leakage", "datastore_fractions")
     }
     for evaluation_set, results in zip(sets, measured, strict=True):
-        whole = _level({}, results, settings.seed)
+        whole = level({}, results, settings.seed)
         out["results"] += whole["results"]
         out["changes"] += [{"set": evaluation_set.name, **change} for change in whole["changes"]]
         for name, rows in _by_copies(evaluation_set, results, settings, source, progress).items():
@@ -89,7 +89,7 @@ def evaluate_checkpoints(
     return out
 
 
-def _level(labels: Row, results: Sequence[SetResult | None], seed: int) -> Row:
+def level(labels: Row, results: Sequence[SetResult | None], seed: int) -> Row:
     """Results, and changes in percent of bits per byte; low to high holds 95% of bootstraps. None: that part has no text.
 
     ON is compared with OFF of the first model; its OFF and ON with the second model of the same k, or else its OFF.
@@ -157,7 +157,7 @@ def _match_levels(
             parts = [result.part(band_of == band) for result in results]
             limits = {"match_at_least": first, "match_at_most": stop and stop - 1}
             sizes = {key: getattr(parts[0], key, 0) for key in ("documents", "tokens")}
-            yield _level({"set": name, "of": unit} | limits | sizes, parts, settings.seed)
+            yield level({"set": name, "of": unit} | limits | sizes, parts, settings.seed)
 
 
 def _leakage_levels(
@@ -170,7 +170,7 @@ def _leakage_levels(
             "leakage_at_most": tokens / m,
             "share_of_chunks": float(chunks.mean()),
         }
-        yield _level({"set": name} | labels, [result.part(chunks) for result in results], settings.seed)
+        yield level({"set": name} | labels, [result.part(chunks) for result in results], settings.seed)
 
 
 # --- by size of the datastore ------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _by_fraction(
             rows += [without, *(evaluator.score(evaluation_set, one, note=note) for one in uses)]
         sizes = {"documents": part.documents, "chunks": part.chunks}
         labels = {"datastore_fraction": part.fraction} | {f"datastore_{key}": size for key, size in sizes.items()}
-        yield _level({"set": evaluation_set.name} | labels, rows, settings.seed)
+        yield level({"set": evaluation_set.name} | labels, rows, settings.seed)
 
 
 def _search(

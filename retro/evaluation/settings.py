@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from indexing.retrieval.queries import Retrieval
 from indexing.store.errors import InputError
-from indexing.store.settings import Fraction, PositiveFraction, settings
+from indexing.store.settings import Fraction, PositiveFraction, Text, settings
 from retro.evaluation.sets import check_entries
 
 LEAST_DOCUMENTS = 5
@@ -56,6 +56,8 @@ class PerplexitySettings(EvaluationSettings):
     """Numbers of neighbors to measure with retrieval ON."""
     max_overlap: Fraction | None = None
     """Used in place of the run's `data.max_overlap`; None = the run's."""
+    texts: tuple[Text, ...] = ()
+    """Files, folders or globs of texts that are not in the datastore, as in `corpus.paths`."""
 
 
 @settings

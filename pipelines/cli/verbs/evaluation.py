@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
-from indexing.store.settings import Fraction, settings
+from indexing.store.settings import Fraction, Text, settings
 from pipelines.cli.results import ResultOptions
 from pipelines.terminal.progress import progress
 from retro.evaluation.retrieval_metrics import RetrievalSettings
@@ -38,34 +38,42 @@ class EvalOptions(ResultOptions):
     """Datastore of the same chunks whose votes, or else nearest neighbors, define leakage; empty: the datastore of each set."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
+    texts: tuple[Text, ...] = ()
+    """Also measure texts that are not in the datastore: files, folders or globs, as in `corpus.paths`. Each path is a row, OFF and
+    ON with the largest k, of at most `evaluation.max_tokens` tokens (0 = 20,000) of a random sample of its documents. Neighbors
+    and votes are searched as in generation."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     @property
     def settings(self) -> PerplexitySettings:
-        """The section, `k` and `max_overlap`."""
-        return PerplexitySettings(**vars(self.evaluation), k=self.k, max_overlap=self.max_overlap)
+        """The section, `k`, `max_overlap` and `texts`."""
+        return PerplexitySettings(**vars(self.evaluation), k=self.k, max_overlap=self.max_overlap, texts=self.texts)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
     from pipelines.cli.verbs.evaluation_tables import gains_of, tables_of
     from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.evaluation.other_texts import check_texts, evaluate_texts
     from retro.evaluation.perplexity import check_fractions, evaluate_checkpoints, rules_of, settings_of
     from retro.evaluation.sets import open_sets
 
     settings = options.settings
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
     check_fractions(opened, settings)
+    check_texts(opened[0], settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
     k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     for one in opened:
         _check_ids(one, sets)
-    if not sets:
+    if not (sets or settings.texts):
         raise InputError(
-            f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets."
+            f"{checkpoint}: its datastores have no held-out documents; name documents with --evaluation.sets or --texts."
         )
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
+    # First, because their errors are found while they are read.
+    texts = evaluate_texts(opened[0], options.datastore, settings, options.device, progress)
     results: dict[str, Any] = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
@@ -73,6 +81,7 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         },
         "settings": settings_of(opened, sets, settings, source),
         **evaluate_checkpoints(opened, sets, settings, options.device, source, progress),
+        "texts": texts,
     }
     blocks = [rules_of(opened, settings)]
     blocks += [f"{title}\n{table.text}" for title, table in tables_of(results).items()]

@@ -15,7 +15,7 @@ _MANY_DOCUMENTS = 50
 
 
 def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
-    """Tables of `evaluate_checkpoints` by their headings, without empty ones.
+    """Tables of `evaluate_checkpoints` and, as `texts`, of `evaluate_texts` by their headings, without empty ones.
 
     Those by longest match and by leakage have OFF and the best ON of each model; the JSON file has all.
     """
@@ -27,6 +27,7 @@ def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
         "By longest match before the token": _match_table(results["matches"], "token", shown),
         "By leakage": _leakage_table(results["leakage"], shown),
         "By size of the datastore": _fractions_table(results["datastore_fractions"]),
+        "Other texts": _texts_table(results["texts"]),
     }
     return {title: table for title, table in tables.items() if table.rows}
 
@@ -126,6 +127,27 @@ def _fractions_table(levels: Sequence[Row]) -> Table:
                 fraction = f"{level['datastore_fraction']:g}"
                 cells.append([level["set"], fraction, *sizes, _label(row), f"{bits:.4f}", f"{change:+.2f}%"])
     return Table(["set", "fraction", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], cells)
+
+
+def _texts_table(rows: Sequence[Row]) -> Table:
+    """A row for each path of texts."""
+    cells = []
+    for row in rows:
+        (off, on), (change,), worst = row["results"], row["changes"], row["worst"]
+        cells.append(
+            [
+                row["set"],
+                f"{off['documents']:,}",
+                f"{off['tokens']:,}",
+                _label(on),
+                f"{off['bits_per_byte']:.4f}",
+                f"{on['bits_per_byte']:.4f}",
+                f"{change['percent']:+.2f}% ({_interval(change)})",
+                f"{worst['id']}: {worst['percent']:+.2f}% ({worst['bits']:+.1f} bits)",
+            ]
+        )
+    figures = ["retrieval", "bits/byte OFF", "bits/byte ON", "change", "worst document"]
+    return Table(["texts", "documents", "tokens", *figures], cells)
 
 
 def _interval(change: Row) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.store.datastore import Datastore
+from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import write_checked
 from pipelines.cli.main import main
@@ -28,9 +28,9 @@ from retro.evaluation.question_sets import Question
 from retro.evaluation.settings import QaSettings
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
-from retro.model.settings import updated
+from retro.model.settings import CopyHeadSettings, updated
 from retro.training.run_folder import read_metrics
-from tests.conftest import change_tokenizer, tiny_config
+from tests.conftest import change_tokenizer, tiny_config, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,71 @@ def test_datastore_fractions_are_refused_without_retrieval_and_for_a_control(
     assert main(["train", str(trained / "run.toml"), *control]) == 0
     assert main(["eval", "perplexity", str(tmp_path / "control"), *fractions]) == 2
     assert "data.neighbor_source = 'random'" in capsys.readouterr().err
+
+
+def test_other_texts_are_scored_with_all_sources_next_to_held_out_documents(
+    tmp_path: Path, tiny_corpus: Path, voting_datastore: Datastore, capsys
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, datastore=voting_datastore.folder)
+    train = replace(config.train, steps=2, warmup_steps=1, eval_every=0)
+    config = replace(config, model=replace(config.model, copy_head=CopyHeadSettings()), train=train)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert main(["train", str(tmp_path / "config.toml")]) == 0
+    paths, out = [tmp_path / "other.jsonl", tmp_path / "own.txt"], tmp_path / "out.json"
+    write_corpus(paths[0], 6, seed=5)
+    paths[1].write_text("the index of a chunk and the neighbor in memory")
+    texts = ["--texts", *map(str, paths), "--evaluation.leakage-tokens", "--k", "1", "2", "--output", str(out)]
+    assert main(["eval", "perplexity", str(config.run), *texts]) == 0
+    printed, bits = capsys.readouterr().out, r" +\d\.\d{4}"
+    change = r"[-+]\d+\.\d\d% \([-+].* to .*%\)"
+    assert re.search(rf"other\.jsonl +6 +\d+ +ON k=2 \+ datastore{bits}{bits} +{change} +doc-\d: [-+]", printed)
+    assert re.search(r"own\.txt +1 +.*\(no interval\) +own\.txt: [-+]\d+\.\d\d% \([-+]\d+\.\d bits\)", printed)
+    written = json.loads(out.read_text())
+    assert {row["set"] for row in written["results"]} == {"valid"}
+    assert [row["set"] for row in written["texts"]] == ["other.jsonl", "own.txt"]
+    assert written["settings"]["evaluation"]["texts"] == list(map(str, paths))
+
+
+def test_texts_are_measured_if_the_datastore_has_no_held_out_documents(trained: Path, tmp_path: Path, capsys) -> None:
+    folder, text = Path(shutil.copytree(trained / "datastore", tmp_path / "datastore")), tmp_path / "a.txt"
+    held_out = Datastore.open(folder).valid
+    delete_documents(folder, [row["id"] for row in held_out.metadata(range(held_out.num_documents))])
+    text.write_text("The index of a model. " * 20)
+    arguments = ["eval", "perplexity", str(trained / "run"), "--datastore", str(folder)]
+    assert main(arguments) == 2
+    assert "--texts" in capsys.readouterr().err
+    assert main([*arguments, "--texts", str(text), "--output", str(tmp_path / "out.json")]) == 0
+    assert capsys.readouterr().out.count("Other texts") == 1
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["results"] == []
+    assert [row["datastore"] for row in written["texts"]] == [Datastore.open(folder).fingerprint]
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "words"),
+    [
+        ("baseline", ["TEXT"], ["texts = ", "baseline", "OFF only"]),
+        ("run", ["TEXT", "--k"], ["texts = ", "--k is empty"]),
+        ("run", ["TEXT", "nowhere.jsonl"], ["texts: 'nowhere.jsonl' does not exist"]),
+        ("run", ["EMPTY"], ["texts: ", "empty.txt' has no document with text"]),
+        ("run", ["TEXT", "--datastore", "OTHER"], ["other has another tokenizer than the model"]),
+    ],
+)
+def test_texts_that_cannot_be_measured_are_refused_and_nothing_is_written(
+    trained: Path, tmp_path: Path, capsys, run: str, options: list[str], words: list[str]
+) -> None:
+    change_tokenizer(Path(shutil.copytree(trained / "datastore", tmp_path / "other")))
+    paths = {"TEXT": tmp_path / "text.txt", "EMPTY": tmp_path / "empty.txt", "OTHER": tmp_path / "other"}
+    paths["TEXT"].write_text("The index of a model.")
+    paths["EMPTY"].write_text("")
+    named = [str(paths.get(each, each)) for each in options]
+    out = tmp_path / "out.json"
+    assert main(["eval", "perplexity", str(trained / run), "--texts", *named, "--output", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert all(word in printed.err for word in words), printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    assert not out.exists()
 
 
 def test_qa_answers_questions_closed_book_and_with_passages(

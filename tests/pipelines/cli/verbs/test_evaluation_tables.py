@@ -7,7 +7,8 @@ import pytest
 
 from pipelines.cli.verbs.evaluation_tables import gain_in_words, tables_of
 from retro.evaluation.bits_per_byte import SetResult, mode_of
-from retro.evaluation.perplexity import Row, _level
+from retro.evaluation.perplexity import Row
+from retro.evaluation.perplexity import level as level_of
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
 
 COPYING = ModelSettings(copy_head=CopyHeadSettings(context=True, neighbors=True))
@@ -28,7 +29,7 @@ def level(
         for k, sums in nats.items()
     ]
     measured += [SetResult("valid", 0, 1000 * documents, 1.0, sizes * 0.5, sizes, model=other)] if other else []
-    found = _level({}, measured, seed=0)
+    found = level_of({}, measured, seed=0)
     return found["results"], found["changes"]
 
 
@@ -98,7 +99,7 @@ def test_tables_of_many_measurements_have_lines_that_fit_on_a_screen() -> None:
     band = {"set": "valid", "of": "token", "match_at_least": 64, "match_at_most": None, "documents": 17}
     level = band | {"tokens": 1_234_567, "results": rows, "changes": changes}
     tables = tables_of(
-        {"results": rows, "changes": changes, "matches": [level], "leakage": [], "datastore_fractions": []}
+        {"results": rows, "changes": changes, "matches": [level], "leakage": [], "datastore_fractions": [], "texts": []}
     )
     assert max(len(line) for table in tables.values() for line in table.text.splitlines()) <= 145  # with two models
     of_band = [row[4] for row in tables["By longest match before the token"].rows]
@@ -106,7 +107,7 @@ def test_tables_of_many_measurements_have_lines_that_fit_on_a_screen() -> None:
 
 
 def test_a_change_of_a_single_document_has_no_interval() -> None:
-    nothing = dict.fromkeys(("results", "matches", "leakage", "datastore_fractions"), ())
+    nothing = dict.fromkeys(("results", "matches", "leakage", "datastore_fractions", "texts"), ())
     change = {"set": "valid", "measured": "ON k=2", "reference": "OFF", "percent": -13.2, "low": -13.2, "high": -13.2}
     changes = [change, change | {"high": -1.0}]
     tables = tables_of({**nothing, "changes": changes})

@@ -1,0 +1,181 @@
+"""Bits per byte of texts that are not in the datastore, retrieval OFF and ON: does retrieval harm other text?
+
+    files ─readers─► a sample of their documents ─tokenizer─► a window of each ─LanguageModel.score─► OFF and ON ─► rows (JSON)
+
+Neighbors and votes are searched live, as in generation.
+"""
+
+import heapq
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from indexing.corpus.chunks import with_text
+from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.scan import list_files
+from indexing.progress import Advance, Progress, percentage
+from indexing.splitmix64 import mix
+from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import Tokenizer
+from retro.checkpoints.checkpoint import Checkpoint
+from retro.evaluation.bits_per_byte import SetResult, mode_of
+from retro.evaluation.perplexity import Row, level
+from retro.evaluation.sets import short_names
+from retro.evaluation.settings import PerplexitySettings
+from retro.inference.language_model import LanguageModel
+
+log = logging.getLogger("retro")
+
+MOST_TOKENS = 20_000
+"""Tokens of a path that are scored if `evaluation.max_tokens` is 0."""
+
+
+class SampledText(NamedTuple):
+    """A document that is scored: its id, and its first tokens [t], the beginning-of-document token first."""
+
+    id: str
+    tokens: np.ndarray
+
+
+def check_texts(checkpoint: Checkpoint, settings: PerplexitySettings) -> None:
+    """Raise InputError if texts are set and the model cannot be measured with retrieval ON."""
+    named = f"texts = {' '.join(settings.texts)}"
+    if settings.texts and not checkpoint.model.uses_datastore:
+        raise InputError(
+            f"{named}: {checkpoint.path} has no retrieval (model.retrieval.cca_layers, model.copy_head), so it can be "
+            "measured OFF only. Name a model with retrieval, or remove --texts."
+        )
+    if settings.texts and not settings.k:
+        raise InputError(f"{named}: --k is empty. Texts are scored with the largest k.")
+
+
+def evaluate_texts(
+    checkpoint: Checkpoint, datastore: str, settings: PerplexitySettings, device: str, progress: Progress = percentage
+) -> list[Row]:
+    """Measure the texts of the settings with a model: a row for each path, as plain values.
+
+    A row has `set`, `path`, the fingerprint of the searched `datastore`, `results` (OFF, and ON with the largest k) and `changes` as
+    those of held-out sets, and `worst`, the document whose bits grow most in percent.
+
+    Args:
+        checkpoint: a model with retrieval.
+        datastore: folder or URL; "" = the first datastore of the training run.
+        settings: texts, k, window, number of tokens of each path, documents in a batch, seed.
+        device: `auto`, `cpu`, `cuda` …
+        progress: shows the work.
+
+    Raises:
+        InputError: a path does not exist or has no document with text, or the datastore does not fit the model.
+    """
+    files = {path: list_files(CorpusSettings(paths=(path,)), "texts") for path in settings.texts}
+    if not files:
+        return []
+    model = LanguageModel.open(checkpoint.path, datastore or None, device)
+    assert model.retriever is not None
+    rows = []
+    for name, path in zip(short_names([Path(path) for path in files]), files, strict=True):
+        with progress(f"read {name}", total=None, unit="documents") as advance:
+            texts = sample_texts(path, files[path], model, settings, advance)
+        off, on = (score_texts(model, name, texts, k, settings.batch_size, progress) for k in (0, max(settings.k)))
+        labels = {"set": name, "path": path, "datastore": model.retriever.datastore.fingerprint}
+        rows.append(level(labels | {"worst": _worst(texts, off, on)}, [off, on], settings.seed))
+    return rows
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def sample_texts(
+    path: str, files: Sequence[CorpusFile], model: LanguageModel, settings: PerplexitySettings, advance: Advance
+) -> list[SampledText]:
+    """Draw documents of a path at random, up to the number of tokens of the settings, and cut each to a window.
+
+    The documents are read once, and memory holds the sample only: those with the smallest hashes of their numbers.
+    """
+    most = settings.max_tokens or MOST_TOKENS
+    window = min(settings.window or model.context, model.context, most + 1)
+    problems: dict[str, CorpusProblem] = {}  # the first of each kind
+
+    def note(problem: CorpusProblem) -> None:
+        problems.setdefault(problem.kind, problem)
+
+    # Of the sample, the largest hash first. A document whose hash is not below the limit would exceed the number of tokens.
+    sample, tokens, limit = list[tuple[int, int, SampledText]](), 0, 1 << 64
+    number = 0
+    for file in files:
+        for document in read_documents(file, CorpusSettings(), on_problem=note):
+            point, number = mix(mix(settings.seed) ^ number), number + 1
+            if point < limit:
+                text = SampledText(document.id, _first_tokens(document, file.path, model.tokenizer, window))
+                if _num_bytes(text, model.tokenizer):
+                    heapq.heappush(sample, (-point, number, text))
+                    tokens += len(text.tokens) - 1
+                while tokens > most:
+                    largest, _, left_out = heapq.heappop(sample)
+                    limit, tokens = -largest, tokens - len(left_out.tokens) + 1
+            advance(1)
+    found = [f"{problem.file}:{problem.line}: {problem.kind}: {problem.detail}" for problem in problems.values()]
+    if not sample:
+        raise InputError(f"texts: {path!r} has no document with text to score. {' '.join(found[:1])}".strip())
+    for words in found:
+        log.warning("texts: %s", words)
+    return [text for _, _, text in sorted(sample, key=lambda entry: entry[1])]
+
+
+def _first_tokens(document: Document, path: str, tokenizer: Tokenizer, count: int) -> np.ndarray:
+    """The first tokens of a document, at most `count`, int64."""
+    if document.tokens is None:
+        # The first piece of a long text has half a million characters.
+        tokens = next(tokenizer.encode_blocks(document.blocks()), np.zeros(0, tokenizer.dtype))
+    else:
+        with_text([document], path, tokenizer)  # raises InputError if they are not of this tokenizer
+        tokens = document.tokens
+    return np.concatenate([[tokenizer.bos_id], tokens[: count - 1]]).astype(np.int64)
+
+
+def _num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text of the scored tokens, without those that the tokenizer adds."""
+    return max(0, int(tokenizer.token_bytes[text.tokens].sum()) - tokenizer.meta.added_bytes)
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+def score_texts(
+    model: LanguageModel, name: str, texts: Sequence[SampledText], k: int, batch_size: int, progress: Progress
+) -> SetResult:
+    """Score texts with k neighbors and, if k is not 0, the votes of the datastore."""
+    settings, tokens = model.model.settings, sum(len(text.tokens) - 1 for text in texts)
+    k_read, votes = k if settings.retrieves else 0, bool(k) and bool(settings.copy_head.datastore)
+    started, nats = time.perf_counter(), list[float]()
+    with progress(f"eval {name} {mode_of(k_read, votes)}", total=tokens, unit="tokens") as advance:
+        for first in range(0, len(texts), batch_size):
+            scores = model.score([text.tokens for text in texts[first : first + batch_size]], k)
+            nats += [-float(log_p.sum()) for log_p in scores]
+            advance(sum(map(len, scores)))
+    return SetResult(
+        set=name,
+        k=k_read,
+        tokens=tokens,
+        tokens_per_second=tokens / (time.perf_counter() - started),
+        nats_by_document=np.array(nats),
+        bytes_by_document=np.array([_num_bytes(text, model.tokenizer) for text in texts], dtype=np.float64),
+        votes=votes,
+    )
+
+
+def _worst(texts: Sequence[SampledText], off: SetResult, on: SetResult) -> Row:
+    """The document whose bits grow most in percent, with its change in percent and in bits."""
+    added = on.nats_by_document - off.nats_by_document
+    changes = added / off.nats_by_document
+    worst = int(changes.argmax())
+    return {
+        "id": texts[worst].id,
+        "percent": 100 * float(changes[worst]),
+        "bits": float(added[worst]) / math.log(2),
+    }
