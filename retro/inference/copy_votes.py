@@ -24,6 +24,7 @@ class _Votes(NamedTuple):
     hidden: Tensor  # [N, D]
     sources: list[Source]
     trust: Tensor  # [N, 1, 3]
+    copy_strength: Tensor  # [N, 1]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
         sources = list[Source]()
@@ -33,7 +34,7 @@ class _Votes(NamedTuple):
                 continue
             matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
             sources.append(source._replace(matches=matches))
-        return _Votes(self.hidden[indices], sources, self.trust[indices])
+        return _Votes(self.hidden[indices], sources, self.trust[indices], self.copy_strength[indices])
 
 
 class CopyVotes:
@@ -56,8 +57,9 @@ class CopyVotes:
         """
         head = self._head
         histories = [history for row in rows for history in row.histories()]
-        trust = torch.tensor([[row.trust] for row in rows for _ in row.histories()], device=self._device)
         rows = [row for row in rows for _ in range(1 + len(row.draft))]
+        trust = torch.tensor([[row.trust] for row in rows], device=self._device)
+        copy_strength = torch.tensor([[row.copy_strength] for row in rows], device=self._device)
         width = max(map(len, histories))
         padded = np.full((len(rows), width), -1, np.int64)
         for tokens, history in zip(padded, histories, strict=True):
@@ -72,8 +74,8 @@ class CopyVotes:
             sources.append(SourceMatches(head.neighbors, matches))
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
             sources.append(DatastoreVotes.of(head.datastore, self._votes_of_last(rows, histories, self._datastore)))
-        self._votes = _Votes(hidden, sources, trust)
-        return head.mix(logits[:, None], hidden[:, None], sources, trust=trust)[:, 0]
+        self._votes = _Votes(hidden, sources, trust, copy_strength)
+        return head.mix(logits[:, None], hidden[:, None], sources, trust=trust, copy_strength=copy_strength)[:, 0]
 
     def trust(self, row: Row, nats: Tensor, hidden: Tensor) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from their activations [t, D] and the losses of the tokens after them [t]."""
@@ -115,9 +117,8 @@ class CopyVotes:
         votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
-        origins = self._head.origins(
-            votes.hidden[:, None], labels, losses, votes.sources, read.tokens.shape[1], votes.trust
-        )
+        hidden, length = votes.hidden[:, None], read.tokens.shape[1]
+        origins = self._head.origins(hidden, labels, losses, votes.sources, length, votes.trust, votes.copy_strength)
         columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

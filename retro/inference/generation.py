@@ -180,7 +180,7 @@ class Batch:
         texts = [
             Continuation(number, copy, prompt, settings, self._decode, self._ends, sources) for number, copy in copies
         ]
-        self._texts[self._decoder.add(prompt, retrieve)] = texts
+        self._texts[self._decoder.add(prompt, retrieve, copy_strength=settings.copy_strength)] = texts
         return list(texts)
 
     def remove(self, continuations: Iterable[Continuation]) -> None:
@@ -219,7 +219,8 @@ class Batch:
         """Replace the rows by those of some continuations, which read their tokens again: a failed decoder is in no known state."""
         self._decoder, self._texts = self._decoder.empty(), {}
         for text, retrieve in texts:
-            row = self._decoder.add(np.append(text.prompt, text.generated), retrieve, text.trust)
+            tokens = np.append(text.prompt, text.generated)
+            row = self._decoder.add(tokens, retrieve, text.trust, text.settings.copy_strength)
             self._texts[row] = [text]
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:

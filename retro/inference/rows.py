@@ -38,6 +38,7 @@ class Row:
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
         trust: in each strength of copying, earned by the prompt (`copy_switch.py`). Generated tokens earn none: what was copied would be copied again.
+        copy_strength: see `GenerationSettings`.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """
 
@@ -49,6 +50,7 @@ class Row:
     num_read: int = 0
     draft: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     trust: tuple[float, ...] = START
+    copy_strength: float = 1.0
     prompt: Tensor | None = field(default_factory=lambda: torch.empty(0))
 
     @property

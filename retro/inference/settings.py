@@ -14,6 +14,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 100),
+    "copy_strength": (0, 1),
     "logit_bias": (-100, 100),
 }
 
@@ -46,6 +47,8 @@ class GenerationSettings:
     0.01 to 100."""
     logit_bias: tuple[tuple[int, Annotated[float, _within("logit_bias")]], ...] = ()
     """Token ids and the numbers that are added to their logits, -100 to 100."""
+    copy_strength: Annotated[float, _within("copy_strength")] = 1.0
+    """Factor of the odds of copying from neighbors and datastore, 0 to 1; 0 = copy nothing from them, but still read neighbors."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random numbers; every prompt of a batch uses the same seed."""
     stop: tuple[Text, ...] = ()

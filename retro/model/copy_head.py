@@ -223,6 +223,7 @@ class CopyHead(nn.Module):
         sources: list[Source],
         tokens: Tensor | slice = slice(None),
         trust: Tensor | None = None,
+        copy_strength: Tensor | None = None,
     ) -> Tensor:
         """Log-probabilities [B, T', V] of the mixture, from the logits [B, T', V] of some tokens.
 
@@ -232,9 +233,10 @@ class CopyHead(nn.Module):
             sources: from `sources`.
             tokens: indices of T' of the T tokens.
             trust: in each strength of copying, float32 [B, T, 3], see `losses`; None = the gates as they are.
+            copy_strength: factor of the odds of neighbors and datastore, float32 [B, T] or [B, 1]; None = 1. 0 is retrieval OFF.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            shares = self._shares(self._odds(hidden, sources), sources, trust)
+            shares = self._shares(self._odds(hidden, sources, copy_strength), sources, trust)
             log_p = logits.float().log_softmax(-1) + shares[0][:, tokens, None]
             copied = torch.zeros_like(log_p)
             for share, source in zip(shares[1:], sources, strict=True):
@@ -251,6 +253,7 @@ class CopyHead(nn.Module):
         sources: list[Source],
         neighbor_length: int,
         trust: Tensor | None = None,
+        copy_strength: Tensor | None = None,
     ) -> Origins:
         """Find where labels [B, T] were copied from.
 
@@ -261,6 +264,7 @@ class CopyHead(nn.Module):
             sources: from `sources`.
             neighbor_length: R.
             trust: see `mix`.
+            copy_strength: see `mix`.
         """
         nothing, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
         if not sources:
@@ -268,7 +272,7 @@ class CopyHead(nn.Module):
         num_tokens = labels.shape[1]
         with torch.autocast(hidden.device.type, enabled=False):
             copied = {}  # source -> share of the probability of a label
-            shares = self._shares(self._odds(hidden, sources), sources, trust)
+            shares = self._shares(self._odds(hidden, sources, copy_strength), sources, trust)
             for share, source in zip(shares[1:], sources, strict=True):
                 votes = source.join(source.probability(labels), num_tokens)
                 # Gate times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
@@ -291,10 +295,15 @@ class CopyHead(nn.Module):
         """Whether retrieval OFF is without the source."""
         return source.source is not self.context
 
-    def _odds(self, hidden: Tensor, sources: list[Source]) -> Tensor:
+    def _odds(self, hidden: Tensor, sources: list[Source], copy_strength: Tensor | None = None) -> Tensor:
         """Log-odds of vocabulary (0) and sources, float32 [1 + sources, B, T], from activations [B, T, D]."""
         hidden = hidden.float()
         odds = [source.join(source.log_odds(hidden), hidden.shape[1], -torch.inf) for source in sources]
+        if copy_strength is not None:
+            added = copy_strength.log()
+            odds = [
+                row + added if self._is_retrieval(source) else row for row, source in zip(odds, sources, strict=True)
+            ]
         return torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds])
 
     def _by_strength(self, odds: Tensor, sources: list[Source]) -> Tensor:

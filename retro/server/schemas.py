@@ -269,6 +269,7 @@ def absent_if_none() -> Any:
     return Field(default=None, exclude_if=lambda value: value is None)
 
 
+COPY_STRENGTH = "Factor of the odds of copying from neighbors and datastore; 0 = copy nothing from them."
 RETURN_SOURCES = (
     "Return the neighbors that the model read, the runs that it copied from them, and the generated runs that occur "
     "verbatim in the datastore."
@@ -321,6 +322,7 @@ class GenerateRequest(Request):
         50, description="Sample from the k likeliest tokens; 0 = all."
     )
     top_p: float = Field(0.95, gt=0, le=1)
+    copy_strength: float = bounded("copy_strength", 1, COPY_STRENGTH)
     seed: Seed = 0
     stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(
         default_factory=list, max_length=MOST_STOPS

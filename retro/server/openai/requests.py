@@ -24,7 +24,8 @@ router = APIRouter(tags=["OpenAI"])
 
 _OFF, _EMBEDDER = ":off", ":embedder"
 _MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header
-_SAMPLING = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+_PENALTIES = "presence_penalty", "frequency_penalty", "repetition_penalty"
+_SAMPLING = "temperature", "top_p", "min_p", *_PENALTIES, "copy_strength"
 _LEAST_TEMPERATURE = 1e-3  # logits are divided by it; below, the likeliest token has all the probability
 
 # --- models ----------------------------------------------------------------------------------------------------------

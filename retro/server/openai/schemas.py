@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from retro.inference.source_texts import Sources
 from retro.server.schemas import (
+    COPY_STRENGTH,
     INTEGER,
     LONGEST_STOP,
     MOST_STOPS,
@@ -73,6 +74,7 @@ class SamplingRequest(LenientRequest):
     presence_penalty: float | None = bounded("presence_penalty", 0)
     frequency_penalty: float | None = bounded("frequency_penalty", 0)
     repetition_penalty: float | None = bounded("repetition_penalty", 1)
+    copy_strength: float | None = bounded("copy_strength", 1, COPY_STRENGTH)
     logit_bias: dict[str, Bias] | None = Field(
         None, max_length=1024, description="Token id → number that is added to its logit, -100 to 100."
     )

@@ -27,7 +27,8 @@ SETTINGS = (
     {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01, "stop_token_ids": (3, 4)},
     {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 4},
     {"temperature": 1.5, "frequency_penalty": 0.7, "logit_bias": ((5, 2.0), (6, -100.0))},
-    {"temperature": 0.9, "stop": ("AB", "C")},
+    {"temperature": 0.9, "stop": ("AB", "C"), "copy_strength": 0.1},
+    {"temperature": 0, "copy_strength": 0, "logprobs": 1},
 )
 
 

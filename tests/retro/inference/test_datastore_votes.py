@@ -97,6 +97,22 @@ def test_retrieval_off_asks_nothing() -> None:
     torch.testing.assert_close(made.read([row])[0], uncached(made.decoder.model, row, None), rtol=1e-4, atol=1e-4)
 
 
+def test_a_row_with_copy_strength_0_generates_as_without_retrieval_next_to_others() -> None:
+    model = build(**HEADS["all"] | {"retrieval.cca_layers": ()})  # nothing else reads neighbors
+    decoder, prompt = Decoder(model, FLOAT32, 8 * M, Votes()), np.random.default_rng(1).integers(0, V, 3 * M - 1)
+    strengths = (0.0, 1.0, 0.5)
+    rows = [decoder.add(prompt, retriever(2), copy_strength=strength) for strength in strengths]
+    rows += [decoder.add(prompt, retriever(2)), decoder.add(prompt)]
+    for _ in range(2 * M):
+        none, whole, half, default, off = decoder.read(rows)
+        torch.testing.assert_close(none, off)
+        assert torch.equal(whole, default)
+        assert not torch.equal(whole, half)
+        assert not torch.equal(half, off)
+        for row in rows:
+            decoder.append(row, int(whole.argmax()))
+
+
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_the_datastore_change_no_token(name: str, temperature: float) -> None:

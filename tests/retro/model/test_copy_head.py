@@ -202,6 +202,57 @@ def test_off_is_a_head_without_neighbors_to_the_bit() -> None:
         assert torch.equal(model(Inputs(tokens)), alone.mix(logits, hidden, alone.sources(Inputs(tokens))))
 
 
+def planted() -> tuple[Retro, Inputs, Tensor]:
+    """A model, rows in which a neighbor and the votes of the datastore continue the text, and hidden states."""
+    model = build(**heads()[2] | {"copy_head.datastore": True})
+    tokens = (torch.arange(2 * M) + 1).expand(B, -1).contiguous()
+    neighbors = (torch.arange(R) + 2).expand(B, 2, K, R).contiguous()
+    of_votes = torch.zeros(B, 2 * M, 7, dtype=torch.int64)
+    of_votes[:, -1, 0], of_votes[:, -1, 1], of_votes[:, -1, 4] = 20, 2 * M + 1, 8
+    whole = Inputs(tokens, None, neighbors, torch.full((B, 2, K), R), votes=of_votes, labels=tokens.roll(-1, 1))
+    return model, whole, model.hidden(whole)[0]
+
+
+@pytest.mark.parametrize("switched", [False, True])
+@torch.no_grad()
+def test_copy_strength_is_between_the_mixture_and_retrieval_off_in_each_row(switched: bool) -> None:
+    model, whole, hidden = planted()
+    head, logits, sources = model.copy_head, model.logits(hidden), model.copy_sources(whole)
+    assert head is not None
+    trust = model.scored(whole, hidden)[1] if switched else None
+
+    def mixed(*strengths: float) -> Tensor:
+        return head.mix(logits, hidden, sources, trust=trust, copy_strength=torch.tensor(strengths)[:, None])
+
+    full, off = head.mix(logits, hidden, sources, trust=trust), head.mix(logits, hidden, head.sources(whole.off()))
+    assert torch.equal(mixed(1, 1), full)
+    assert torch.equal(mixed(0, 0), off)
+    assert torch.equal(mixed(0, 1), torch.stack((off[0], full[1])))
+    assert torch.equal(mixed(0.5, 0.1), torch.stack((mixed(0.5, 0.5)[0], mixed(0.1, 0.1)[1])))
+    copied = [float(mixed(strength, 0)[0, M, M + 2]) for strength in (0, 1e-3, 0.1, 0.5, 1)]
+    assert copied == sorted(copied)
+    assert copied[0] < copied[2] < copied[3] < copied[4]
+    if not switched:  # 1 / share of the vocabulary = 1 + odds of the sources: nothing copies token 0
+        inverse = {strength: (-mixed(strength, strength)[..., 0]).exp() for strength in (0, 0.5, 1)}
+        torch.testing.assert_close(inverse[0.5], (inverse[0] + inverse[1]) / 2)
+
+
+@torch.no_grad()
+def test_the_share_that_was_copied_is_that_with_the_copy_strength() -> None:
+    model, whole, hidden = planted()
+    head, sources = model.copy_head, model.copy_sources(whole)
+    assert head is not None
+    strength = torch.tensor([[0.1], [0.0]])
+    log_p = head.mix(model.logits(hidden), hidden, sources, copy_strength=strength)
+    losses = -log_p.gather(2, whole.labels[..., None])[..., 0]
+    origins = head.origins(hidden, whole.labels, losses, sources, R, copy_strength=strength)
+    off = head.mix(model.logits(hidden), hidden, sources, copy_strength=torch.zeros(B, 1))
+    assert 0 < origins.share[0, M] < 1
+    assert not origins.share[1].any()
+    assert not origins.datastore[1].any()
+    assert off[0, M, M + 2] < log_p[0, M, M + 2]
+
+
 def test_origins_name_the_neighbor_and_the_token_that_a_label_was_copied_from() -> None:
     model = build(**heads()[2])
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])  # chunks of 4 tokens

@@ -41,6 +41,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (OFF, {"k": 0}),
     ({"k": 4, "temperature": 1, "seed": 8, "max_tokens": 40, "stop": ["e", "a"]}, {"k": 4, "temperature": 1, "seed": 8, "max_tokens": 40, "stop": ("e", "a")}),
     ({"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}, {"temperature": 0.7, "seed": 9, "top_k": 3, "top_p": 0.8}),
+    ({"copy_strength": 0.5, "temperature": 1, "seed": 2}, {"copy_strength": 0.5, "temperature": 1, "seed": 2}),
 ]  # fmt: skip
 """Fields of every endpoint, and the settings of the model."""
 FIELDS_OF_V1: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -311,6 +312,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"n": 300}, "n"),
+        *((path, {"copy_strength": value}, "copy_strength") for path in ENDPOINTS for value in (2, -1)),
     ],
 )
 def test_invalid_values_are_rejected_with_their_field(client: TestClient, path: str, changes: dict, param: str) -> None:
