@@ -38,16 +38,16 @@ from retro.training.trainer import train
 from tests.conftest import PATIENCE, at_operation, tiny_config, wait_until
 
 WORLD = 2
-STEPS = 64
-KILLS = 4
-LATEST = 35  # kill no later than this operation: checkpoints take 10 operations each, every 4 steps
+KILLS = 3
+LATEST = 20  # kill no later than this operation: checkpoints take 10 operations each, every 4 steps
+STEPS = 4 * KILLS * LATEST // 10 + 8  # the last kill hits too
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore) -> Config:
     config = replace(tiny_config(tmp_path, tiny_corpus), datastore=tiny_datastore.folder)
     changes: dict[str, Any] = {"batch_size": 4, "precision": "float32", "lr_schedule": "constant"}
-    settings = replace(config.train, steps=STEPS, eval_every=32, eval_tokens=100, **changes)
+    settings = replace(config.train, steps=STEPS, eval_every=16, eval_tokens=100, **changes)
     return replace(config, model=replace(config.model, dropout=0.1), train=settings)
 
 

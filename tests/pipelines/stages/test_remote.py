@@ -52,7 +52,7 @@ def fetched(cache: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Override the shared corpus by a smaller one: each file of each shard takes several requests to the server."""
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 80)
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 40)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,11 @@ from retro.training.step import OptimizerStep, distributed_model
 
 def measured(*arguments: str) -> tuple[int, int]:
     """Measure in another process, in which every freed block is returned to the kernel."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tests.retro.estimates.measure_step", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=environment, cwd=Path(__file__).parents[3]

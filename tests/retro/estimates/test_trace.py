@@ -74,11 +74,9 @@ def test_a_trace_with_checkpointing_counts_the_bytes_of_real_tensors(checkpointi
 @pytest.mark.parametrize(
     "step",
     [
-        "tiny 8 512 2 bfloat16 none 16000",
-        "tiny 4 1024 4 float32 full 4000",
-        "small 4 512 2 bfloat16 selective 16000",
-        "small 2 1024 2 float32 none 32000",
-        "base-cpu 2 512 2 bfloat16 full 16000",
+        "tiny 4 512 2 bfloat16 none 16000",
+        "tiny 2 1024 4 float32 full 4000",
+        "small 2 512 2 bfloat16 selective 16000",
     ],
 )
 def test_planned_memory_is_within_a_tenth_of_the_measured_peak(step: str) -> None:

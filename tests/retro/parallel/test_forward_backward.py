@@ -84,8 +84,9 @@ def test_every_model_is_one_graph(scheme: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_any_number_of_shapes_can_be_compiled() -> None:
-    passes = passes_of("none", compiled=True, num_layers=1, **{"retrieval.cca_layers": (1,)})
-    for k in range(6):
+    """Ten graphs; PyTorch's limit is eight."""
+    passes = passes_of("none", compiled=True, num_layers=1, **{"retrieval.cca_layers": (1,), "encoder.num_layers": 1})
+    for k in range(5):
         for documents in (False, True):
             assert gradients(passes, inputs(k, documents))
 
