@@ -86,8 +86,9 @@ def test_requests_need_the_token_except_health_and_readiness(with_token: Serving
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_after_a_signal_accepted_requests_finish_and_new_ones_are_refused(
-    tiny_datastore: Datastore, tiny_run: Path
+    tiny_datastore: Datastore, tiny_run: Path, number: int
 ) -> None:
     limits = ("--max-tokens", "100000", "--shutdown-seconds", str(PATIENCE))
     with serving(str(tiny_datastore.folder), "--checkpoint", str(tiny_run), *limits) as server:
@@ -96,7 +97,7 @@ def test_after_a_signal_accepted_requests_finish_and_new_ones_are_refused(
             with client.stream("POST", "/generate", json=body) as stream:
                 events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
                 first = next(events)
-                server.process.send_signal(signal.SIGTERM)
+                server.process.send_signal(number)
                 wait_until(lambda: other.get("/ready").status_code != 200)
                 refused = other.post("/search", json={"texts": [TEXT]})
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
