@@ -38,6 +38,8 @@ from retro.inference.settings import GenerationSettings
 
 K = 4
 ANSWER = GenerationSettings(max_tokens=48, temperature=0)
+WINDOW = 512
+"""Tokens of a document that are scored: of short texts more than the first one fit into --tokens."""
 BEGINNING = 24
 """Tokens of a beginning."""
 _TOGETHER = 8
@@ -96,7 +98,9 @@ def compared(model: LanguageModel, prompts: Sequence[np.ndarray]) -> dict[str, f
 
 def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one model with its datastore."""
-    settings = PerplexitySettings(texts=tuple(map(str, options.texts)), k=(K,), max_tokens=options.tokens)
+    settings = PerplexitySettings(
+        texts=tuple(map(str, options.texts)), k=(K,), max_tokens=options.tokens, window=WINDOW
+    )
     texts = evaluate_texts(open_checkpoint(file), "", settings, "cpu")
     model = LanguageModel.open(file, device="cpu")
     assert model.retriever is not None
