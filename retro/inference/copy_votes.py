@@ -23,7 +23,7 @@ class _Votes(NamedTuple):
 
     hidden: Tensor  # [N, D]
     sources: list[Source]
-    trust: Tensor  # [N, 1, 3]
+    trust: Tensor  # [N, 1, 4]
     copy_strength: Tensor  # [N, 1]
 
     def of_rows(self, indices: list[int]) -> "_Votes":

@@ -198,7 +198,7 @@ class CopyHead(nn.Module):
     def losses(
         self, nats: Tensor, hidden: Tensor, labels: Tensor, sources: list[Source], inputs: Inputs
     ) -> tuple[Tensor, Tensor]:
-        """Losses of labels [B, T] with the trust that the text before them earned, and this trust [B, T, 3] (`copy_switch.py`).
+        """Losses of labels [B, T] with the trust that the text before them earned, and this trust [B, T, 4] (`copy_switch.py`).
 
         Args:
             nats: losses with the vocabulary alone, float32 [B, T].
@@ -232,7 +232,7 @@ class CopyHead(nn.Module):
             hidden: activations of all tokens [B, T, D].
             sources: from `sources`.
             tokens: indices of T' of the T tokens.
-            trust: in each strength of copying, float32 [B, T, 3], see `losses`; None = the gates as they are.
+            trust: in each strength of copying, float32 [B, T, 4], see `losses`; None = the gates as they are.
             copy_strength: factor of the odds of neighbors and datastore, float32 [B, T] or [B, 1]; None = 1. 0 is retrieval OFF.
         """
         with torch.autocast(hidden.device.type, enabled=False):
@@ -307,7 +307,7 @@ class CopyHead(nn.Module):
         return torch.stack([hidden.new_zeros(hidden.shape[:2]), *odds])
 
     def _by_strength(self, odds: Tensor, sources: list[Source]) -> Tensor:
-        """Logs of the shares with each strength of copying: [3, 1 + sources, B, T]."""
+        """Logs of the shares with each strength of copying: [4, 1 + sources, B, T]."""
         added = [[0.0, *(strength * self._is_retrieval(source) for source in sources)] for strength in STRENGTHS]
         return (odds.clamp(min=STRENGTHS[-1]) + odds.new_tensor(added)[..., None, None]).log_softmax(1)
 

@@ -17,33 +17,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STRENGTHS = (1.5, -1.5, -1e4)
+STRENGTHS = (0.0, 2.0, -2.0, -1e4)
 """Added to the log-odds of sources of retrieval. The last one is OFF: finite, since gradients of infinite numbers are not defined."""
 PRIOR = 1 / 8
 """Trust in copying before the first token of a text."""
 ENTERS = 1 / 1024
 """Chance that a text begins to be copied with the next token."""
-LEAVES = 1 / 256
+LEAVES = 1 / 512
 """Chance that a text ceases to be copied. It costs text of other kinds nothing."""
-ALTERNATES = 1 / 64
-"""Chance that the strength changes."""
+ALTERNATES = 1 / 128
+"""Chance that the strength changes to another one that is not OFF, for each of these."""
 
-START = (PRIOR / 2, PRIOR / 2, 1 - PRIOR)
+START = (PRIOR / 3, PRIOR / 3, PRIOR / 3, 1 - PRIOR)
+_STAYS = 1 - LEAVES - 2 * ALTERNATES
 CHANGES = (
-    (1 - LEAVES - ALTERNATES, ALTERNATES, LEAVES),
-    (ALTERNATES, 1 - LEAVES - ALTERNATES, LEAVES),
-    (ENTERS / 2, ENTERS / 2, 1 - ENTERS),
+    (_STAYS, ALTERNATES, ALTERNATES, LEAVES),
+    (ALTERNATES, _STAYS, ALTERNATES, LEAVES),
+    (ALTERNATES, ALTERNATES, _STAYS, LEAVES),
+    (ENTERS / 3, ENTERS / 3, ENTERS / 3, 1 - ENTERS),
 )
 
 
 def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Trust in each strength, with which the token after each one is predicted: float32 [B, T, 3].
+    """Trust in each strength, with which the token after each one is predicted: float32 [B, T, 4].
 
     The steps are matrices, and their products of all lengths are found by doubling, as in `match_lengths`: 11 products of
     matrices for 2,048 tokens instead of 2,048 small steps.
 
     Args:
-        log_p: log-probabilities of the token after each one with each strength, float32 [B, T, 3]; those of the last are not used.
+        log_p: log-probabilities of the token after each one with each strength, float32 [B, T, 4]; those of the last are not used.
         starts: bool [B, T], True for the first token of each document in its row; None = rows are documents.
     """
     start, steps = log_p.new_tensor(START), log_p.new_tensor(CHANGES)
@@ -51,7 +53,7 @@ def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
     if starts is not None:  # after this step
         begins = F.pad(starts[:, 1:], (0, 1))
     # Only ratios of probabilities matter: the largest one is 1.
-    products = (log_p - log_p.amax(-1, keepdim=True)).exp()[..., None] * steps  # [B, T, 3, 3]
+    products = (log_p - log_p.amax(-1, keepdim=True)).exp()[..., None] * steps  # [B, T, 4, 4]
     products = products.where(~begins[..., None, None], start)
     length, num_tokens = 1, log_p.shape[1]
     while length < num_tokens:  # products of the last `length` steps, or of all, of the same document
@@ -60,6 +62,6 @@ def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
         products = torch.cat((products[:, :length], longer), 1)
         begins = torch.cat((begins[:, :length], begins[:, length:] | begins[:, :-length]), 1)
         length *= 2
-    after = start @ products[:, :-1]  # [B, T - 1, 3]
-    first = start.expand(len(log_p), 1, 3)
+    after = start @ products[:, :-1]  # [B, T - 1, 4]
+    first = start.expand(len(log_p), 1, -1)
     return torch.cat((first, after / after.sum(-1, keepdim=True)), 1)

@@ -32,7 +32,7 @@ def step_by_step(log_p: Tensor, starts: Tensor) -> Tensor:
 @given(st.integers(0, 2**31), st.integers(1, 40), st.floats(0.1, 30))
 def test_trust_is_the_posterior_step_by_step(seed: int, num_tokens: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    log_p = -torch.rand(2, num_tokens, 3, generator=generator) * spread
+    log_p = -torch.rand(2, num_tokens, 4, generator=generator) * spread
     starts = torch.rand(2, num_tokens, generator=generator) < 0.1
     found = trust_of(log_p, starts)
     expected = torch.stack([step_by_step(*row) for row in zip(log_p, starts, strict=True)])
@@ -47,18 +47,18 @@ def test_rows_of_changes_are_distributions() -> None:
 
 
 def test_a_document_earns_the_trust_that_it_earns_alone_to_the_bit() -> None:
-    log_p, starts = -5 * torch.rand(1, 37, 3), torch.zeros(1, 37, dtype=torch.bool)
+    log_p, starts = -5 * torch.rand(1, 37, 4), torch.zeros(1, 37, dtype=torch.bool)
     starts[0, 21] = True
     before = trust_of(log_p, starts)
-    log_p[0, :21] = -5 * torch.rand(21, 3)
+    log_p[0, :21] = -5 * torch.rand(21, 4)
     assert torch.equal(trust_of(log_p, starts)[:, 21:], before[:, 21:])
     torch.testing.assert_close(trust_of(log_p[:, 21:]), before[:, 21:])
 
 
 def test_trust_depends_on_earlier_tokens_only() -> None:
-    log_p = -5 * torch.rand(1, 33, 3)
+    log_p = -5 * torch.rand(1, 33, 4)
     changed = log_p.clone()
-    changed[0, 20:] = -5 * torch.rand(13, 3)
+    changed[0, 20:] = -5 * torch.rand(13, 4)
     assert torch.equal(trust_of(log_p)[0, :21], trust_of(changed)[0, :21])
     assert not torch.equal(trust_of(log_p)[0, 21:], trust_of(changed)[0, 21:])
 
