@@ -156,11 +156,15 @@ def test_a_datastore_path_works_in_every_generation_mode(
     assert model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, size:].tolist() == expected
     few = 30  # uncached modes reread whole sequences, which must fit the context
     modes: list[dict[str, Any]] = [{"use_cache": False}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}]
-    plain, beams, beams_again = (
-        model.generate(ids, max_new_tokens=few, do_sample=False, **mode)[0, size:].tolist() for mode in modes
-    )
-    assert plain[0] == expected[0]  # without a cache, generated tokens count as text, and earn trust in retrieval
-    assert len(plain) == len(beams) == len(beams_again) == few
+    for opened in (model, auto(folder)):  # ON and OFF
+        plain, beams, beams_again = (
+            opened.generate(ids, max_new_tokens=few, do_sample=False, **mode)[0, size:].tolist() for mode in modes
+        )
+    assert plain == generated["off"][0][: len(plain)]
+    assert beams == beams_again
+    # ON, generated tokens count as text without a cache, and earn trust in retrieval, which the first one does not depend on.
+    uncached = model.generate(ids, max_new_tokens=1, do_sample=False, use_cache=False)[0, size:].tolist()
+    assert uncached == expected[:1]
     torch.manual_seed(0)
     drawn = model.generate(ids.repeat(2, 1), max_new_tokens=few, do_sample=True, temperature=3.0)[:, size:]
     assert drawn[0].tolist() != drawn[1].tolist()
