@@ -127,7 +127,8 @@ def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, input
     assert isinstance(hidden, DTensor)
     whole = (DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for part in (nats, hidden.to_local()))
     nats, hidden = (part.redistribute(mesh, [Replicate()]).to_local() for part in whole)
-    return model.with_copying(nats, hidden, inputs)[0].chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    losses = model.with_copying(nats, hidden, inputs)[0]
+    return losses.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()  # broadcasts read whole blocks of memory
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:
