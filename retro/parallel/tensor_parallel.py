@@ -128,7 +128,8 @@ def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, input
     whole = (DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for part in (nats, hidden.to_local()))
     nats, hidden = (part.redistribute(mesh, [Replicate()]).to_local() for part in whole)
     losses = model.with_copying(nats, hidden, inputs)[0]
-    return losses.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()  # broadcasts read whole blocks of memory
+    # Contiguous, since a broadcast reads one block of memory.
+    return losses.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:
