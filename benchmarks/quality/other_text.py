@@ -17,14 +17,12 @@ sequence of four tokens occurs three times. Results are stored after every datas
 """
 
 import argparse
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from benchmarks.common import Budget, budget, markdown, model_parser, say, write
@@ -32,6 +30,7 @@ from indexing.store.datastore import Datastore
 from pipelines.cli.results import Table
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.other_texts import evaluate_texts
+from retro.evaluation.question_sets import read_questions
 from retro.evaluation.settings import PerplexitySettings
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
@@ -47,9 +46,8 @@ _TOGETHER = 8
 
 def questions(file: Path, count: int) -> list[str]:
     """Different questions, drawn from a file."""
-    with fsspec.open(str(file), "rb", compression="infer") as stream:
-        found = {json.loads(line)["question"] for line in io.TextIOWrapper(stream, encoding="utf-8")}
-    return [sorted(found)[number] for number in np.random.default_rng(0).permutation(len(found))[:count]]
+    texts = sorted({question.question for question in read_questions(file)})
+    return [texts[number] for number in np.random.default_rng(0).permutation(len(texts))[:count]]
 
 
 def beginnings(datastore: Datastore, count: int) -> list[np.ndarray]:

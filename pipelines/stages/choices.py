@@ -22,9 +22,6 @@ log = logging.getLogger("retro")
 _MOST_VISITED = 1 / 4
 """Fraction of the lists from which on visiting them takes longer than comparing all embeddings (docs/results/speed.md)."""
 
-_MOST_LISTS = 1024
-"""Lists after which earlier versions compared all embeddings."""
-
 _LEAST_LENGTH = 8
 """Tokens of a chunk with enough n-grams to find neighbors (docs/results/which-neighbors.md)."""
 
@@ -71,7 +68,7 @@ def search_method(config: Config) -> tuple[Config, Method]:
     tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
     lists = num_lists(index["key"])
     visited = next((nprobe for nprobe, recall in tuned["curve"] if recall >= config.index.recall_target), lists)
-    method = by_embeddings(train.num_chunks, index["dimension"], visited, lists)
+    method = by_embeddings(train.num_chunks, index["dimension"], visited / lists)
     log.info("neighbors.search = 'auto' chooses %r: %s", method, _without_ngrams(config))
     return replace(config, neighbors=replace(config.neighbors, search=method)), method
 
@@ -86,12 +83,11 @@ def _without_ngrams(config: Config) -> str:
     return next((f"{folder} has no finished 'ngrams' stage" for folder in others), "")
 
 
-def by_embeddings(num_vectors: int, dimension: int, visited: int, lists: int) -> Method:
-    """The faster search of embeddings [num_vectors, dimension], by an index that reaches the recall target in `visited` of its `lists`;
-    both are 1 without lists."""
+def by_embeddings(num_vectors: int, dimension: int, visited: float) -> Method:
+    """The faster search of embeddings [num_vectors, dimension] by an index that reaches the recall target in this fraction of its lists."""
     if 2 * num_vectors * dimension > MEMORY:
         return "index"
-    return "index" if visited <= min(_MOST_VISITED * lists, _MOST_LISTS) else "exact"
+    return "index" if visited <= _MOST_VISITED else "exact"
 
 
 def _stored(folder: Path) -> dict[str, Any] | None:

@@ -279,7 +279,7 @@ def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
     """The search that `auto` stands for, if an index with lists needs few of them to reach the recall target."""
     if config.neighbors.search != "auto":
         return config.neighbors.search
-    return by_embeddings(int(chunks), dimension, visited=1, lists=num_lists(key))
+    return by_embeddings(int(chunks), dimension, visited=0.0 if num_lists(key) > 1 else 1.0)
 
 
 def _size(datastore: Datastore) -> Workload:
