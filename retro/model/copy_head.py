@@ -15,7 +15,7 @@ activations and on the matches. Not in the paper of RETRO.
 Match lengths are exact and need no gradient, so training keeps 34 counts per token and source (for and against
 the label, for each of 17 lengths) instead of an attention matrix.
 Retrieval OFF removes the terms of neighbors and datastore: the other gates stay in proportion. Outside of training,
-these are as strong as they earned by what they predicted in the text so far (`copy_switch.py`).
+they are as strong as they were right in the text so far (`copy_switch.py`).
 
 Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text.
 """

@@ -1,4 +1,4 @@
-"""The switch: along a text, copying from retrieval is as strong as it earned by what it predicted so far.
+"""The switch: copying from neighbors and datastore is as strong as it was right in the text so far.
 
     p = sum over strengths s of trust[s] p_s        trust: from the tokens read so far
 
@@ -6,7 +6,7 @@ p_s is the mixture of `copy_head.py` with the log-odds of neighbors and datastor
 Trust is the posterior of the strengths, if a text may change its kind (fixed share: Herbster and Warmuth 1998, Machine Learning 32):
 
     trust[s] <- trust[s] p_s / p                       after each token
-    trust    <- trust @ CHANGES
+    trust    <- trust @ TRANSITIONS
 
 So a text of another kind than the datastore costs little, whatever the votes say: it is at least (1 - `PRIOR`) (1 - `ENTERS`)^tokens times
 as likely as with OFF, 1.6 bits for 1,000 tokens. Text of the datastore's own kind gains, since the gates do not fit every text.
@@ -30,7 +30,7 @@ ALTERNATES = 1 / 128
 
 START = (PRIOR / 3, PRIOR / 3, PRIOR / 3, 1 - PRIOR)
 _STAYS = 1 - LEAVES - 2 * ALTERNATES
-CHANGES = (
+TRANSITIONS = (
     (_STAYS, ALTERNATES, ALTERNATES, LEAVES),
     (ALTERNATES, _STAYS, ALTERNATES, LEAVES),
     (ALTERNATES, ALTERNATES, _STAYS, LEAVES),
@@ -48,7 +48,7 @@ def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
         log_p: log-probabilities of the token after each one with each strength, float32 [B, T, 4]; those of the last are not used.
         starts: bool [B, T], True for the first token of each document in its row; None = rows are documents.
     """
-    start, steps = log_p.new_tensor(START), log_p.new_tensor(CHANGES)
+    start, steps = log_p.new_tensor(START), log_p.new_tensor(TRANSITIONS)
     begins = log_p.new_zeros(log_p.shape[:2], dtype=torch.bool)
     if starts is not None:  # after this step
         begins = F.pad(starts[:, 1:], (0, 1))

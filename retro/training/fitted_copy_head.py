@@ -54,7 +54,7 @@ _TOKENS_OF_RUN = 20_000
 """Tokens that the sources of a run are fitted to."""
 SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
-which brought 0.3% more with the PEPs, and so much as 300 tokens did no harm (docs/results/retrieval-gain.md)."""
+which brought 0.3% more with the PEPs."""
 _PULL = 0.5
 """Nats that a number of a table costs at a distance of 1 from its start. It matters for cells that few tokens have."""
 _GATE_PULL = 60.0

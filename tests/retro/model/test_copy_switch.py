@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retro.model.copy_switch import CHANGES, ENTERS, PRIOR, START, STRENGTHS, trust_of
+from retro.model.copy_switch import TRANSITIONS, ENTERS, PRIOR, START, STRENGTHS, trust_of
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
@@ -25,7 +25,7 @@ def step_by_step(log_p: Tensor, starts: Tensor) -> Tensor:
         trust = torch.tensor(START, dtype=torch.float64) if begins else trust
         rows.append(trust)
         after = trust * row.exp()
-        trust = after / after.sum() @ torch.tensor(CHANGES, dtype=torch.float64)
+        trust = after / after.sum() @ torch.tensor(TRANSITIONS, dtype=torch.float64)
     return torch.stack(rows)
 
 
@@ -40,10 +40,10 @@ def test_trust_is_the_posterior_step_by_step(seed: int, num_tokens: int, spread:
 
 
 def test_rows_of_changes_are_distributions() -> None:
-    for row in (START, *CHANGES):
+    for row in (START, *TRANSITIONS):
         assert sum(row) == pytest.approx(1)
         assert min(row) > 0
-    assert len(STRENGTHS) == len(START) == len(CHANGES)
+    assert len(STRENGTHS) == len(START) == len(TRANSITIONS)
 
 
 def test_a_document_earns_the_trust_that_it_earns_alone_to_the_bit() -> None:
