@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retro.model.copy_switch import TRANSITIONS, ENTERS, PRIOR, START, STRENGTHS, trust_of
+from retro.model.copy_switch import ENTERS, PRIOR, START, STRENGTHS, TRANSITIONS, trust_of
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
