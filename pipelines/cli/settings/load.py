@@ -60,7 +60,7 @@ def load(settings_type: type[T], file: Path | None, arguments: Sequence[str], *,
         has_given = "given" in {one.name for one in dataclasses.fields(settings_type)}  # type: ignore[arg-type]
         return settings_type(**tree, **({"given": frozenset(values)} if has_given else {}))
     except InputError as error:  # a relation between settings, or one that must be set
-        key = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]  # `*` always matches
+        key, *_ = re.split(r"[^\w.]", str(error), maxsplit=1)
         where = f"{file if key in options or key not in source.lines else source.at(key)}: " if file else ""
         raise InputError(f"{where}{error}") from error
 
