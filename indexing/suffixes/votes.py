@@ -25,6 +25,9 @@ from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.build import document_starts, first_positions, stored_groups
 
 FOLDER = "votes"
+LENGTHS = (1, 2, 3, 4, 6, 10, 16)
+COLUMNS = 1 + 3 + 7 * 4
+SHARES = 15
 LONGEST = 64
 """Longer matches count as this long."""
 SAMPLED = 32

@@ -239,10 +239,10 @@ def _pass(model: Retro, run: Pass, storages: Storages, compiled: bool, token_sha
     context = forward_backward.StepContext(torch.ones((), dtype=torch.int64), run.num_sequences, 1.0, last=True)
     with placement.autocast():
         hidden, routing = model.hidden(inputs)
-        own = hidden, model.output_weight, inputs.labels, model.mixture(hidden, inputs)
-        if token_shards > 1:
-            own = _own_tokens(own, run.sequence_length // token_shards)
-        objective, _ = forward_backward.part_of_loss(own, routing, context, model.settings, compiled)
+        own = hidden, inputs.labels, model.evidence(inputs)
+        if token_shards > 1:  # the tokens whose loss one of several processes computes
+            own = tuple(part if part is None else part[:, : run.sequence_length // token_shards] for part in own)
+        objective, _ = forward_backward.part_of_loss(model, *own, routing, context, compiled=compiled)
     del hidden, routing, own
     kept, forward = storages.by_phase(), max(storages.peaks.values()) - storages.live
     storages.peaks.clear()
@@ -254,13 +254,6 @@ def _pass(model: Retro, run: Pass, storages: Storages, compiled: bool, token_sha
         for peaks in (storages.peaks, storages.together)
     )
     return kept, working, storages.gradients, together, forward
-
-
-def _own_tokens(own: tuple[Any, ...], num_tokens: int) -> Any:
-    """The tokens whose loss one of several processes computes, as `tensor_parallel.local_tokens` divides them."""
-    hidden, weight, labels, mixture = own
-    own_mixture = mixture and loss.Mixture(*(values[:, :num_tokens] for values in mixture))
-    return hidden[:, :num_tokens], weight, labels[:, :num_tokens], own_mixture
 
 
 def _inputs(settings: ModelSettings, run: Pass) -> Inputs:

@@ -103,9 +103,8 @@ def score_passage(
     inputs = placement.put(as_tensors(batch))
     with placement.autocast():
         off = model.token_losses(inputs.off())
-        hidden, _ = model.hidden(inputs)
-        on, trust = model.scored(inputs, hidden)
-        origins = origins_of(model, hidden, on, inputs, trust)
+        on, trust, vocabulary = model.scored(inputs)
+        origins = origins_of(model, vocabulary, on, inputs, trust)
     length = int(batch.lengths[0, -1])
     start = (chunk - first) * m
     predicted = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted

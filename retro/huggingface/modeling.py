@@ -282,7 +282,7 @@ class RetroForCausalLM(PreTrainedModel, GenerationMixin):
             hidden, routing = self.model.hidden(inputs)
             copies = self.model.copy_head is not None
             if copies:  # needs the activations of all tokens
-                hidden = self.model.mix(self.model.logits(hidden), hidden, inputs)
+                hidden = self.model.mix(self.model.logits(hidden), inputs)
             if shift is not None:
                 hidden = hidden.gather(1, shift[..., None].expand_as(hidden))
             last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

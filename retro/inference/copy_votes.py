@@ -10,31 +10,30 @@ from torch import Tensor
 from indexing.suffixes.votes import KEPT
 from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
-from retro.model.copy_datastore import DatastoreVotes
-from retro.model.copy_head import CopyHead, Source, SourceMatches
+from retro.model.copy_head import CopyHead
 from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
 from retro.model.copy_switch import START
 from retro.model.inputs import Inputs
+from retro.model.loss import TokenLosses
 from retro.model.retro import Retro
 
 
 class _Votes(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
-    hidden: Tensor  # [N, D]
-    sources: list[Source]
+    log_top: Tensor  # [N, 1]
+    sources: dict[str, Source]
     trust: Tensor  # [N, 1, 4]
     copy_strength: Tensor  # [N, 1]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
-        sources = list[Source]()
-        for source in self.sources:
-            if isinstance(source, DatastoreVotes):
-                sources.append(source._replace(**{name: getattr(source, name)[indices] for name in source._fields[1:]}))
-                continue
-            matches = Matches(source.matches.lengths[indices], source.matches.following[indices])
-            sources.append(source._replace(matches=matches))
-        return _Votes(self.hidden[indices], sources, self.trust[indices], self.copy_strength[indices])
+        sources = dict[str, Source]()
+        for name, source in self.sources.items():
+            parts = source if isinstance(source, DatastoreVotes) else source.matches
+            chosen = [part[indices] for part in parts]
+            sources[name] = DatastoreVotes(*chosen) if name == "datastore" else SourceMatches(Matches(*chosen))
+        return _Votes(self.log_top[indices], sources, self.trust[indices], self.copy_strength[indices])
 
 
 class CopyVotes:
@@ -45,7 +44,7 @@ class CopyVotes:
         self._head, self._m, self._device = head, model.settings.chunk_length, model.embedding.weight.device
         self._votes: _Votes | None = None
 
-    def mixed(self, rows: Sequence[Row], logits: Tensor, hidden: Tensor) -> Tensor:
+    def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Log-probabilities of the next tokens: logits [N, V] mixed with what the copy head votes for.
 
         They are normalized for rows without votes too: a penalty would otherwise depend on the other rows.
@@ -53,7 +52,6 @@ class CopyVotes:
         Args:
             rows: rows that were read, drafts included. N is the number of their last tokens and draft tokens.
             logits: of the vocabulary.
-            hidden: activations [N, D] of these tokens.
         """
         head = self._head
         histories = [history for row in rows for history in row.histories()]
@@ -65,28 +63,29 @@ class CopyVotes:
         for tokens, history in zip(padded, histories, strict=True):
             tokens[width - len(history) :] = history
         tokens = self._put(padded)
-        sources: list[Source] = (
-            [] if head.context is None else [SourceMatches(head.context, context_matches_of_last(tokens))]
-        )
+        sources = dict[str, Source]()
+        if head.context is not None:
+            sources["context"] = SourceMatches(context_matches_of_last(tokens))
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
             matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
-            sources.append(SourceMatches(head.neighbors, matches))
+            sources["neighbors"] = SourceMatches(matches)
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
-            sources.append(DatastoreVotes.of(head.datastore, self._votes_of_last(rows, histories, self._datastore)))
-        self._votes = _Votes(hidden, sources, trust, copy_strength)
-        return head.mix(logits[:, None], hidden[:, None], sources, trust=trust, copy_strength=copy_strength)[:, 0]
+            sources["datastore"] = DatastoreVotes.of(self._votes_of_last(rows, histories, self._datastore))
+        self._votes = _Votes(logits.log_softmax(-1).amax(-1, keepdim=True), sources, trust, copy_strength)
+        evidence = head.evidence(sources, torch.zeros_like(tokens[:, :1]))
+        return head.mix(logits[:, None], sources, evidence, trust=trust, copy_strength=copy_strength)[:, 0]
 
-    def trust(self, row: Row, nats: Tensor, hidden: Tensor) -> tuple[float, ...]:
-        """Trust in each strength of copying after the tokens of a row, from their activations [t, D] and the losses of the tokens after them [t]."""
+    def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
+        """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
         inputs = Inputs(row.tokens[None], **row.neighbor_inputs())
         if self._head.datastore is not None and self._datastore is not None:
             inputs = inputs._replace(votes=self._datastore.votes(row.tokens)[None])
         inputs = inputs.map(self._put)
         if not self._head.learns_trust(inputs):
             return START
-        sources = self._head.sources(inputs)
-        _, trust = self._head.losses(nats[None], hidden[None], inputs.following(), sources, inputs)
+        evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
+        _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
         return tuple(trust[0, -1].tolist())
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
@@ -117,8 +116,9 @@ class CopyVotes:
         votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
-        hidden, length = votes.hidden[:, None], read.tokens.shape[1]
-        origins = self._head.origins(hidden, labels, losses, votes.sources, length, votes.trust, votes.copy_strength)
+        origins = self._head.origins(
+            votes.log_top, labels, losses, votes.sources, read.tokens.shape[1], votes.trust, votes.copy_strength
+        )
         columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

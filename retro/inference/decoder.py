@@ -201,7 +201,7 @@ class Decoder:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
             read = self.model.finish(torch.cat(hidden).float())
             logits = self.output(read).float()
-            return rows, logits if self.votes is None else self.votes.mixed(rows, logits, read)
+            return rows, logits if self.votes is None else self.votes.mixed(rows, logits)
 
     def _learn_trust(self, row: Row, read: Tensor) -> None:
         """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in retrieval from all."""
@@ -211,8 +211,8 @@ class Decoder:
         if not row.num_unread:
             hidden, row.prompt = self.model.finish(row.prompt[: len(row.tokens)].float()), None
             following = torch.from_numpy(np.append(row.tokens[1:], 0)).to(hidden.device)
-            nats = token_losses(hidden, self.model.output_weight, following, self.output)
-            row.trust = self.votes.trust(row, nats, hidden)
+            vocabulary = token_losses(hidden[None], self.model.output_weight, following[None], self.output)
+            row.trust = self.votes.trust(row, vocabulary)
 
     def read(self, rows: Sequence[Row]) -> Tensor:
         """Take steps until these rows are read; return the logits of their next tokens, [rows, V] float32."""

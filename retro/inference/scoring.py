@@ -24,7 +24,7 @@ from retro.inference.sampling import without
 from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.model.copy_head import Origins
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
+from retro.model.loss import IGNORED_LABEL, TokenLosses
 from retro.model.retro import Retro
 
 # Limits of a batch: its tokens, padding included, and the tokens of its neighbors.
@@ -151,8 +151,8 @@ def score_windows(
         inputs = placement.put(batch)
         with placement.autocast():
             hidden, _ = model.hidden(inputs, _cached_neighbors(batch, model, neighbor_cache))
-            losses, trust = model.scored(inputs, hidden)
-            origins = origins_of(model, hidden, losses, inputs, trust) if sources else None
+            losses, trust, vocabulary = model.scored(inputs, hidden)
+            origins = origins_of(model, vocabulary, losses, inputs, trust) if sources else None
             losses = losses.cpu()
         for row, window in enumerate(group):
             # A token is predicted at the position before it.
@@ -172,14 +172,16 @@ def score_windows(
                 scored.likeliest_log_probabilities[of_sequence] = values
 
 
-def origins_of(model: Retro, hidden: Tensor, losses: Tensor, inputs: Inputs, trust: Tensor | None) -> Origins:
-    """Where the labels were copied from, with the losses and the trust of `Retro.scored`: nowhere without a copy head."""
+def origins_of(
+    model: Retro, vocabulary: TokenLosses, losses: Tensor, inputs: Inputs, trust: Tensor | None
+) -> Origins:
+    """Where the labels were copied from, with what `Retro.scored` returned: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)
         nothing = torch.zeros_like(losses)
         return Origins(nothing, none, none, none, nothing)
     sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
-    return model.copy_head.origins(hidden, inputs.labels, losses, sources, neighbor_length, trust)
+    return model.copy_head.origins(vocabulary.log_top, inputs.labels, losses, sources, neighbor_length, trust)
 
 
 def _no_scores(count: int, top: int) -> Scores:
@@ -281,11 +283,12 @@ def _likeliest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
     blocks, sources, head = [], model.copy_sources(inputs), model.copy_head
+    evidence = None if head is None else head.evidence(sources, torch.zeros_like(inputs.tokens))
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))
         logits = model.logits(hidden[:, kept])
-        if head is not None and sources:
-            logits = head.mix(logits, hidden, sources, kept, trust)
+        if head is not None and evidence is not None and sources:
+            logits = head.mix(logits, sources, evidence, kept, trust)
         blocks.append(without(logits[0].float().log_softmax(-1), masked).topk(top))
     values, ids = (torch.cat(parts).cpu().numpy() for parts in zip(*blocks, strict=True))
     return values, ids

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from indexing.suffixes.votes import LENGTHS
 from retro.model.inputs import Inputs
 from retro.model.masks import neighbor_mask
 
-TABLE_STEP = 10.0
-"""Tables and gates are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
-
-LONGEST = 16
+LONGEST = LENGTHS[-1]
 """Longer matches count as this long. A power of two, see `match_lengths`."""
 
 
@@ -152,26 +150,37 @@ class Windows(NamedTuple):
         return F.pad(x, (0, 0) * (x.ndim - 2) + (before, 0, 0, after), value=fill)[:, :num_tokens]
 
 
-def count_votes(matches: Matches, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Count positions by match length: those that vote for another token than the label [N, Q], and those that vote for it.
+class Counts(NamedTuple):
+    """Positions that vote, for each length of `LENGTHS`: those with a match at least as long. float32 [N, Q, L] each.
 
-    Counts need no gradient, and little memory: float32 [N, Q, 17] each.
+    Attributes:
+        all: all of them.
+        right: those that vote for the label.
+        agree: those that vote as the last of the longest matches does.
     """
-    right = matches.following[:, None] == labels[..., None]
-    # Two columns for each length, from -1 on: wrong, then right.
-    column = (2 * matches.lengths + 2 + right).long()  # columns 0 and 1: not readable
+
+    all: Tensor
+    right: Tensor
+    agree: Tensor
+
+
+def levels(matches: Matches) -> Tensor:
+    """Number of `LENGTHS` that each match reaches, int64 [N, Q, S]: 0 to L."""
+    reached = [sum(length <= n for length in LENGTHS) for n in range(-1, LONGEST + 1)]
+    return torch.tensor(reached, device=matches.lengths.device)[matches.lengths.long() + 1]
+
+
+def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
+    """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
+    lengths, following = matches.lengths.int(), matches.following[:, None]
+    num_positions = lengths.shape[2]
+    # The last of the longest matches. Of int8, compiled code for CPUs would be wrong (pytorch/pytorch#191499, torch 2.13).
+    last = (lengths * num_positions + torch.arange(num_positions, device=lengths.device)).argmax(2)
+    agree = following == matches.following.gather(1, last)[..., None]
+    # Four columns for each number of reached lengths: does the position vote for the label, does it agree.
+    column = 4 * levels(matches) + 2 * (following == labels[..., None]) + agree
     one = torch.ones((), dtype=torch.int32, device=column.device)
-    counts = torch.zeros(*column.shape[:2], 2 * LONGEST + 4, dtype=torch.int32, device=column.device)
-    wrong, hits = counts.scatter_add(2, column, one.expand_as(column))[..., 2:].unflatten(2, (-1, 2)).float().unbind(3)
-    return wrong, hits
-
-
-def longest_match(matches: Matches) -> tuple[Tensor, Tensor]:
-    """The longest match of each query [N, Q]: its length (-1 = none), and whether all matches as long vote for the same token."""
-    # Of int8, compiled code for CPUs returns 0 if all are negative (pytorch/pytorch#191499, torch 2.13).
-    longest = matches.lengths.int().amax(2).long()
-    is_longest, following = matches.lengths == longest[..., None], matches.following[:, None]
-    # All votes are equal if the largest id is the smallest one.
-    largest = following.masked_fill(~is_longest, -1).amax(2)
-    smallest = following.masked_fill(~is_longest, torch.iinfo(torch.int64).max).amin(2)
-    return longest, largest == smallest
+    counts = torch.zeros(*column.shape[:2], 4 * len(LENGTHS) + 4, dtype=torch.int32, device=column.device)
+    counts = counts.scatter_add(2, column, one.expand_as(column))[..., 4:].unflatten(2, (-1, 4)).float()
+    neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
+    return Counts(neither + agrees + right + both, right + both, agrees + both)

@@ -4,8 +4,8 @@ With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gra
 block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label), so logits
 are neither kept nor recomputed.
 
-With a copy head the probability of a label is that of a mixture (`Mixture`), which trains the copy head, and the plain
-cross-entropy trains the vocabulary, as without a copy head. With the mixture's gradient the vocabulary would learn little from
+With a copy head the probability of a label is that of a mixture (`CopyHead.losses`), which trains the copy head, and the plain
+cross-entropy trains the vocabulary, as without a copy head. So the mixture needs two numbers of each token (`TokenLosses`). With the mixture's gradient the vocabulary would learn little from
 tokens that can be copied, and be worse with and without copying (docs/explanation/copy-head.md).
 """
 
@@ -25,23 +25,23 @@ float16. The loss scale cannot prevent it: gradients of logits are computed in t
 what `backward` returns, which is float32. A power of two below the largest float16."""
 
 
-class Mixture(NamedTuple):
-    """The copied part of a mixture p = keep · softmax(logits) + copied, for each label.
+class TokenLosses(NamedTuple):
+    """What a mixture needs to know of the vocabulary's predictions, without gradients.
 
     Attributes:
-        log_keep: log of the share that the vocabulary keeps, float32 [B, T].
-        copied: probability with which copying gives the label, times the share of copying, float32 [B, T].
+        nats: cross-entropy of each label, float32 [B, T]; 0 for ignored labels.
+        log_top: log-probability of the likeliest token, float32 [B, T]: how sure the prediction is.
     """
 
-    log_keep: Tensor
-    copied: Tensor
+    nats: Tensor
+    log_top: Tensor
 
 
 @torch.no_grad()
 def token_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, product: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Cross-entropy of each label with the vocabulary alone, in nats: float32 [B, T], 0 for ignored labels. Without gradients.
+) -> TokenLosses:
+    """`TokenLosses` of labels with the vocabulary alone. Without gradients.
 
     Under autocast, logits are rounded to its dtype, as in generation and `scoring`. In bfloat16 this changes the loss of a token
     by a few thousandths of a nat, and the mean of many tokens by less than 0.01%.
@@ -57,33 +57,26 @@ def token_losses(
     else:
         x, y = hidden.flatten(0, -2), labels.flatten()
     losses = [
-        _losses(product(x[rows]) if product else x[rows] @ narrow.T, y[rows], None)[0]
-        for rows in _blocks(x, len(weight))
+        _losses(product(x[rows]) if product else x[rows] @ narrow.T, y[rows])[:2] for rows in _blocks(x, len(weight))
     ]
-    return torch.cat(losses).view(labels.shape)
+    return TokenLosses(*(torch.cat(parts).view(labels.shape) for parts in zip(*losses, strict=True)))
 
 
-def mixed_losses(nats: Tensor, mixture: Mixture) -> Tensor:
-    """Losses of labels with a mixture, from those with the vocabulary alone; the shapes are equal."""
-    return -torch.logaddexp(mixture.log_keep - nats, mixture.copied.clamp(min=torch.finfo(torch.float32).tiny).log())
+def mixed_losses(nats: Tensor, log_keep: Tensor, copied: Tensor) -> Tensor:
+    """Losses of labels with a mixture p = keep · softmax(logits) + copied, from those with the vocabulary alone; the shapes are equal."""
+    return -torch.logaddexp(log_keep - nats, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
 
-def loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mixture: Mixture | None = None, *, compiled: bool = False
-) -> Tensor:
-    """Mean cross-entropy over labels that are not ignored, with gradients; 0 if all are ignored.
-
-    With a mixture, the value is the cross-entropy of the mixture, and the gradients of `hidden` and `weight` are those of the
-    vocabulary's cross-entropy.
+def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+    """Mean cross-entropy with the vocabulary alone over labels that are not ignored, with gradients; 0 if all are ignored.
 
     Args:
         hidden: [B, T, D].
         weight: [V, D].
         labels: int64 [B, T].
-        mixture: from `Retro.mixture`; None = the vocabulary alone.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    return summed_loss(hidden, weight, labels, mixture, compiled=compiled) / num_labels(labels)
+    return summed_loss(hidden, weight, labels, compiled=compiled)[0] / num_labels(labels)
 
 
 def num_labels(labels: Tensor) -> Tensor:
@@ -92,25 +85,25 @@ def num_labels(labels: Tensor) -> Tensor:
 
 
 def summed_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mixture: Mixture | None = None, *, compiled: bool = False
-) -> Tensor:
-    """`loss` as a sum, for callers that divide by the number of labels in several batches."""
-    total: Tensor = _SummedLoss.apply(hidden, weight, labels, compiled, *(mixture or (None, None)))
-    return total
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False
+) -> tuple[Tensor, TokenLosses]:
+    """`loss` as a sum, for callers that divide by the number of labels in several batches, and its parts, which have no gradient."""
+    total, nats, log_top = _SummedLoss.apply(hidden, weight, labels, compiled)
+    return total, TokenLosses(nats, log_top)
 
 
 def without_ignored(
-    hidden: Tensor, labels: Tensor, mixture: Mixture | None = None
-) -> tuple[Tensor, Tensor, Mixture | None]:
-    """Drop positions with ignored labels, if they are more than half: activations [N, D], labels [N] and the same of the mixture.
+    hidden: Tensor, labels: Tensor, evidence: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Drop positions with ignored labels, if they are more than half: activations [1, N, D], labels [1, N] and the copy head's evidence.
 
-    In fine-tuning only answers have labels. `summed_loss` stays the same, for less work. N differs between batches,
+    In fine-tuning only answers have labels. The summed loss stays the same, for less work. N differs between batches,
     so this is unsuited to compiled code and to GPUs, where the host would wait for N.
     """
     counts = labels != IGNORED_LABEL
     if not 0 < 2 * int(counts.sum()) < labels.numel():
-        return hidden, labels, mixture
-    return hidden[counts], labels[counts], mixture and Mixture(*(values[counts] for values in mixture))
+        return hidden, labels, evidence
+    return hidden[counts][None], labels[counts][None], None if evidence is None else evidence[counts][None]
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -118,50 +111,31 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        compiled: bool,
-        log_keep: Tensor | None,
-        copied: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         x, narrow, y = _flat(hidden, weight, labels)
-        mixture = None if log_keep is None or copied is None else Mixture(log_keep.detach(), copied.detach())
-        total = torch.zeros((), device=x.device)
         # A frozen output layer needs no gradient; with retrieval OFF, a frozen decoder needs none at all.
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype, device=x.device)
         to_weight = torch.zeros(weight.shape if needs_weight else (), device=x.device)  # float32: blocks are summed
-        to_mixture = torch.empty(2, len(x) if mixture else 0, device=x.device)
+        nats, log_top = torch.empty(2, len(x), device=x.device)
         kernel = _compiled_logit_gradients() if compiled else _logit_gradients
         for rows in _blocks(x, len(weight)):
-            nats, gradients, of_mixture = kernel(x[rows] @ narrow.T, y[rows], _rows(mixture, rows))
-            total += nats
+            nats[rows], log_top[rows], gradients = kernel(x[rows] @ narrow.T, y[rows])
             if needs_hidden:
                 to_hidden[rows] = _product(gradients, narrow)
             if needs_weight:
                 to_weight += _product(gradients.T, x[rows])
-            if of_mixture is not None:
-                to_mixture[:, rows] = of_mixture
-        shape = labels.shape if mixture else (0,)
-        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight, *(values.view(shape) for values in to_mixture))
+        ctx.save_for_backward(to_hidden.view(hidden.shape), to_weight)
         ctx.types = hidden.dtype, weight.dtype
-        return total
+        total, nats, log_top = nats.sum(), nats.view(labels.shape), log_top.view(labels.shape)
+        ctx.mark_non_differentiable(nats, log_top)
+        return total, nats, log_top
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = zip(ctx.saved_tensors, (*ctx.types, torch.float32, torch.float32), strict=True)
-        to_hidden, to_weight, *to_mixture = ((gradient * upstream).to(dtype) for gradient, dtype in gradients)
-        all_gradients = to_hidden, to_weight, None, None, *to_mixture
-        return tuple(
-            gradient if needed else None for gradient, needed in zip(all_gradients, ctx.needs_input_grad, strict=True)
-        )
-
-
-def _rows(mixture: Mixture | None, rows: slice) -> Mixture | None:
-    """A block of rows."""
-    return mixture and Mixture(*(values.flatten()[rows] for values in mixture))
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        gradients = zip(ctx.saved_tensors, ctx.types, ctx.needs_input_grad[:2], strict=True)
+        return *((part * upstream).to(dtype) if needed else None for part, dtype, needed in gradients), None, None
 
 
 def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,37 +160,23 @@ def block_rows(device_type: str, vocab_size: int) -> int:
     return max(512, (1 << 30 if device_type == "cuda" else 1 << 25) // (4 * vocab_size))
 
 
-def _losses(logits: Tensor, labels: Tensor, mixture: Mixture | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses of rows of logits [rows, V], in float32.
-
-    Returns:
-        The losses [rows], the vocabulary's log-probabilities [rows, V], and the log of its part in the probability of each label
-        [rows], None without a mixture.
-    """
+def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`TokenLosses` of rows of logits [rows, V], [rows] each, and the log-probabilities [rows, V]; in float32."""
     log_p = logits.float().log_softmax(-1)
-    losses, kept = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0], None
-    if mixture is not None:
-        of_vocabulary = mixture.log_keep - losses
-        losses = mixed_losses(losses, mixture)
-        kept = of_vocabulary + losses
-    return losses.masked_fill(labels == IGNORED_LABEL, 0.0), log_p, kept
+    nats = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return nats.masked_fill(labels == IGNORED_LABEL, 0.0), log_p.amax(-1), log_p
 
 
-def _logit_gradients(logits: Tensor, labels: Tensor, mixture: Mixture | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sum of cross-entropies, its gradient for every logit [rows, V] in the logits' dtype, and that for the mixture [2, rows].
+def _logit_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`TokenLosses` of rows of logits [rows, V], and the gradient of the summed losses for every logit, [rows, V] in the logits' dtype.
 
-    The gradient is softmax minus label, that of the vocabulary's cross-entropy. Float16 gradients are multiplied by
-    `_FLOAT16_SCALE`; `_product` divides by it.
+    The gradient is softmax minus label. Float16 gradients are multiplied by `_FLOAT16_SCALE`; `_product` divides by it.
     """
-    losses, log_p, kept = _losses(logits, labels, mixture)
+    nats, log_top, log_p = _losses(logits, labels)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    ignored, to_mixture = labels == IGNORED_LABEL, None
-    gradients = log_p.exp() - is_label.float()
-    if kept is not None:
-        to_mixture = -torch.stack((kept.exp(), losses.exp())).masked_fill(ignored, 0.0)
-    gradients = gradients.masked_fill(ignored[:, None], 0.0)
+    gradients = (log_p.exp() - is_label.float()).masked_fill((labels == IGNORED_LABEL)[:, None], 0.0)
     scaled = gradients * _FLOAT16_SCALE if logits.dtype == torch.float16 else gradients
-    return losses.sum(), scaled.to(logits.dtype), to_mixture
+    return nats, log_top, scaled.to(logits.dtype)
 
 
 def _product(gradients: Tensor, other: Tensor) -> Tensor:
@@ -230,5 +190,5 @@ def _product(gradients: Tensor, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_logit_gradients() -> Callable[[Tensor, Tensor, Mixture | None], tuple[Tensor, Tensor, Tensor | None]]:
+def _compiled_logit_gradients() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(_logit_gradients, fullgraph=True, dynamic=False)

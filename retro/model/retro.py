@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, PerHead
-from retro.model.copy_datastore import DatastoreSource
-from retro.model.copy_head import CopyHead, CopySource, Source
+from retro.model.copy_head import CopyHead
+from retro.model.copy_sources import Source
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
 from retro.model.layer_pass import CrossReads, LayerPass
-from retro.model.loss import IGNORED_LABEL, Mixture, mixed_losses, token_losses
+from retro.model.loss import IGNORED_LABEL, TokenLosses, token_losses
 from retro.model.masks import document_positions, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
@@ -231,7 +231,7 @@ class Retro(nn.Module):
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         copies = settings.copy_head
         has_sources = copies.context or copies.neighbors or copies.datastore
-        self.copy_head = CopyHead(copies, width, settings.chunk_length) if has_sources else None
+        self.copy_head = CopyHead(copies, settings.chunk_length) if has_sources else None
         self.packed_output: Any = None  # a faster product with `output_weight`, from `inference/packed_weights.py`
         self.initialize()
 
@@ -257,7 +257,7 @@ class Retro(nn.Module):
                 nn.init.normal_(module.weight, std=(fan_in * (num_blocks if into_stream else 1)) ** -0.5)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, CopySource | DatastoreSource):
+            elif isinstance(module, CopyHead):
                 module.initialize()
             elif isinstance(module, PerHead):
                 nn.init.zeros_(module.weight)
@@ -273,7 +273,7 @@ class Retro(nn.Module):
         They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with neighbors.
         """
         hidden, _ = self.hidden(inputs)
-        return self.mix(self.logits(hidden), hidden, inputs)
+        return self.mix(self.logits(hidden), inputs)
 
     def hidden(self, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
@@ -285,32 +285,32 @@ class Retro(nn.Module):
         """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
-    def mix(self, logits: Tensor, hidden: Tensor, inputs: Inputs) -> Tensor:
+    def mix(self, logits: Tensor, inputs: Inputs) -> Tensor:
         """Mix logits [B, T, V] with what the copy head votes for; unchanged if there is nothing to copy from.
 
         Args:
             logits: from `logits`.
-            hidden: [B, T, D].
-            inputs: of the hidden states.
+            inputs: of the model.
         """
         sources = self.copy_sources(inputs)
         if self.copy_head is None or not sources:
             return logits
-        trust = None
+        following, trust = inputs.following(), None
+        evidence = self.copy_head.evidence(sources, following)
         if self.copy_head.learns_trust(inputs):
-            following = inputs.following()
-            nats = -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0]
-            _, trust = self.copy_head.losses(nats, hidden, following, sources, inputs)
-        return self.copy_head.mix(logits, hidden, sources, trust=trust)
+            log_p = logits.float().log_softmax(-1)
+            nats = -log_p.gather(-1, following[..., None])[..., 0]
+            _, trust = self.copy_head.trusted_losses(TokenLosses(nats, log_p.amax(-1)), evidence, inputs)
+        return self.copy_head.mix(logits, sources, evidence, trust=trust)
 
-    def mixture(self, hidden: Tensor, inputs: Inputs) -> Mixture | None:
-        """What the loss of training needs of the copy head for hidden [B, T, D]; None if there is nothing to copy from."""
+    def evidence(self, inputs: Inputs) -> Tensor | None:
+        """What the copy head knows about the labels, see `CopyHead.evidence`; None if there is nothing to copy from."""
         sources = self.copy_sources(inputs)
-        return self.copy_head.mixture(hidden, inputs.labels, sources) if self.copy_head and sources else None
+        return self.copy_head.evidence(sources, inputs.labels) if self.copy_head and sources else None
 
-    def copy_sources(self, inputs: Inputs) -> list[Source]:
+    def copy_sources(self, inputs: Inputs) -> dict[str, Source]:
         """Where the copy head can copy from. Empty without a copy head."""
-        return [] if self.copy_head is None else self.copy_head.sources(inputs)
+        return {} if self.copy_head is None else self.copy_head.sources(inputs)
 
     def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """The loss of each label in nats, copying included: float32 [B, T], 0 for ignored labels. Without gradients.
@@ -320,26 +320,30 @@ class Retro(nn.Module):
         return self.scored(inputs, hidden)[0]
 
     @torch.no_grad()
-    def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """As `token_losses`, and the trust of `CopyHead.losses`, None if none is learned (`CopyHead.learns_trust`)."""
+    def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None, TokenLosses]:
+        """As `token_losses`, the trust of `CopyHead.trusted_losses` (None if none is learned), and the vocabulary's losses of `scored_tokens`."""
         if hidden is None:
             hidden, _ = self.hidden(inputs)
-        nats = token_losses(hidden, self.output_weight, self.scored_tokens(inputs), self.packed_output)
-        return self.with_copying(nats, hidden, inputs)
+        vocabulary = token_losses(hidden, self.output_weight, self.scored_tokens(inputs), self.packed_output)
+        return *self.with_copying(vocabulary, inputs), vocabulary
 
     def scored_tokens(self, inputs: Inputs) -> Tensor:
         """The tokens whose losses `with_copying` needs, int64 [B, T]: the labels, or all next tokens if retrieval must earn trust."""
         learns = self.copy_head is not None and self.copy_head.learns_trust(inputs)
         return inputs.following() if learns else inputs.labels
 
-    def with_copying(self, nats: Tensor, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Losses and trust of `scored`, from the losses [B, T] of `scored_tokens` with the vocabulary alone."""
-        sources, trust = self.copy_sources(inputs), None
-        if self.copy_head is not None and self.copy_head.learns_trust(inputs):
-            nats, trust = self.copy_head.losses(nats, hidden, inputs.following(), sources, inputs)
-        elif self.copy_head is not None and sources:
-            nats = mixed_losses(nats, self.copy_head.mixture(hidden, inputs.labels, sources))
-        return nats.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), trust
+    def with_copying(self, vocabulary: TokenLosses, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Losses and trust of `scored`, from those of `scored_tokens` with the vocabulary alone."""
+        head, sources, trust = self.copy_head, self.copy_sources(inputs), None
+        if head is None or not sources:
+            return vocabulary.nats.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), None
+        scored = self.scored_tokens(inputs)
+        evidence = head.evidence(sources, scored)
+        if head.learns_trust(inputs):
+            losses, trust = head.trusted_losses(vocabulary, evidence, inputs)
+        else:
+            losses = head.losses(vocabulary, scored, evidence)
+        return losses.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), trust
 
     @property
     def output_weight(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Forward and backward passes of a model whose layers are all in this process.
 
-    Inputs ─ local sequences ─ hidden, mixture ─ local tokens ─ part of the loss ─ gradients, summed over processes
+    Inputs ─ local sequences ─ hidden, evidence ─ local tokens ─ part of the loss ─ gradients, summed over processes
 
 `pipeline_parallel.py` does the same with the layers divided over processes.
 """
@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from retro.device import Placement
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture, summed_loss, without_ignored
+from retro.model.loss import summed_loss, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
 from retro.parallel.data_parallel import reshard, sync_gradients, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
-from retro.parallel.tensor_parallel import local_tokens, mixture_of, token_losses_of
+from retro.parallel.tensor_parallel import local_tokens, of_all_tokens, own_part, token_losses_of
 
 
 @dataclass(frozen=True)
@@ -97,19 +97,20 @@ class WholeModel:
         """See `DistributedModel`."""
         sync_gradients(self.model, self.processes.settings, context.last)
         with self.placement.autocast():
-            hidden, routing, mixture = self.run(inputs)
-            local = local_tokens(self.mesh, hidden, self.model.output_weight, inputs.labels, mixture)
-            objective, parts = part_of_loss(local, routing, context, self.model.settings, self.compiled)
+            hidden, routing, evidence = self.run(inputs)
+            objective, parts = part_of_loss(
+                self.model, hidden, inputs.labels, evidence, routing, context, mesh=self.mesh, compiled=self.compiled
+            )
         if objective.requires_grad:
             objective.backward()
         else:  # no trained weight was used: a frozen decoder and a batch without neighbors
             reshard(self.model)
         return parts
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Mixture | None]:
-        """Hidden states, `ROUTING` and the copy head's mixture."""
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hidden states, `ROUTING` and the copy head's evidence."""
         hidden, routing = self.model.hidden(inputs)
-        return hidden, routing, mixture_of(self.model, self.mesh, hidden, inputs)
+        return hidden, routing, self.model.evidence(inputs)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # evaluation has a new shape for each length of text
@@ -129,29 +130,41 @@ class WholeModel:
 
 
 def part_of_loss(
-    local: tuple[Tensor, Tensor, Tensor, Mixture | None],
+    model: Retro,
+    hidden: Tensor,
+    labels: Tensor,
+    evidence: Tensor | None,
     routing: Tensor | None,
     context: StepContext,
-    settings: ModelSettings,
+    *,
+    mesh: DeviceMesh | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The part of a batch in the step's objective, and in its cross-entropy and `ROUTING`: float32 [1 + 3].
 
     Args:
-        local: hidden states, output layer, labels and mixture of this process's tokens.
+        model: has the output layer and the copy head.
+        hidden: hidden states of this process's tokens [B, T', D].
+        labels: of all tokens [B, T].
+        evidence: of all tokens, from `Retro.evidence`; None if there is nothing to copy from.
         routing: `ROUTING` of its sequences [B, 3], or None.
         context: of the step.
-        settings: with the weight of the experts' loss.
+        mesh: of tensor parallelism, or None.
         compiled: fuse the operations between matrix products.
     """
-    hidden, weight, labels, mixture = local
-    if not compiled and hidden.device.type == "cpu":  # on a GPU the host would wait for the number of labels
-        hidden, labels, mixture = without_ignored(hidden, labels, mixture)
-    cross_entropy = summed_loss(hidden, weight, labels, mixture, compiled=compiled) / context.num_labels
+    if mesh is None and not compiled and hidden.device.type == "cpu":  # a GPU would wait for the number of labels
+        hidden, labels, evidence = without_ignored(hidden, labels, evidence)
+    total, vocabulary = summed_loss(*local_tokens(mesh, hidden, model.output_weight, labels), compiled=compiled)
+    if evidence is not None and model.copy_head is not None:
+        # The vocabulary learns from its own cross-entropy, the copy head from that of the mixture, which is the loss. Its
+        # gradients, like those of embeddings, are equal in all processes of a mesh, and are not summed over it.
+        mixed = model.copy_head.losses(of_all_tokens(vocabulary, mesh), labels, evidence)
+        total = total - total.detach() + mixed.sum() - mixed.sum().detach() + own_part(mixed, mesh).sum().detach()
+    cross_entropy = total / context.num_labels
     objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
     if routing is not None:
         rows = len(routing) / context.num_sequences
-        objective, routed = objective + routing_loss(routing, settings) * rows, routing.detach().mean(0) * rows
+        objective, routed = objective + routing_loss(routing, model.settings) * rows, routing.detach().mean(0) * rows
     return objective * context.scale, torch.cat((cross_entropy.detach().reshape(1), routed))
 
 

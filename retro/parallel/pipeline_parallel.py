@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from indexing.suffixes.votes import LENGTHS
 from retro.device import Placement
+from retro.model.copy_head import SOURCES
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
@@ -30,7 +31,7 @@ from retro.parallel.forward_backward import StepContext, all_parameters, gradien
 from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import check_reader, num_microbatches, num_stages
-from retro.parallel.tensor_parallel import local_tokens, mixture_of, token_losses_of
+from retro.parallel.tensor_parallel import token_losses_of
 
 
 class Stage(nn.Module):
@@ -63,7 +64,7 @@ class Stage(nn.Module):
 
         Returns:
             The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last stage: the
-            hidden states, followed by the mixture if there is something to copy from, and by the routing statistics.
+            hidden states, followed by the copy head's evidence if there is something to copy from, and by the routing statistics.
         """
         batch, tensors = Inputs(**inputs), list(received)
         routing_before = tensors.pop() if self.receives_routing else None
@@ -78,17 +79,18 @@ class Stage(nn.Module):
         sent: Sequence[Tensor] = [encoded] if self.sends_encoded and encoded is not None else []
         if self.is_last:
             h = self.model.finish(h)
-            mixture = mixture_of(self.model, self.tensor_mesh, h, batch)
-            sent = [] if mixture is None else [values.clone() for values in mixture]  # FSDP warns of views
+            evidence = self.model.evidence(batch)
+            sent = [] if evidence is None else [evidence]
         else:
             h = local(h)
         return (h, *sent, *([] if routing is None else [routing]))
 
 
-def _outputs(out: Any) -> tuple[Tensor, Mixture | None, Tensor | None]:
-    """Hidden states, mixture and routing statistics from what the last stage returns."""
+def _outputs(out: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Hidden states, evidence [B, T, 3, L, 4] and routing statistics [B, 3] from what the last stage returns."""
     hidden, *others = out if isinstance(out, tuple) else (out,)
-    return hidden, Mixture(*others[:2]) if len(others) > 1 else None, others[-1] if len(others) % 2 else None
+    evidence, routing = ((part for part in others if part.ndim == ndim) for ndim in (5, 2))
+    return hidden, next(evidence, None), next(routing, None)
 
 
 def stage_layers(model: ModelSettings, index: int, count: int) -> range:
@@ -214,10 +216,11 @@ class Pipeline:
 
     def _loss(self, out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """The objective of a microbatch, from the outputs of the last stage."""
-        hidden, mixture, routing = _outputs(out)
-        weight = self.stages[-1].model.output_weight
-        tokens = local_tokens(self.processes.along("tensor"), hidden, weight, labels, mixture)
-        objective, parts = part_of_loss(tokens, routing, self._context, self.settings, self.compiled)
+        hidden, evidence, routing = _outputs(out)
+        model, mesh = self.stages[-1].model, self.processes.along("tensor")
+        objective, parts = part_of_loss(
+            model, hidden, labels, evidence, routing, self._context, mesh=mesh, compiled=self.compiled
+        )
         self._losses += parts
         return objective
 
@@ -257,10 +260,10 @@ class Pipeline:
         head = settings.copy_head
         reads_votes = head.datastore and inputs.votes is not None
         copies = head.context or (head.neighbors and inputs.retrieves) or reads_votes
-        mixture = [of(rows, num_tokens)] * 2 if copies and stage.is_last else []
+        evidence = [of(rows, num_tokens, len(SOURCES), len(LENGTHS), 4)] if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
-        outputs = (h, *encoded * stage.sends_encoded, *mixture, *routing * stage.sends_routing)
+        outputs = (h, *encoded * stage.sends_encoded, *evidence, *routing * stage.sends_routing)
         if stage.is_first:
             received = (torch.empty(rows, num_tokens, dtype=torch.int64, device="meta"),)
         return PipelineStage(

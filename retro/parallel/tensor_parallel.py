@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from retro.model.attention import Attention, PerHead
 from retro.model.inputs import Inputs
-from retro.model.loss import Mixture, token_losses
+from retro.model.loss import TokenLosses, token_losses
 from retro.model.retro import ChunkedCrossAttention, Retro
 
 
@@ -87,49 +87,42 @@ def _gather_encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...
     return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
 
 
-def mixture_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Mixture | None:
-    """`Retro.mixture` of all tokens, in every process: matches need all of them.
-
-    So gradients of the copy head, like those of embeddings, are equal in all processes of the mesh, and are not summed over it.
-    """
-    if mesh is not None and model.copy_head is not None:
-        assert isinstance(hidden, DTensor)
-        hidden = hidden.redistribute(mesh, [Replicate()]).to_local()
-    return model.mixture(hidden, inputs)
-
-
 def local_tokens(
-    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor, mixture: Mixture | None = None
-) -> tuple[Tensor, Tensor, Tensor, Mixture | None]:
-    """Hidden states [B, T', D], output layer, labels [B, T'] and mixture of the tokens whose loss this process computes.
+    mesh: DeviceMesh | None, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [B, T', D], output layer and labels [B, T'] of the tokens whose loss this process computes.
 
     Args:
         mesh: of tensor parallelism; None without it.
         hidden: from `Retro.hidden`.
         weight: [V, D], equal in all processes; its gradient is the sum over processes.
         labels: [B, T].
-        mixture: of all tokens, equal in all processes; its gradient is gathered from them.
     """
     if mesh is None:
-        return hidden, weight, labels, mixture
+        return hidden, weight, labels
     assert isinstance(hidden, DTensor)
     shared = DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    local_labels = labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-    local_mixture = mixture and Mixture(*(_by_token(values, mesh).to_local() for values in mixture))
-    return hidden.to_local(), shared, local_labels, local_mixture
+    return hidden.to_local(), shared, own_part(labels, mesh)
+
+
+def own_part(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The values [B, T', …] of this process's tokens, of those of all tokens [B, T, …]."""
+    # Contiguous, since a broadcast reads one block of memory.
+    return values if mesh is None else values.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
+
+
+def of_all_tokens(vocabulary: TokenLosses, mesh: DeviceMesh | None) -> TokenLosses:
+    """Losses of all tokens [B, T] in every process, from those of each one's own tokens [B, T']."""
+    if mesh is None:
+        return vocabulary
+    whole = (DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for part in vocabulary)
+    return TokenLosses(*(part.redistribute(mesh, [Replicate()]).to_local() for part in whole))
 
 
 def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Tensor:
-    """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; trust needs all tokens in every process."""
-    nats = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs))[:3])
-    if mesh is None:
-        return model.with_copying(nats, hidden, inputs)[0]
-    assert isinstance(hidden, DTensor)
-    whole = (DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for part in (nats, hidden.to_local()))
-    nats, hidden = (part.redistribute(mesh, [Replicate()]).to_local() for part in whole)
-    losses = model.with_copying(nats, hidden, inputs)[0]
-    # Contiguous, since a broadcast reads one block of memory.
-    return losses.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
+    """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; copying needs all tokens in every process."""
+    vocabulary = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs)))
+    return own_part(model.with_copying(of_all_tokens(vocabulary, mesh), inputs)[0], mesh)
 
 
 def _by_token(values: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -1,15 +1,14 @@
 """Fit sources of the copy head to a trained model with a few forward passes, without training.
 
-The scores of positions and the gates are some dozens of numbers, tables by match length (`CopySource.tables`,
-`DatastoreSource.tables`), and one weight for each activation (`gate`): a model's activations tell how sure it is of the next token.
-The loss of a token depends on them only through what a forward pass gives once: the loss without these sources, the votes, and
-the last hidden state. Tables and gates of all sources are fitted together.
+The networks of the sources (`CopySource`) begin with weights that were fitted to other text, and are moved a little. The loss of a token
+depends on them only through what a forward pass gives once: the vocabulary's loss, the probability of its likeliest token, and the
+counts of votes. All sources are fitted together.
 
     add_retrieval, a checkpoint + a datastore ─┐
                                                ├─► fit_copy_head
     new sources of a run, before its first step┘        │
                                                         ▼
-    batches ─ forward passes ─► hidden state, and some numbers per source, of each token ─ L-BFGS on the mean loss ─► tables, gates
+    batches ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
 All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
 """
@@ -38,11 +37,9 @@ from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.copy_datastore import DatastoreSource, DatastoreVotes
-from retro.model.copy_head import CopyHead, CopySource, Source
-from retro.model.copy_matches import count_votes, longest_match
+from retro.model.copy_head import SOURCES, CopyHead
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, mixed_losses, token_losses
+from retro.model.loss import IGNORED_LABEL, TokenLosses, token_losses
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
 
@@ -55,12 +52,9 @@ _TOKENS_OF_RUN = 20_000
 SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
 which brought 0.3% more with the PEPs."""
-_PULL = 0.5
-"""Nats that a number of a table costs at a distance of 1 from its start. It matters for cells that few tokens have."""
-_GATE_PULL = 60.0
-"""Nats that a gate costs whose log-odds would vary by 1 (root mean square) with activations of independent noise. Chosen with 20,000
-tokens of three corpora: with a tenth of it the gates learn the training text, from half to twice of it makes no difference."""
-_STEPS = 200
+_PULL = 20.0
+"""Nats that a weight costs at a distance of 1 from its start."""
+_STEPS = 100
 
 
 class CopyFit(NamedTuple):
@@ -69,8 +63,8 @@ class CopyFit(NamedTuple):
     Attributes:
         num_tokens: number of these tokens.
         off: loss with retrieval OFF. Cross-attention reads no neighbors either.
-        before: loss with the initial tables.
-        after: loss with the fitted tables.
+        before: loss with the initial networks.
+        after: loss with the fitted networks.
     """
 
     num_tokens: int
@@ -131,7 +125,7 @@ def add_retrieval(
     span = max(m, min(SPAN, length) // m * m)
     spans = replace(data, sequence_length=span)
     source = TrainingData(data.datastores, spans, retrieval=True, votes=bool(settings.copy_head.datastore))
-    model = _with_copy_head(load_model(checkpoint, placement.device), settings, names)
+    model = _with_copy_head(load_model(checkpoint, placement.device), settings)
     batches = read_batches(source, -(-num_tokens // span), placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     _write(checkpoint, model, data, datastore, file, names)
@@ -177,11 +171,10 @@ def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName
     return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
 
 
-def _with_copy_head(model: Retro, settings: ModelSettings, names: Sequence[SourceName]) -> Retro:
+def _with_copy_head(model: Retro, settings: ModelSettings) -> Retro:
     """The model with a copy head of these settings. Sources that it has keep their weights."""
-    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
-    for name in names:
-        getattr(head, name).initialize()
+    head = CopyHead(settings.copy_head, settings.chunk_length)
+    head.initialize()
     if model.copy_head is not None:
         head.load_state_dict(model.copy_head.state_dict(), strict=False)
     model.settings, model.copy_head = settings, head.to(model.norm.weight.device)
@@ -257,57 +250,20 @@ def weights_of_sources(model: Retro, names: Sequence[str]) -> dict[str, Tensor]:
 # --- the fit ---------------------------------------------------------------------------------------------------------
 
 
-class MatchesOfTokens(NamedTuple):
-    """What n tokens can copy from context or neighbors.
-
-    Attributes:
-        wrong: positions by match length that vote for another token than the label, float32 [n, 17].
-        right: those that vote for the label, float32 [n, 17].
-        longest: length of the longest match, int64 [n]; -1 = the token can read no position.
-        agree: whether all matches as long vote for one token, bool [n].
-    """
-
-    wrong: Tensor
-    right: Tensor
-    longest: Tensor
-    agree: Tensor
-
-    def odds_and_probability(self, source: CopySource) -> tuple[Tensor, Tensor]:
-        """Log-odds of the gate without the term from the activations, and the probability of the label, [n] each."""
-        return source.log_odds(self.longest, self.agree), source.probability(self.wrong, self.right)
-
-
-class VotesOfTokens(NamedTuple):
-    """What n tokens can copy from the datastore.
-
-    Attributes:
-        length, counts: as in `DatastoreVotes`, [n] and [n, S].
-        right: probability of the label, float32 [n].
-    """
-
-    length: Tensor
-    counts: Tensor
-    right: Tensor
-
-    def odds_and_probability(self, source: DatastoreSource) -> tuple[Tensor, Tensor]:
-        """As in `MatchesOfTokens`."""
-        return source.log_odds(DatastoreVotes(source, self.length, self.counts, self.counts)), self.right
-
-
 class TokensToFit(NamedTuple):
-    """The tokens that sources are fitted to.
+    """The n tokens that sources are fitted to.
 
     Attributes:
-        nats: loss without these sources, float32 [n].
-        log_keep: log of the share that the vocabulary has without them, float32 [n]: 0 unless the model has other sources.
-        hidden: activations that the gates read, float32 [n, D].
-        copies: what the tokens can copy from each source.
+        vocabulary: `TokenLosses` [1, n].
+        evidence: of all sources of the model, float32 [1, n, 3, L, 4].
     """
 
-    nats: Tensor
-    log_keep: Tensor
-    hidden: Tensor
-    copies: Sequence[MatchesOfTokens | VotesOfTokens]
+    vocabulary: TokenLosses
+    evidence: Tensor
+
+    def losses(self, head: CopyHead) -> Tensor:
+        """The loss of each token with copying, float32 [1, n]."""
+        return head.losses(self.vocabulary, torch.zeros_like(self.vocabulary.nats, dtype=torch.int64), self.evidence)
 
 
 def fit_copy_head(
@@ -317,7 +273,7 @@ def fit_copy_head(
     names: Sequence[str] = ("neighbors",),
     hidden: Iterable[Tensor] | None = None,
 ) -> CopyFit:
-    """Set the tables of some sources. All other weights stay the same.
+    """Fit the networks of some sources. All other weights stay the same.
 
     Args:
         model: a trained model with these sources, on the device of the placement.
@@ -337,13 +293,12 @@ def fit_copy_head(
         log.warning("copying from %s is not fitted: the batches have none", " and ".join(names))
         return CopyFit(0, 0.0, 0.0, 0.0)
     parts, off = zip(*reads, strict=True)
-    tokens = _joined(parts)
-    sources = [copy.deepcopy(getattr(head, name)).cpu() for name in names]
+    tokens, fitted = joined(parts), copy.deepcopy(head).cpu()
     with during("fitting what is copied from %s", " and ".join(names)):
-        before, after = fit_sources(sources, tokens)
-    for name, source in zip(names, sources, strict=True):
-        getattr(head, name).load_state_dict(source.state_dict())
-    fit = CopyFit(len(tokens.nats), float(torch.cat(off).sum()) / max(1, len(tokens.nats)), before, after)
+        before, after = fit_networks(fitted, names, tokens)
+    head.load_state_dict(fitted.state_dict())
+    count = tokens.vocabulary.nats.numel()
+    fit = CopyFit(count, float(torch.cat(off).sum()) / max(1, count), before, after)
     log.info(
         "copying from %s is fitted to %s tokens: loss %.4f before, %.4f after, %.4f with retrieval OFF",
         *(" and ".join(names), f"{fit.num_tokens:,}", fit.before, fit.after, fit.off),
@@ -356,62 +311,47 @@ def _read(
     model: Retro, head: CopyHead, batch: Inputs, hidden: Tensor | None, placement: Placement, names: Sequence[str]
 ) -> tuple[TokensToFit, Tensor] | None:
     """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
-    by_module = {id(source.source): source for source in model.copy_sources(batch)}
-    fitted = [by_module.pop(id(getattr(head, name)), None) for name in names]
-    if None in fitted:
+    sources = head.sources(batch)
+    if not set(names) <= set(sources):
         return None
-    labels, others = batch.labels, list(by_module.values())
     with placement.autocast():
         if hidden is None:
             hidden, _ = model.hidden(batch)
-        mixture = head.mixture(hidden, labels, others)
-        off = nats = mixed_losses(token_losses(hidden, model.output_weight, labels), mixture)
-        if model.settings.activations_read or any(source.source is not head.context for source in others):
-            off = model.token_losses(batch.off())
-    copies = [copies_of(source, labels) for source in fitted if source is not None]
-    present = [values.longest >= 0 if isinstance(values, MatchesOfTokens) else values.length > 0 for values in copies]
-    counted = (labels != IGNORED_LABEL) & torch.stack(present).any(0)
-    loss, log_keep, activations = (values[counted].float().cpu() for values in (nats, mixture.log_keep, hidden))
-    tokens = TokensToFit(
-        loss, log_keep, activations, [type(values)(*(part[counted].cpu() for part in values)) for values in copies]
-    )
-    return tokens, off[counted].cpu()
+        vocabulary = token_losses(hidden, model.output_weight, batch.labels)
+        of_other_tokens = hidden if not model.settings.activations_read else None
+        off = model.token_losses(batch.off(), of_other_tokens)
+    evidence = head.evidence(sources, batch.labels)
+    present = (evidence[:, :, [SOURCES.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
+    counted = (batch.labels != IGNORED_LABEL) & present
+    nats, log_top, known, off = (part[counted].cpu() for part in (*vocabulary, evidence, off))
+    return TokensToFit(TokenLosses(nats[None], log_top[None]), known[None]), off
 
 
-def copies_of(source: Source, labels: Tensor) -> MatchesOfTokens | VotesOfTokens:
-    """What all tokens of labels [B, T] can copy from a source: values [B, T, ...]."""
-    if isinstance(source, DatastoreVotes):
-        return VotesOfTokens(source.length, source.counts, source.probability(labels))
-    longest, agree = longest_match(source.matches)
-    counts = count_votes(source.matches, source.split(labels))
-    num_tokens = labels.shape[1]
-    wrong, right = (source.join(values, num_tokens) for values in counts)
-    agree = source.join(agree.int(), num_tokens).bool()
-    return MatchesOfTokens(wrong, right, source.join(longest, num_tokens, -1), agree)
-
-
-def _joined(parts: Sequence[TokensToFit]) -> TokensToFit:
+def joined(parts: Sequence[TokensToFit]) -> TokensToFit:
     """The tokens of several batches."""
-    nats, log_keep, hidden, copies = zip(*parts, strict=True)
-    of_sources = [type(values[0])(*map(torch.cat, zip(*values, strict=True))) for values in zip(*copies, strict=True)]
-    return TokensToFit(torch.cat(nats), torch.cat(log_keep), torch.cat(hidden), of_sources)
+    vocabulary, evidence = zip(*parts, strict=True)
+    nats, log_top = (torch.cat(columns, 1) for columns in zip(*vocabulary, strict=True))
+    return TokensToFit(TokenLosses(nats, log_top), torch.cat(evidence, 1))
 
 
-def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: TokensToFit) -> tuple[float, float]:
-    """Fit the tables and gates of sources on the CPU; returns the mean loss before and after."""
-    fitted = [getattr(source, name) for source in sources for name in (*source.TABLES, "gate")]
-    initial = [(source.tables.detach(), source.gate.detach().clone()) for source in sources]
+def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit, pull: float = _PULL) -> tuple[float, float]:
+    """Fit the networks of some sources on the CPU; returns the mean loss before and after.
+
+    Args:
+        head: the copy head.
+        names: its sources that are fitted.
+        tokens: some thousand.
+        pull: nats that a weight costs at a distance of 1 from its start.
+    """
+    fitted = [parameter for name in names for parameter in getattr(head, name).parameters()]
+    initial = [parameter.detach().clone() for parameter in fitted]
     optimizer = torch.optim.LBFGS(fitted, max_iter=_STEPS, line_search_fn="strong_wolfe")
-    count = max(1, len(tokens.nats))
-    gate_pull = _GATE_PULL * tokens.hidden.square().mean() if len(tokens.nats) else 0.0
+    count = max(1, tokens.vocabulary.nats.numel())
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        moved = [
-            _PULL * (source.tables - tables).square().sum() + gate_pull * (source.gate - gate).square().sum()
-            for source, (tables, gate) in zip(sources, initial, strict=True)
-        ]
-        value = (losses_with_copying(sources, tokens).sum() + torch.stack(moved).sum()) / count
+        moved = [(parameter - start).square().sum() for parameter, start in zip(fitted, initial, strict=True)]
+        value = (tokens.losses(head).sum() + pull * torch.stack(moved).sum()) / count
         value.backward()
         return value
 
@@ -420,20 +360,5 @@ def fit_sources(sources: Sequence[CopySource | DatastoreSource], tokens: TokensT
         optimizer.step(objective)
     optimizer.zero_grad()
     with torch.no_grad():
-        after = float(losses_with_copying(sources, tokens).sum() / count)
+        after = float(tokens.losses(head).sum() / count)
     return before, after
-
-
-def losses_with_copying(sources: Sequence[Any], tokens: TokensToFit) -> Tensor:
-    """The loss of each token with copying from these sources, [n].
-
-    The log-odds of a gate are those against the vocabulary alone. Against all that the model predicts without the fitted sources they
-    are lower by -`log_keep`.
-    """
-    joint, all_odds = [-tokens.nats], [torch.zeros_like(tokens.nats)]
-    for source, copies in zip(sources, tokens.copies, strict=True):
-        odds, copied = copies.odds_and_probability(source)
-        odds = odds + tokens.hidden @ source.gate + tokens.log_keep
-        all_odds.append(odds)
-        joint.append(odds + copied.clamp(min=torch.finfo(torch.float32).tiny).log())
-    return torch.stack(all_odds).logsumexp(0) - torch.stack(joint).logsumexp(0)

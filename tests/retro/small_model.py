@@ -10,11 +10,12 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
 from retro.device import Placement, choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, loss
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import (
     NO_COPY_HEAD,
@@ -24,7 +25,7 @@ from retro.model.settings import (
     RetrievalSettings,
     updated,
 )
-from retro.parallel.forward_backward import WholeModel
+from retro.parallel.forward_backward import StepContext, WholeModel, part_of_loss
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.settings import TrainSettings
@@ -119,13 +120,26 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def votes(num_tokens: int = V, seed: int = 0) -> Tensor:
-    """Votes of any length for one to three of the first tokens, at some positions: int64 [B, T, 7]."""
+    """Votes of any length for one to three of the first tokens, at some positions: int64 [B, T, 32]."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.randint(-10, 40, (B, T, 1), generator=generator).clamp(min=0)
-    tokens = torch.argsort(torch.rand(B, T, num_tokens, generator=generator))[..., :3]
-    counts = torch.randint(1, 12, (B, T, 3), generator=generator)
-    kept = torch.arange(3) < torch.randint(1, 4, (B, T, 1), generator=generator)
-    return torch.cat((length, tokens, counts * kept * (length > 0)), dim=-1)
+    tokens = torch.argsort(torch.rand(B, T, num_tokens, generator=generator))[..., :KEPT]
+    reached = (length >= torch.tensor(LENGTHS))[..., None]  # [B, T, L, 1]
+    size = torch.randint(1, 12, (*reached.shape[:3], 1), generator=generator)
+    shares = torch.randint(0, SHARES // KEPT + 1, (*reached.shape[:3], KEPT), generator=generator)
+    shares[..., :1] = shares[..., :1].clamp(min=1)
+    of_lengths = torch.cat((size, shares), -1) * reached
+    return torch.cat((length, tokens, of_lengths.flatten(2)), dim=-1)
+
+
+def agreed_votes(tokens: Tensor, length: int = 20, size: int = 4) -> Tensor:
+    """Votes after matches of this length that agree on tokens [B, T]: int64 [B, T, 32]."""
+    found = torch.zeros(*tokens.shape, COLUMNS, dtype=torch.int64)
+    found[..., 0], found[..., 1] = length, tokens
+    of_lengths = found[..., 1 + KEPT :].unflatten(-1, (len(LENGTHS), 1 + KEPT))
+    reached = torch.tensor(LENGTHS) <= length
+    of_lengths[..., 0], of_lengths[..., 1] = size * reached, SHARES * reached
+    return found
 
 
 def inputs(*, on: bool = True, documents: bool = False) -> Inputs:
@@ -166,7 +180,8 @@ def loss_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Tensor:
     """Mean loss of labels [B, T], copying included. The other arguments are those of `Inputs`."""
     whole = Inputs(*inputs)._replace(labels=labels)
     hidden, _ = model.hidden(whole)
-    return loss(hidden, model.output_weight, labels, model.mixture(hidden, whole))
+    context = StepContext((labels != IGNORED_LABEL).sum(), len(labels), 1.0, last=True)
+    return part_of_loss(model, hidden, labels, model.evidence(whole), None, context)[0]
 
 
 class Together:

@@ -115,8 +115,8 @@ def test_a_trace_for_a_gpu_takes_the_choices_of_cuda(option: str, narrow: bool) 
         with Storages(model) as storages, trace_module._replaced(run):
             with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
                 hidden, routing = model.hidden(inputs)
-                own = hidden, model.output_weight, inputs.labels, model.mixture(hidden, inputs)
-                objective, _ = forward_backward.part_of_loss(own, routing, context, settings)
+                own = hidden, inputs.labels, model.evidence(inputs)
+                objective, _ = forward_backward.part_of_loss(model, *own, routing, context)
                 del hidden, own
             kept = storages.live
     assert objective.requires_grad

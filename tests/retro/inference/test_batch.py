@@ -302,7 +302,8 @@ def test_a_text_that_fails_fails_alone(kind: str, place: int) -> None:
     prompts = [np.minimum(prompt, BROKEN - 1) for prompt in prompts_of(2 * M + 1, CONTEXT - 1, M - 1)]
     failing = np.full(M, BROKEN) if kind == "text" else prompts_of(M)[0]
     search = failing_search if kind == "search" else search_without_broken
-    bias = ((BROKEN, 100.0),) if kind == "forward" else ()  # generates the token, and fails when it is read
+    # Generates the token, and fails when it is read; or does not end before it fails.
+    bias = ((BROKEN, 100.0),) if kind == "forward" else ((0, -100.0),)
 
     def tokens(with_failing: bool) -> tuple[dict[int, list[GeneratedToken]], list[Exception]]:
         batch = Batch(Decoder(model, choose_placement("cpu", "float32"), CONTEXT), failing_decode, eos_id=0)

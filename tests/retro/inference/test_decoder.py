@@ -82,12 +82,13 @@ def uncached(
 
     (hidden, inputs), head = read(tokens), model.copy_head
     if head is None or not head.learns_trust(inputs):
-        return model.mix(model.logits(hidden), hidden, inputs)[0, -1]
+        return model.mix(model.logits(hidden), inputs)[0, -1]
     of_prompt, prompt = read(tokens[: len(tokens) - generated])
     trust = torch.tensor(START).expand(*inputs.tokens.shape, -1)
     if head.learns_trust(prompt):  # otherwise it has no neighbors
         trust = model.scored(prompt._replace(labels=prompt.following()), of_prompt)[1][:, -1:].expand_as(trust)
-    return head.mix(model.logits(hidden), hidden, model.copy_sources(inputs), trust=trust)[0, -1]
+    sources = model.copy_sources(inputs)
+    return head.mix(model.logits(hidden), sources, head.evidence(sources, inputs.tokens), trust=trust)[0, -1]
 
 
 def check_steps(

@@ -13,7 +13,7 @@ from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from tests.retro.model.test_copy_head import FEW, few_tokens
-from tests.retro.small_model import B, M, T, batch, build, votes
+from tests.retro.small_model import B, M, T, agreed_votes, batch, build
 
 ALL = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True}
 
@@ -80,9 +80,9 @@ def losses(model: Retro, tokens: Tensor, of_votes: Tensor) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("seed", range(5))
 def test_no_votes_can_make_a_text_much_less_likely(seed: int) -> None:
     model, tokens = build(**ALL, **{"retrieval.cca_layers": ()}), few_tokens(B, T)
-    wrong = votes(seed=seed)
-    wrong[..., 0], wrong[..., 4:] = 32, 8  # long matches that agree, for tokens that do not follow
-    wrong[..., 1:4] = (tokens.roll(-1, 1)[..., None] + 1) % FEW
+    generator = torch.Generator().manual_seed(seed)
+    other = torch.randint(1, FEW, (B, T), generator=generator)
+    wrong = agreed_votes((tokens.roll(-1, 1) + other) % FEW)  # long matches that agree, for tokens that do not follow
     off, on = losses(model, tokens, wrong)
     assert (on.sum(1) - off.sum(1) <= bound(T)).all()
     with torch.no_grad():
@@ -93,8 +93,6 @@ def test_no_votes_can_make_a_text_much_less_likely(seed: int) -> None:
 
 def test_right_votes_gain_and_tokens_after_them_trust_retrieval_more() -> None:
     model, tokens = build(**ALL, **{"retrieval.cca_layers": ()}), few_tokens(B, T)
-    right = torch.zeros(B, T, 7, dtype=torch.int64)
-    right[..., 0], right[..., 1], right[..., 4] = 32, tokens.roll(-1, 1), 8
-    off, on = losses(model, tokens, right)
+    off, on = losses(model, tokens, agreed_votes(tokens.roll(-1, 1)))
     assert (on[:, T // 2 :] < 0.5 * off[:, T // 2 :]).all()
     assert (on[:, -M:].mean() < on[:, :M].mean()).all()

@@ -44,11 +44,16 @@ def test_value_and_gradients_equal_cross_entropy(parts) -> None:
 @pytest.mark.usefixtures("block_rows")
 def test_token_losses_equal_cross_entropy(parts) -> None:
     hidden, weight, labels = parts
-    each = token_losses(hidden, weight, labels)
-    assert each.dtype == torch.float32
-    assert (each[0, 3:] == 0).all()
-    flat = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
-    torch.testing.assert_close(each, flat.view(B, T))
+    nats, log_top = token_losses(hidden, weight, labels)
+    assert nats.dtype == log_top.dtype == torch.float32
+    assert (nats[0, 3:] == 0).all()
+    logits = hidden @ weight.T
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(nats, flat.view(B, T))
+    torch.testing.assert_close(log_top, logits.log_softmax(-1).amax(-1))
+    total, parts_of_total = summed_loss(hidden, weight, labels)
+    torch.testing.assert_close(parts_of_total, (nats, log_top), check_stride=False)
+    torch.testing.assert_close(total, nats.sum())
 
 
 @pytest.mark.parametrize("counting", [0, 1, B * T // 2, B * T])
@@ -57,7 +62,7 @@ def test_dropping_ignored_rows_changes_no_loss_and_no_gradient(parts, counting: 
     labels = torch.where(torch.randperm(B * T).view(B, T) < counting, labels.clamp(min=0), IGNORED_LABEL)
     few, their_labels, _ = without_ignored(hidden, labels)
     assert their_labels.numel() == (counting if 0 < counting < B * T / 2 else B * T)
-    whole, part = summed_loss(hidden, weight, labels), summed_loss(few, weight, their_labels)
+    whole, part = summed_loss(hidden, weight, labels)[0], summed_loss(few, weight, their_labels)[0]
     torch.testing.assert_close(part, whole)
     wanted, found = (torch.autograd.grad(each, (hidden, weight)) for each in (whole, part))
     for ours, theirs in zip(found, wanted, strict=True):

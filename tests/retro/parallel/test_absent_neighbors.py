@@ -115,5 +115,5 @@ def test_two_processes_change_all_weights_as_one_does(
 def test_a_step_without_neighbors_changes_all_copy_sources_by_their_momentum(of_one: list[dict[str, Tensor]]) -> None:
     before, after = of_one[1:]
     for source in ("context", "neighbors", "datastore"):
-        name = f"copy_head.{source}.gate"
+        name = f"copy_head.{source}.outer_bias"
         assert not torch.equal(before[name], after[name]), name

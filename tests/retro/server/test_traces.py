@@ -22,7 +22,8 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.source_texts import joined
 from retro.inference.spans import ChunkTexts
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, TracedDatastore, traced_datastores
-from retro.model.copy_datastore import DatastoreSource
+from retro.model.copy_head import CopyHead
+from retro.model.settings import CopyHeadSettings
 from retro.server import schemas, trace_api
 from retro.server.app import make_app
 from retro.server.service import Service
@@ -286,9 +287,10 @@ def copying(
     language_model = LanguageModel.open(tiny_run, retriever, "cpu")
     model = language_model.model
     assert model.copy_head is not None
-    model.copy_head.datastore = DatastoreSource(model.settings.d_model)
-    for name in DatastoreSource.TABLES:
-        torch.nn.init.constant_(getattr(model.copy_head.datastore, name), 100.0)
+    source = CopyHead(CopyHeadSettings(datastore=True), 1).datastore
+    assert source is not None
+    torch.nn.init.constant_(source.outer_bias, 100.0)
+    model.copy_head.datastore = source
     if request.param == "datastore alone":
         model.copy_head.context = model.copy_head.neighbors = None
         head = replace(model.settings.copy_head, datastore=True, neighbors=False)

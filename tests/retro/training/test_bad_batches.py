@@ -42,7 +42,8 @@ def nan_losses(bad_tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def summed_loss(hidden, weight, labels, *arguments, **options):
         bad = torch.equal(labels[:, 0], bad_tokens[:, 1])
-        return real(hidden, weight, labels, *arguments, **options) * (math.nan if bad else 1)
+        total, parts = real(hidden, weight, labels, *arguments, **options)
+        return total * (math.nan if bad else 1), parts
 
     monkeypatch.setattr(passes, "summed_loss", summed_loss)
 
@@ -118,7 +119,12 @@ def test_a_skipped_step_changes_no_weights(config: Config, request: pytest.Fixtu
 
 def test_too_many_bad_batches_in_a_row_stop_a_skipping_run(config: Config, monkeypatch) -> None:
     real = passes.summed_loss
-    monkeypatch.setattr(passes, "summed_loss", lambda *arguments, **options: real(*arguments, **options) * math.nan)
+
+    def summed_loss(*arguments, **options):
+        total, parts = real(*arguments, **options)
+        return total * math.nan, parts
+
+    monkeypatch.setattr(passes, "summed_loss", summed_loss)
     with pytest.raises(FloatingPointError, match="in a row"):
         run(config, on_nan="skip", steps=MAX_REFUSED_IN_A_ROW + 5)
     assert checkpoints.open_checkpoint(config.run).step == MAX_REFUSED_IN_A_ROW

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from retro.device import choose_placement
-from retro.model.copy_datastore import DatastoreSource
-from retro.model.copy_matches import LONGEST
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.training.fitted_copy_head import _PULL, TokensToFit, VotesOfTokens, fit_copy_head, fit_sources
+from retro.training.fitted_copy_head import _PULL, fit_copy_head
 from tests.retro.small_model import B, M, T, U, V, build
 
 HERE = choose_placement("cpu", "float32")
@@ -52,11 +50,10 @@ def mean_loss(model: Retro, found: list[Inputs], *, on: bool = True) -> float:
 
 
 def build_base(base: str) -> Retro:
-    """A model that reads neighbors, with the initial tables and no gate vector, as a base has when it is fitted."""
+    """A model that reads neighbors, with the initial networks, as a base has when it is fitted."""
     model = build(**BASES[base], **{"copy_head.neighbors": True})
     assert model.copy_head is not None
-    assert model.copy_head.neighbors is not None
-    model.copy_head.neighbors.initialize()
+    model.copy_head.initialize()
     return model
 
 
@@ -72,14 +69,14 @@ def test_fitting_lowers_the_loss_by_as_much_as_it_reports(base: str) -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_fitting_changes_three_tables_a_gate_and_no_logit_off(base: str) -> None:
+def test_fitting_changes_one_network_and_no_logit_off(base: str) -> None:
     model, found = build_base(base), batches(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     off = model(Inputs(found[0].tokens))
     fit_copy_head(model, found, HERE)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert changed <= {f"copy_head.neighbors.{name}" for name in ("scores", "agreed", "disagreed", "gate")}
+    assert changed <= {f"copy_head.neighbors.{name}" for name in ("inner", "inner_bias", "outer", "outer_bias")}
     assert torch.equal(model(Inputs(found[0].tokens)), off)
 
 
@@ -89,41 +86,14 @@ def test_fitting_does_no_harm_if_neighbors_are_random() -> None:
     assert fit.after < fit.off + 0.01
 
 
-def test_lengths_that_do_not_occur_keep_their_numbers() -> None:
-    model = build_base("plain decoder")
-    source = model.copy_head.neighbors  # type: ignore[union-attr]
-    before = source.tables.detach()  # type: ignore[union-attr]
-    fit_copy_head(model, batches(2), HERE)
-    after = source.tables.detach()  # type: ignore[union-attr]
-    assert torch.equal(after[:, M + 1 : LONGEST], before[:, M + 1 : LONGEST])  # a match has at most m tokens
-    assert not torch.equal(after[:, : M + 1], before[:, : M + 1])
-
-
-def test_a_few_tokens_move_the_tables_by_little() -> None:
+def test_a_few_tokens_move_the_network_by_little() -> None:
     """The loss of n tokens falls by less than their loss before, which bounds the pull."""
     model = build_base("plain decoder")
-    source = model.copy_head.neighbors  # type: ignore[union-attr]
-    before = source.tables.detach()  # type: ignore[union-attr]
+    before = [parameter.detach().clone() for parameter in model.copy_head.neighbors.parameters()]  # type: ignore[union-attr]
     fit = fit_copy_head(model, batches(1), HERE)
-    moved = float((source.tables.detach() - before).square().sum())  # type: ignore[union-attr]
+    after = model.copy_head.neighbors.parameters()  # type: ignore[union-attr]
+    moved = sum(float((new.detach() - old).square().sum()) for new, old in zip(after, before, strict=True))
     assert 0 < _PULL * moved <= fit.num_tokens * (fit.before - fit.after)
-
-
-@pytest.mark.parametrize("telling", [True, False])
-def test_gate_learns_activations_that_tell_whether_votes_are_right(telling: bool) -> None:
-    torch.manual_seed(0)
-    n, source = 400, DatastoreSource(3)
-    source.initialize()
-    hidden, sign = torch.randn(n, 3), torch.randn(n).sign()
-    if telling:
-        hidden[:, 0] = sign
-    votes = VotesOfTokens(torch.full((n,), 5), torch.tensor([1, 0, 0]).expand(n, 3), (sign > 0).float())
-    _, after = fit_sources([source], TokensToFit(torch.full((n,), 2.0), torch.zeros(n), hidden, [votes]))
-    gate = source.gate.detach()
-    by_tables = 1.62  # nats of the best share for all tokens, 0.42
-    assert gate[1:].abs().max() < 0.3
-    assert (gate[0] > 0.5) == telling
-    assert (after < by_tables - 0.1) == telling
 
 
 def test_without_neighbors_nothing_is_fitted(caplog: pytest.LogCaptureFixture) -> None:
