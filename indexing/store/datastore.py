@@ -145,7 +145,7 @@ class Split:
 
     @cached_property
     def votes(self) -> ShardedArray:
-        """[chunks, m] of `suffixes.votes.vote_dtype`: the tokens after the longest match of the text up to each token."""
+        """[chunks, m] of `suffixes.votes.vote_dtype`: the tokens after matches of the text up to each token, by their length."""
         return self._array("votes", self.name)
 
     @cached_property

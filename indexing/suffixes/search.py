@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from indexing.store.deletions import inside
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, first_positions, head, stored_groups
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, within_limit
+from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, LONGEST, SAMPLED, SHARES, spread, within_limit
 
 _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
 SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
+_LIVING = 1024
+"""Whether voters are deleted is read at this many, spread evenly, if they are more than twice as many."""
 _BLOCK = 1 << 20
 
 
@@ -97,8 +100,11 @@ class _Group:
 
     def living(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
         """Which of the rows [first, stop) are outside of deleted ranges of chunks [n, 2]: [stop - first] bool."""
-        chunks = np.asarray(self.positions[first:stop]).astype(np.int64) // self.chunk_length + self.first_chunk
-        return ~inside(chunks, deleted)
+        return self.alive(np.asarray(self.positions[first:stop]), deleted)
+
+    def alive(self, positions: np.ndarray, deleted: np.ndarray) -> np.ndarray:
+        """Which of some positions are outside of deleted ranges of chunks [n, 2]: [positions] bool."""
+        return ~inside(positions.astype(np.int64) // self.chunk_length + self.first_chunk, deleted)
 
     def living_positions(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
         """The positions [n] uint32 of the rows [first, stop) outside of deleted ranges of chunks [n, 2]."""
@@ -150,6 +156,112 @@ class _Group:
             stop, step = stop + step, 2 * step
         return first, bisect.bisect_right(rows, ending, stop, min(len(rows), stop + step), key=key)
 
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        return np.asarray(self.positions)
+
+    @cached_property
+    def _tokens(self) -> list[np.ndarray]:
+        return [np.asarray(tokens) for tokens in self.tokens]
+
+    @cached_property
+    def _last_tokens(self) -> np.ndarray:
+        """The positions of the last tokens of the documents, [documents] int64."""
+        last_chunks = np.array(self.starts[1:], np.int64) // self.chunk_length - 1
+        lengths = np.concatenate([np.asarray(lengths, np.int64) for lengths in self.lengths])
+        return last_chunks * self.chunk_length + lengths[last_chunks] - 1
+
+    def ranges_of(self, text: list[int], length: int, row: int) -> list[tuple[int, int]]:
+        """For each of `LENGTHS` the rows [first, stop) of the prefixes that end in so many tokens; none for those above `length`.
+
+        From the longest to the shortest, every range is looked for around the one before.
+
+        Args:
+            text: its first `length` tokens occur.
+            length: of the longest match.
+            row: its row, see `longest`.
+        """
+        ranges, rows, first, stop = [(row, row)] * len(LENGTHS), len(self.positions), row, row
+        width, longest = 8 // self.tokens[0].itemsize, min(length, LENGTHS[-1])
+        ending = _view(np.array(text[:longest][::-1], self.tokens[0].format))
+        for level, size in reversed([*enumerate(LENGTHS)]):
+            if size > length:
+                continue
+            last = ending[longest - size :]
+            before, after = first > 0 and self.ends_in(first - 1, last), stop < rows and self.ends_in(stop, last)
+            smallest = above = None
+            if size <= width and (before or after):
+                smallest = head(text[:size], width)
+                above = smallest + (1 << 64 // width * (width - size))
+            if before:
+                first = self._first(last, first - 1, smallest)
+            if after:
+                stop = self._stop(last, stop + 1, above)
+            ranges[level] = first, stop
+        return ranges
+
+    def _first(self, ending: memoryview, known: int, smallest: int | None) -> int:
+        """The first row that ends in some tokens, as the row `known` does; `smallest` is the smallest head of such a row, if known."""
+        least, step = 0, 1
+        if smallest is not None:
+            least = max(0, (bisect.bisect_left(self.heads, smallest) - 1) * ROWS_OF_HEAD + 1)
+            nearer = bisect.bisect_right(self.heads, smallest) * ROWS_OF_HEAD
+            if nearer < known:
+                known, step = nearer, known
+        while known - step >= least and self.ends_in(known - step, ending):
+            known, step = known - step, 2 * step
+        least = max(least, known - step + 1)
+        while least < known:
+            middle = (least + known) // 2
+            if self.ends_in(middle, ending):
+                known = middle
+            else:
+                least = middle + 1
+        return known
+
+    def _stop(self, ending: memoryview, known: int, above: int | None) -> int:
+        """The row behind the last one that ends in some tokens, as the row before `known` does; the heads of such rows are below `above`,
+        if known."""
+        most, step = len(self.positions), 1
+        if above is not None:
+            head_row = bisect.bisect_left(self.heads, above) * ROWS_OF_HEAD
+            most, nearer = min(most, head_row), head_row - ROWS_OF_HEAD + 1
+            if nearer > known:
+                known, step = nearer, most
+        while known + step <= most and self.ends_in(known + step - 1, ending):
+            known, step = known + step, 2 * step
+        most = min(most, known + step - 1)
+        while known < most:
+            middle = (known + most) // 2
+            if self.ends_in(middle, ending):
+                known = middle + 1
+            else:
+                most = middle
+        return known
+
+    def ends_in(self, row: int, ending: memoryview) -> bool:
+        """Whether a sorted prefix ends in some tokens."""
+        end = self.positions[row]
+        shard = bisect.bisect_right(self.shard_starts, end) - 1
+        base, first = self.shard_starts[shard], end + 1 - len(ending)
+        if first < base or self.tokens[shard][first - base : end + 1 - base] != ending:
+            return False
+        return first >= self.starts[bisect.bisect_right(self.starts, end) - 1]
+
+    def next_tokens(self, positions: np.ndarray) -> np.ndarray:
+        """The tokens after positions [n] in the same documents, [n] int64; -1 = none."""
+        following, last = np.full(len(positions), -1), self._last_tokens
+        inner = np.flatnonzero(last[last.searchsorted(positions)] != positions)
+        after = positions[inner].astype(np.int64) + 1
+        if len(self._tokens) == 1:
+            following[inner] = self._tokens[0][after]
+            return following
+        shards = np.searchsorted(self.shard_starts, after, side="right") - 1
+        for shard in np.unique(shards):
+            own = shards == shard
+            following[inner[own]] = self._tokens[shard][after[own] - self.shard_starts[shard]]
+        return following
+
     def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""
         after = position + 1
@@ -158,6 +270,10 @@ class _Group:
         shard = bisect.bisect_right(self.shard_starts, after) - 1
         chunk, place = divmod(after - self.shard_starts[shard], self.chunk_length)
         return self.tokens[shard][after - self.shard_starts[shard]] if place < self.lengths[shard][chunk] else -1
+
+
+_Sample = tuple[int, list[np.ndarray]]
+"""The number of all occurrences of a match, and the positions of some for each group."""
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -268,7 +384,7 @@ class SuffixIndex:
         return tokens, counts
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
-        """The tokens that follow the longest match of the text up to each token, from the token `first` on.
+        """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
         The same as the stored votes of a held-out document. Of more than 32 occurrences others may be counted: the stage `votes` orders
         prefixes with equal ends of 64 tokens by shard, this index by the tokens before, and one group of shards after the other.
@@ -278,15 +394,67 @@ class SuffixIndex:
             first: index of the first token with votes.
 
         Returns:
-            [t - first, 7] int64, as `votes.as_columns`.
+            [t - first, 32] int64, as `votes.as_columns`.
         """
-        words, votes = text.tolist(), np.zeros((len(text) - first, 1 + 2 * KEPT), np.int64)
-        for row, end in zip(votes, range(first + 1, len(text) + 1), strict=True):
-            match = self.longest_match(words[max(0, end - LONGEST) : end])
-            if best := _most_frequent(self._following(match, SAMPLED)[:SAMPLED])[:KEPT]:
-                row[0] = match.length
-                row[1 : 1 + len(best)], row[1 + KEPT : 1 + KEPT + len(best)] = zip(*best, strict=True)
+        backwards, deleted = text[max(0, first + 1 - LONGEST) :][::-1].tolist(), self.split.deleted
+        votes = np.zeros((len(text) - first, COLUMNS), np.int64)
+        for begin, row in enumerate(reversed(votes)):
+            row[:] = self._votes(backwards[begin : begin + LONGEST], deleted)
         return within_limit(votes, self.split)
+
+    def _votes(self, text: list[int], deleted: np.ndarray) -> list[int]:
+        """The votes for the token after a text, which is backwards and not empty: the numbers of one row of `votes`."""
+        longest = [group.longest(text, deleted) for group in self._groups]
+        length = max((reached for reached, _ in longest), default=0)
+        of_groups = [group.ranges_of(text, *found) for group, found in zip(self._groups, longest, strict=True)]
+        matches, samples, of_level = [*zip(*of_groups, strict=True)], list[_Sample](), [0] * len(LENGTHS)
+        for level in reversed(range(bisect.bisect_right(LENGTHS, length))):
+            if not samples or matches[level] != matches[level + 1]:
+                samples.append(self._sample(matches[level], deleted))
+            of_level[level] = len(samples)
+        candidates, numbers = list[int](), [[0] * (1 + KEPT)]
+        for voters, drawn, tokens in self._read(samples):
+            tokens = [token for token in tokens if token >= 0]
+            counts, counted = Counter(tokens), len(tokens)
+            if len(candidates) < KEPT:
+                best = [token for token, _ in _most_frequent(tokens) if token not in candidates]
+                candidates += best[: KEPT - len(candidates)]
+            size = min(LARGEST_SIZE, (voters * counted // drawn).bit_length())
+            shares = [SHARES * counts[token] // (counted or 1) for token in candidates]
+            numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
+        if not candidates:
+            return [0] * COLUMNS
+        levels = itertools.chain.from_iterable(numbers[number] for number in of_level)
+        return [length, *candidates, *[0] * (KEPT - len(candidates)), *levels]
+
+    def _sample(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray) -> _Sample:
+        """Up to 32 of the rows of a match that are outside of deleted ranges of chunks, spread evenly."""
+        ends = [group._positions[first:stop] for group, (first, stop) in zip(self._groups, ranges, strict=True)]
+        voters = sum(map(len, ends))
+        if len(deleted):
+            for step in dict.fromkeys((max(1, voters // _LIVING), 1)):  # all of them if too few of those are left
+                looked_at = [own[::step] for own in ends]
+                alive = [own[group.alive(own, deleted)] for group, own in zip(self._groups, looked_at, strict=True)]
+                if sum(map(len, alive)) >= SAMPLED:
+                    break
+            voters, ends = voters * sum(map(len, alive)) // sum(map(len, looked_at)), alive
+        places = spread([*map(len, ends)], SAMPLED)
+        return voters, [own[at.start : at.stop : at.step] for own, at in zip(ends, places, strict=True)]
+
+    def _read(self, samples: list[_Sample]) -> Iterator[tuple[int, int, list[int]]]:
+        """For each sample the number of voters, of those that were drawn, and the tokens after these; -1 = none."""
+        if not samples:
+            return
+        tokens = [
+            group.next_tokens(np.concatenate([ends[number] for _, ends in samples])).tolist()
+            for number, group in enumerate(self._groups)
+        ]
+        firsts = [0] * len(tokens)
+        for voters, ends in samples:
+            stops = [first + len(own) for first, own in zip(firsts, ends, strict=True)]
+            own = [token for of_group, *at in zip(tokens, firsts, stops, strict=True) for token in of_group[slice(*at)]]
+            yield voters, len(own), own
+            firsts = stops
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.

@@ -1,7 +1,8 @@
-"""The tokens that follow the longest match of every token's text in other documents, for all tokens of a datastore.
+"""The tokens that follow every token's text in other documents, by the length of the match, for all tokens of a datastore.
 
     sorted prefixes of all groups of shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
-    a range ─ order ─► the nearest prefix of another document ─► length of the match ─► all prefixes that share it ─► votes
+    a range ─ order ─► the nearest prefix of another document ─► length of the longest match
+    for each of `LENGTHS` up to it: all prefixes that share so many last tokens ─► at most 32 of them ─► votes
 
 Every range is sorted once, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
 held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
@@ -10,7 +11,9 @@ held-out documents are sorted among the others and vote for nothing. The text af
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,28 +28,43 @@ from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.build import document_starts, first_positions, stored_groups
 
 FOLDER = "votes"
-LENGTHS = (1, 2, 3, 4, 6, 10, 16)
-COLUMNS = 1 + 3 + 7 * 4
-SHARES = 15
+VERSION = 2
+"""Of the format. Votes of another version are made again."""
 LONGEST = 64
 """Longer matches count as this long."""
+LENGTHS = (1, 2, 3, 4, 6, 10, 16)
+"""Lengths of matches whose occurrences vote: the last tokens of a text, up to the longest match."""
 SAMPLED = 32
 """At most this many occurrences of a match vote, spread evenly."""
 KEPT = 3
-"""Tokens whose votes are kept: those with the most."""
+"""Candidates: tokens whose votes are kept, the same for all lengths."""
+SHARES = 15
+"""Shares of votes are stored in fifteenths, rounded down."""
+COLUMNS = 1 + KEPT + len(LENGTHS) * (1 + KEPT)
+"""Numbers of `as_columns`."""
+LARGEST_SIZE = 15
+"""Size codes end at this one."""
+LARGEST_VOCABULARY = 1 << 24
+"""Token ids have at most three bytes."""
 _RANGE_TOKENS = 1 << 20
-"""So large that only very frequent ends of a text lie on both sides of a cut: matches are looked for inside of a range."""
+"""So large that only matches of one to three tokens lie on both sides of a cut. The longest match is looked for inside of a range."""
 _PIVOT_STEP = 1 << 14
 _BLOCK = 1 << 16
 
 
 def vote_dtype(tokens: np.dtype) -> np.dtype:
-    """The votes of one position: 10 bytes with a vocabulary of 16 bits, 16 bytes with a larger one.
+    """The votes of one position: 21 bytes with token ids of 16 bits, 24 bytes with larger ones.
 
-    `length` of the match, at most 64, 0 = nothing votes; `tokens` that followed it, most votes first, then by id; their `counts`,
-    0 behind the last one.
+    - `length` u1: of the longest match, at most 64; 0 = nothing votes at any length.
+    - `tokens` [3]: the candidates, uint16, or three bytes each, the lowest first. From the longest length to the shortest, those with
+      the most votes, then by id. 0 behind the last one.
+    - `levels` u1 [7, 2]: for each of `LENGTHS` four numbers of 4 bits: in the first byte the size code (low) and the share of the first
+      candidate (high), in the second byte the shares of the second (low) and third one (high).
+
+    The size code is 0 if nothing votes, otherwise 1 + log2 of the occurrences that are followed by a token, rounded down, at most 15.
     """
-    return np.dtype([("length", np.uint8), ("tokens", tokens, (KEPT,)), ("counts", np.uint8, (KEPT,))])
+    ids = ("tokens", "<u2", (KEPT,)) if tokens.itemsize == 2 else ("tokens", np.uint8, (KEPT, 3))
+    return np.dtype([("length", np.uint8), ids, ("levels", np.uint8, (len(LENGTHS), 2))])
 
 
 def deletions_of(datastore: Datastore) -> str:
@@ -55,11 +73,16 @@ def deletions_of(datastore: Datastore) -> str:
 
 
 def has_votes(datastore: Datastore) -> bool:
-    """Whether the stage `votes` is finished, and made after the last deletion."""
+    """Whether the stage `votes` is finished, of this version's format, and made after the last deletion."""
     if not datastore.has(FOLDER):
         return False
-    deleted = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["settings"]["deleted"]
-    return bool(deleted == deletions_of(datastore))
+    recipe = _recipe(datastore)
+    return bool(recipe["version"] == VERSION and recipe["settings"]["deleted"] == deletions_of(datastore))
+
+
+def _recipe(datastore: Datastore) -> dict[str, Any]:
+    recipe: dict[str, Any] = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]
+    return recipe
 
 
 def require_votes(datastore: Datastore) -> None:
@@ -69,6 +92,10 @@ def require_votes(datastore: Datastore) -> None:
             f"{datastore.folder} has no finished '{FOLDER}' stage, which models read that copy from the whole datastore. Run "
             f"`retro index CONFIG` (or `--stage {SUFFIXES}`, then `--stage {FOLDER}`), or train with model.copy_head.datastore = false."
         )
+    if _recipe(datastore)["version"] != VERSION:
+        raise InputError(
+            f"{datastore.folder / FOLDER} was made by an older version of the program, in another format. Run `retro index CONFIG --stage votes`."
+        )
     if not has_votes(datastore):
         raise InputError(
             f"{datastore.folder}: documents were deleted since the stage 'votes' was made, and still vote. Run "
@@ -76,26 +103,32 @@ def require_votes(datastore: Datastore) -> None:
         )
 
 
-def votes_for(lengths: np.ndarray, following: np.ndarray, tokens: np.dtype) -> np.ndarray:
-    """Votes [n] of `vote_dtype` from lengths of matches [n] and the tokens that followed, [n, s] int64 (-1 = none)."""
-    ordered = np.sort(following, axis=1)
-    begins = np.ones(ordered.shape, dtype=bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    sizes = np.bincount(np.cumsum(begins.ravel()) - 1)
-    left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
-    votes, rows = np.zeros(len(following), vote_dtype(tokens)), np.arange(len(following))
-    for place in range(KEPT):
-        best = left.argmax(axis=1)  # the first of several has the smallest id
-        count = left[rows, best]
-        votes["counts"][:, place], votes["tokens"][:, place] = count, np.where(count, ordered[rows, best], 0)
-        left[rows, best] = 0
-    votes["length"] = np.where(votes["counts"][:, 0], lengths, 0)
-    return votes
-
-
 def as_columns(votes: np.ndarray) -> np.ndarray:
-    """Votes [...] as numbers [..., 7] int64: the length of the match, three tokens, their three counts."""
-    return np.concatenate([votes["length"][..., None], votes["tokens"], votes["counts"]], axis=-1, dtype=np.int64)
+    """Votes [...] as numbers [..., 32] int64.
+
+    The length of the longest match, three candidates, then for each of `LENGTHS` the size code and the three shares (0 to 15).
+    """
+    tokens, levels = votes["tokens"], votes["levels"]
+    if tokens.ndim == votes.ndim + 2:
+        tokens = tokens @ np.array([1, 1 << 8, 1 << 16])
+    numbers = np.stack([levels & 15, levels >> 4], axis=-1).reshape(*votes.shape, -1)
+    return np.concatenate([votes["length"][..., None], tokens, numbers], axis=-1, dtype=np.int64)
+
+
+def packed(lengths: np.ndarray, candidates: np.ndarray, numbers: np.ndarray, tokens: np.dtype) -> np.ndarray:
+    """Votes [n] of `vote_dtype`.
+
+    Args:
+        lengths: of the longest matches, [n].
+        candidates: [n, 3] int32, -1 = none.
+        numbers: size code and shares, [n, 7, 4] uint8.
+        tokens: type of token ids.
+    """
+    votes, ids = np.zeros(len(lengths), vote_dtype(tokens)), candidates.clip(0)
+    votes["length"] = np.where(numbers[..., 0].any(axis=1), lengths, 0)
+    votes["tokens"] = ids if tokens.itemsize == 2 else ids.astype("<u4")[..., None].view(np.uint8)[..., :3]
+    votes["levels"] = numbers[..., 0::2] | numbers[..., 1::2] << 4
+    return votes
 
 
 def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> np.ndarray:
@@ -105,7 +138,7 @@ def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> n
     a right one makes the match longer.
 
     Args:
-        votes: [..., 7], as `as_columns`.
+        votes: [..., 32], as `as_columns`.
         split: the split of the tokens; live votes: the searched one.
         max_overlap: longest match that votes, as a fraction of the chunk length. The limit of the stored neighbors
             (`neighbors.max_overlap`) also holds. 1 = no limit.
@@ -202,6 +235,17 @@ class Group:
                 keys[rows] = _keys(source.windows(positions[rows] - first, 8 // dtype.itemsize, dtype))[:, 0]
         return keys
 
+    def rows_between(self, first: int, stop: int, dtype: np.dtype) -> range:
+        """The rows of sorted prefixes whose key is in [first, stop)."""
+        if (ordered := self.sorted_positions) is None:
+            return range(0)
+        rows = range(len(ordered))
+        low, high = (
+            bisect_left(rows, key, key=lambda row: int(self.keys(ordered[row : row + 1].astype(np.int64), dtype)[0]))
+            for key in (first, stop)
+        )
+        return range(low, high)
+
 
 def groups_of(datastore: Datastore) -> list[Group]:
     """All shards of all splits in their order; those of `train` are sorted."""
@@ -258,12 +302,8 @@ def positions_between(group: Group, first: int, stop: int, dtype: np.dtype) -> l
         text = source.text_positions()
         keys = group.keys(text, dtype)
         return [text[(keys >= first) & (keys <= stop - 1)]]
-    rows = range(len(ordered))
-    low, high = (
-        bisect_left(rows, key, key=lambda row: int(group.keys(ordered[row : row + 1].astype(np.int64), dtype)[0]))
-        for key in (first, stop)
-    )
-    positions = ordered[low:high].astype(np.int64)
+    rows = group.rows_between(first, stop, dtype)
+    positions = ordered[rows.start : rows.stop].astype(np.int64)
     return [positions[rows] - first for rows, first in zip(group.by_shard(positions), group.firsts, strict=True)]
 
 
@@ -296,8 +336,31 @@ def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
 
 
+@dataclass(frozen=True)
+class CutMatch:
+    """A match at a border of a range, with occurrences outside of it.
+
+    Attributes:
+        row: the first or last prefix of the range, which ends in it.
+        length: its tokens.
+        own, following: of at most 32 of all its voters, as in `votes_in_range`.
+        voters: the number of all its voters, estimated from those.
+    """
+
+    row: int
+    length: int
+    own: np.ndarray
+    following: np.ndarray
+    voters: int
+
+
 def votes_in_range(
-    window: np.ndarray, following: np.ndarray, own: np.ndarray, voting: np.ndarray, tokens: np.dtype
+    window: np.ndarray,
+    following: np.ndarray,
+    own: np.ndarray,
+    voting: np.ndarray,
+    tokens: np.dtype,
+    cut: Sequence[CutMatch] = (),
 ) -> np.ndarray:
     """The votes [n] of `vote_dtype` of the prefixes of a range in their order.
 
@@ -307,26 +370,118 @@ def votes_in_range(
         own: [n] int64, a number of each one's document.
         voting: [n] bool.
         tokens: type of token ids.
+        cut: matches that occur outside of the range too.
     """
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
     sides = np.stack([_common(window, rows, before), _common(window, rows, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
-    low, high = _sharing(_common(window, rows[:-1], rows[1:]), length)
-    low, high = np.searchsorted(voters, low), np.searchsorted(voters, high)
-    votes = np.zeros(len(window), vote_dtype(tokens))
-    matched = np.flatnonzero(length)
-    for block in _blocks(len(matched)):
-        at = matched[block]
-        step = -(-(high[at] - low[at]) // SAMPLED)
-        drawn = low[at, None] + step[:, None] * np.arange(SAMPLED)
-        inside_group = drawn < high[at, None]
-        drawn = voters[np.where(inside_group, drawn, 0)]
-        found = np.where(inside_group & (own[drawn] != own[at, None]), following[drawn], -1)
-        none = (found < 0).all(1)  # most occurrences are in the own document
-        found[none, 0] = following[nearest[at[none]]]
-        votes[at] = votes_for(length[at], found, tokens)
-    return votes
+    common, voters_before = _common(window, rows[:-1], rows[1:]), np.append(0, np.cumsum(voting))
+    poll = _Poll(
+        np.concatenate([own[voters], *(match.own for match in cut)]),
+        np.concatenate([following[voters], *(match.following for match in cut)]).astype(np.int32),
+        own,
+        np.where(nearest < 0, -1, following[nearest]).astype(np.int32),
+    )
+    candidates = np.full((len(window), KEPT), -1, np.int32)
+    numbers = np.zeros((len(window), len(LENGTHS), 1 + KEPT), np.uint8)
+    longer = np.zeros((2, len(window)), np.int64)  # the voters [low, high) of the next longer match
+    for level in reversed(range(len(LENGTHS))):
+        low, high = _sharing(common, LENGTHS[level], voters_before)
+        size, added = high - low, len(voters)
+        for match in cut:
+            if match.length == LENGTHS[level]:
+                there = (low == low[match.row]) & (high == high[match.row])
+                low[there], high[there], size[there] = added, added + len(match.own), match.voters
+            added += len(match.own)
+        same = (length >= LENGTHS[level]) & (low == longer[0]) & (high == longer[1])
+        numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
+        new = np.flatnonzero((length >= LENGTHS[level]) & ~same)
+        step = np.maximum(1, -(-(high[new] - low[new]) // SAMPLED))
+        drawn = -(-(high[new] - low[new]) // step)
+        for least, most in pairwise((-1, 2, 4, 8, 16, SAMPLED)):  # most matches occur a few times only
+            own_size = np.flatnonzero((drawn > least) & (drawn <= most))
+            for block in _blocks(len(own_size)):
+                at = own_size[block]
+                found = poll.found(new[at], low[new[at]], high[new[at]], step[at], most)
+                numbers[new[at], level] = poll.count(new[at], found, size[new[at]], drawn[at], candidates)
+        longer = np.where(length >= LENGTHS[level], (low, high), 0)
+    return packed(length, candidates, numbers, tokens)
+
+
+@dataclass(frozen=True)
+class _Poll:
+    """The voters of a range and its rows.
+
+    Attributes:
+        documents, following: of the voters in order, int64 and int32.
+        own: document of each row.
+        nearest: the token that follows the nearest prefix of another document for each row, int32.
+    """
+
+    documents: np.ndarray
+    following: np.ndarray
+    own: np.ndarray
+    nearest: np.ndarray
+
+    def found(self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
+        """The tokens after every `step`-th voter of [low, high) for some rows [n], at most `most`: [n, most] int32; -1 = no vote."""
+        voters = low[:, None] + step[:, None] * np.arange(most)
+        votes = voters < high[:, None]
+        voters[~votes] = 0
+        votes &= self.documents[voters] != self.own[rows, None]
+        return np.where(votes, self.following[voters], -1)
+
+    def count(
+        self, rows: np.ndarray, found: np.ndarray, size: np.ndarray, drawn: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray:
+        """Count the votes of one length of match.
+
+        Args:
+            rows: [n].
+            found: the tokens after the sampled voters, [n, s].
+            size: number of voters, [n].
+            drawn: number of those that were sampled, [n].
+            candidates: of all rows, [all, 3]; those of `rows` are completed.
+
+        Returns:
+            size code and shares, [n, 4] uint8.
+        """
+        counted = np.count_nonzero(found >= 0, axis=1)
+        total = size * counted // np.maximum(1, drawn)
+        none = np.flatnonzero(counted == 0)  # most occurrences are in the own document
+        found[none, 0] = self.nearest[rows[none]]
+        counted[none] = total[none] = found[none, 0] >= 0
+        kept = candidates[rows]
+        open_rows = np.flatnonzero(kept[:, -1] < 0)
+        kept[open_rows] = _with_most_frequent(kept[open_rows], found[open_rows])
+        candidates[rows] = kept
+        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
+        numbers[:, 0] = np.minimum(
+            np.frexp(total)[1], LARGEST_SIZE
+        )  # the exponent is 1 + log2, rounded down, and 0 for 0
+        for place in range(KEPT):
+            votes = np.count_nonzero(found == kept[:, place, None], axis=1) * (kept[:, place] >= 0)
+            numbers[:, 1 + place] = SHARES * votes // np.maximum(1, counted)
+        return numbers
+
+
+def _with_most_frequent(candidates: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Candidates [n, 3], completed with the most frequent tokens that were found, [n, s] (-1 = none)."""
+    ordered = np.sort(found, axis=1)
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    sizes = np.bincount(np.cumsum(begins.ravel()) - 1) if begins.size else np.zeros(0, np.int64)
+    left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
+    rows, filled = np.arange(len(found)), np.count_nonzero(candidates >= 0, axis=1)
+    for _ in range(min(KEPT, found.shape[1])):  # so many suffice, also if all candidates so far are among them
+        best = left.argmax(axis=1)  # the first of several has the smallest id
+        token = ordered[rows, best]
+        new = np.flatnonzero((left[rows, best] > 0) & (filled < KEPT) & (candidates != token[:, None]).all(axis=1))
+        candidates[new, filled[new]] = token[new]
+        filled[new] += 1
+        left[rows, best] = 0
+    return candidates
 
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -351,14 +506,21 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
     return before, other(np.searchsorted(voters, rows, side="right"), ends)
 
 
-def _sharing(common: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [low, high) around each row that share its last `length` tokens, from the tokens shared by adjacent rows [n - 1]."""
-    low, high = np.zeros((2, len(length)), np.int64)
-    for level in np.unique(length[length > 0]):
-        rows, borders = np.flatnonzero(length == level), np.flatnonzero(common < level)
-        at = np.searchsorted(borders, rows)
-        low[rows], high[rows] = np.append(-1, borders)[at] + 1, np.append(borders, len(common))[at] + 1
-    return low, high
+def _sharing(common: np.ndarray, length: int, voters_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The voters [low, high) that share the last `length` tokens of each row, from the tokens shared by adjacent rows [n - 1]."""
+    borders = np.flatnonzero(common < length) + 1
+    edges = np.concatenate([[0], borders, [len(common) + 1]])
+    low, high = voters_before[edges[:-1]], voters_before[edges[1:]]
+    return low.repeat(np.diff(edges)), high.repeat(np.diff(edges))
+
+
+def spread(sizes: Sequence[int], most: int) -> list[range]:
+    """For arrays of these sizes the places of at most `most` elements that are spread evenly over all of them."""
+    step, first, places = max(1, -(-sum(sizes) // most)), 0, list[range]()
+    for size in sizes:
+        places.append(range(-first % step, size, step))
+        first += size
+    return places
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -379,14 +541,46 @@ def write_range(work: Path, datastore: Datastore, first: int, stop: int, advance
     following = np.concatenate([source.following(rows) for source, rows in pairs])
     document = np.concatenate([source.voting_documents(rows) for source, rows in pairs])
     tokens = sources[0].tokens.dtype
+    window, document = window[order], document[order]
     votes = np.empty(len(window), vote_dtype(tokens))
-    votes[order] = votes_in_range(window[order], following[order], document[order], document[order] >= 0, tokens)
+    cut = list(_cut_matches(groups, window, first, stop))
+    votes[order] = votes_in_range(window, following[order], document, document >= 0, tokens, cut)
     save_array(work / "positions.npy", np.concatenate(places).astype(np.uint32))
     save_array(work / "votes.npy", votes)
     save_array(work / "offsets.npy", np.cumsum([0, *map(len, places)]))
     trained = sum(len(rows) for source, rows in pairs if source.split.name == "train")
     advance(trained)
     return trained
+
+
+def _cut_matches(groups: Sequence[Group], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
+    """The matches of a few tokens that occur in a range [first, stop) of keys and outside of it: those of its first and last prefix."""
+    dtype, ends = window.dtype, [0, len(window) - 1] if len(window) else []
+    for length in (length for length in LENGTHS if length * dtype.itemsize < 8):
+        bits = 64 - 8 * dtype.itemsize * length
+        for row, key in zip(ends, _keys(window[ends])[:, 0].tolist(), strict=True):
+            low, high = key >> bits << bits, (key >> bits) + 1 << bits
+            if low < first or high > stop:
+                yield _cut_match(groups, row, length, low, high, dtype)
+
+
+def _cut_match(groups: Sequence[Group], row: int, length: int, first: int, stop: int, dtype: np.dtype) -> CutMatch:
+    """The match of all prefixes with keys in [first, stop)."""
+    rows = [group.rows_between(first, stop, dtype) for group in groups]
+    own, following, sampled = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for group, of_group, places in zip(groups, rows, spread([*map(len, rows)], SAMPLED), strict=True):
+        if group.sorted_positions is None or not places:
+            continue
+        drawn = slice(of_group.start + places.start, of_group.start + places.stop, places.step)
+        positions = group.sorted_positions[drawn].astype(np.int64)
+        for source, start, at in zip(group.sources, group.firsts, group.by_shard(positions), strict=True):
+            own.append(source.voting_documents(positions[at] - start))
+            following.append(source.following(positions[at] - start))
+        sampled += len(positions)
+    documents, tokens = np.concatenate(own), np.concatenate(following)
+    alive = documents >= 0
+    voters = sum(map(len, rows)) * int(alive.sum()) // max(1, sampled)
+    return CutMatch(row, length, documents[alive], tokens[alive], voters)
 
 
 def write_shard(work: Path, datastore: Datastore, shard: int, ranges: Sequence[Path]) -> dict[str, int]:

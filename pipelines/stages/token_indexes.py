@@ -13,12 +13,23 @@ from indexing.sparse.index import FOLDER as SPARSE
 from indexing.sparse.segments import write_segments
 from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
 from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
 from indexing.store.paths import joined, path_of
 from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.build import planned_groups, stored_groups, write_sorted_prefixes
 from indexing.suffixes.votes import FOLDER as VOTES
-from indexing.suffixes.votes import cuts, deletions_of, groups_of, num_tokens, window_dtype, write_range, write_shard
+from indexing.suffixes.votes import (
+    LARGEST_VOCABULARY,
+    VERSION,
+    cuts,
+    deletions_of,
+    groups_of,
+    num_tokens,
+    window_dtype,
+    write_range,
+    write_shard,
+)
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
@@ -138,16 +149,25 @@ def suffixes_task(work: Path, train: Split, shards: range, *, advance: Advance) 
     return {"tokens": write_sorted_prefixes(work, train, shards, advance)}
 
 
-# --- votes: for every token, the tokens that follow the longest match of its text in other documents ---------------
+# --- votes: for every token, the tokens that follow its text in other documents -----------------------------------
 
 
 def run_votes(config: Config, executor: Executor) -> Artifacts:
-    """Sorted prefixes → the votes of every token: first those of ranges of prefixes, then those of shards."""
+    """Sorted prefixes → the votes of every token: first those of ranges of prefixes, then those of shards.
+
+    Raises:
+        InputError: the vocabulary is too large for the format.
+    """
     folder = config.datastore
     datastore = Datastore.open(folder)
+    if datastore.manifest["vocab_size"] > LARGEST_VOCABULARY:
+        raise InputError(
+            f"{folder} has a vocabulary of {datastore.manifest['vocab_size']:,}; the stage 'votes' stores token ids below "
+            f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
+        )
     rows, deleted = datastore.train.chunk_rows, deletions_of(datastore)
     groups = joined([path_of(SUFFIXES, group.start) for group in stored_groups(datastore.train)])
-    recipe = partial(Recipe, "votes", 1, inputs={"suffixes": finished(folder, groups)})
+    recipe = partial(Recipe, "votes", VERSION, inputs={"suffixes": finished(folder, groups)})
     ranges = list[Path]()
 
     def shard_of(shard: int) -> Shard:

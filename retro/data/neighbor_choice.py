@@ -35,7 +35,7 @@ class NeighborUse:
             of a chunk has none (`indexing.suffixes.votes.within_limit`).
         found: [chunks, s] int64 ids of neighbors for each chunk of the split, best first, to use instead of the stored
             ones.
-        found_votes: [chunks, m, 7] int64 votes for each token of the split, to use instead of the stored ones.
+        found_votes: [chunks, m, 32] int64 votes for each token of the split, to use instead of the stored ones.
     """
 
     k: int

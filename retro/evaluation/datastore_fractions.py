@@ -37,7 +37,7 @@ from indexing.splitmix64 import mix
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import KEPT
+from indexing.suffixes.votes import COLUMNS
 from retro.evaluation.sets import EvaluationSet
 
 _BLOCK_CHUNKS = 2**20  # chunks of the datastore in a block
@@ -52,7 +52,7 @@ class PartialDatastore:
         fraction: fraction of the documents.
         documents, chunks: numbers of documents and chunks in the fraction.
         found: [n, k] int64 ids of the retrieval set, best first, -1 = missing; for `NeighborUse.found`. None: not searched.
-        votes: [n, m, 7] int64 votes for each token; for `NeighborUse.found_votes`. None: not searched.
+        votes: [n, m, 32] int64 votes for each token; for `NeighborUse.found_votes`. None: not searched.
     """
 
     fraction: float
@@ -100,8 +100,8 @@ def votes_in_fractions(
 
 
 def _votes_of(split: Split, num_chunks: int, index: SuffixIndex) -> np.ndarray:
-    """The votes of the first chunks of a split, [n, m, 7] int64."""
-    votes = np.zeros((num_chunks, split.chunk_length, 1 + 2 * KEPT), dtype=np.int64)
+    """The votes of the first chunks of a split, [n, m, 32] int64."""
+    votes = np.zeros((num_chunks, split.chunk_length, COLUMNS), dtype=np.int64)
     for first, stop in split.chunk_ranges(np.arange(split.num_documents)).tolist():
         if stop > num_chunks:
             break

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from indexing.suffixes.votes import KEPT
+from indexing.suffixes.votes import COLUMNS
 from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.copy_head import CopyHead
@@ -90,7 +90,7 @@ class CopyVotes:
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
         """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 1 + 2 S]."""
-        none = np.zeros((1, 1 + 2 * KEPT), np.int64)
+        none = np.zeros((1, COLUMNS), np.int64)
         pairs = zip(rows, histories, strict=True)
         return self._put(
             np.stack([datastore.votes(text, len(text) - 1) if row.retrieve else none for row, text in pairs])

@@ -19,7 +19,7 @@ class WholeDatastore(Protocol):
     """Finds the tokens that follow a text in the whole datastore: `indexing.suffixes.search.SuffixIndex`."""
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
-        """The votes for the tokens of a text [t] from `first` on, [t - first, 1 + 2 S] int64 as in `Inputs.votes`."""
+        """The votes for the tokens of a text [t] from `first` on, [t - first, 32] int64 as in `Inputs.votes`."""
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Length of the longest match of a text, and up to `most` tokens that follow one occurrence, int64."""

@@ -62,7 +62,7 @@ class ScoredSequence:
         scores: complete once all windows have been scored.
         neighbors: of its complete chunks, once a window has been scored with retrieval ON. A sequence's last token
             predicts nothing, so it completes no chunk.
-        votes: of the datastore for all tokens but the last, [t - 1, 1 + 2 S] int64, as the neighbors.
+        votes: of the datastore for all tokens but the last, [t - 1, 32] int64, as the neighbors.
         windows: all of them, in order.
     """
 

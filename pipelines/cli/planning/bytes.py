@@ -27,7 +27,7 @@ _MANIFEST_BYTES = {
     "sparse": 2800,
     "ngrams": 600,
     "suffixes": 450,
-    "votes": 900,
+    "votes": 620,
     "neighbors": 1360,
     "materialized": 1360,
 }  # of a shard's artifact, approximately

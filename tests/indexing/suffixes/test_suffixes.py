@@ -16,7 +16,7 @@ from indexing.store.errors import InputError
 from indexing.suffixes import build, search
 from indexing.suffixes.build import FOLDER, _heads, _suffix_array, first_positions, head, stored_groups
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
-from indexing.suffixes.votes import LONGEST, SAMPLED
+from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, SHARES
 from indexing.verification.datastore import DatastoreProblem, verify_datastore
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
@@ -155,8 +155,12 @@ def test_no_run_is_of_text_that_was_deleted_after_a_trace_began(datastore: Datas
     assert all(index.count(run.match) for run in trace(index, np.array(text), 1))
 
 
-def test_only_occurrences_that_are_left_vote_and_are_drafted(datastore: Datastore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("living", [4, 1024])
+def test_only_occurrences_that_are_left_vote_and_are_drafted(
+    living: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if they are few among many deleted ones, which would be most of 32 that are spread evenly."""
+    monkeypatch.setattr(search, "_LIVING", living)
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
     index = SuffixIndex.open(folder)
@@ -169,8 +173,11 @@ def test_only_occurrences_that_are_left_vote_and_are_drafted(datastore: Datastor
         if count > 4 * SAMPLED and 0 < left <= SAMPLED and following:
             best = sorted(following.items(), key=lambda item: (-item[1], item[0]))
             (vote,) = index.votes(np.array([token]))
-            assert vote[0] == 1
-            assert list(zip(vote[1:4].tolist(), vote[4:].tolist(), strict=True))[: len(best)] == best[:3]
+            total = following.total()
+            tokens, shares = zip(*((token, SHARES * count // total) for token, count in best[:KEPT]), strict=True)
+            none = (0,) * (KEPT - len(tokens))
+            assert tuple(vote[: 5 + KEPT].tolist()) == (1, *tokens, *none, total.bit_length(), *shares, *none)
+            assert not vote[5 + KEPT :].any()
             assert index.continuation(np.array([token]), 1)[1].tolist() == [best[0][0]]
             compared += 1
     assert compared >= 5

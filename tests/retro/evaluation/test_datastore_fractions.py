@@ -15,7 +15,7 @@ from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from indexing.suffixes.votes import as_columns
+from indexing.suffixes.votes import COLUMNS, as_columns
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation import datastore_fractions
 from retro.evaluation.datastore_fractions import (
@@ -239,10 +239,10 @@ def test_votes_in_a_fraction_are_those_of_a_search_through_its_documents(
         ]
         assert part.documents == len(documents)
         assert part.votes is not None
-        assert part.votes.shape == (stop, train.chunk_length, 7)
+        assert part.votes.shape == (stop, train.chunk_length, COLUMNS)
         for number in range(2):
             first, end = held_out.split.chunk_range(number)
-            votes = part.votes[first:end].reshape(-1, 7)
+            votes = part.votes[first:end].reshape(-1, COLUMNS)
             for place in random.integers(0, len(texts[number]), 8).tolist():
                 length, following = expected(documents, -1, texts[number][: place + 1])
                 assert votes[place, 0] == (length if following else 0)
