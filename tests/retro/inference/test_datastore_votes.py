@@ -6,7 +6,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import as_columns
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, LONGEST, SAMPLED, SHARES, as_columns
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import draft
 from retro.inference.generation import Batch, generate
@@ -54,10 +54,13 @@ class Refuses:
 
 
 def find_votes(text: np.ndarray, first: int) -> np.ndarray:
-    votes = np.zeros((len(text) - first, 7), np.int64)
+    votes = np.zeros((len(text) - first, COLUMNS), np.int64)
     for row, end in zip(votes, range(first + 1, len(text) + 1), strict=True):
         drawn = np.random.default_rng(text[max(0, end - 3) : end])
-        row[0], row[1:4], row[4:] = drawn.integers(0, 40), drawn.permutation(V)[:3], drawn.integers(1, 9, 3)
+        row[0], row[1 : 1 + KEPT] = drawn.integers(0, 40), drawn.permutation(V)[:KEPT]
+        of_lengths = row[1 + KEPT :].reshape(len(LENGTHS), 1 + KEPT)
+        of_lengths[:, 0], of_lengths[:, 1:] = drawn.integers(1, 9), drawn.integers(1, 1 + SHARES // KEPT, KEPT)
+        of_lengths *= row[0] >= np.array(LENGTHS)[:, None]
         row *= row[0] > 10
     return votes
 
