@@ -5,7 +5,7 @@
     python -m benchmarks.quality.datastore_copying base.safetensors DATASTORE ... --output FOLDER [--tokens 20000]
     python -m benchmarks.quality.datastore_copying summary --output FOLDER
 
-Every combination of sources is fitted to training text (`retro add-retrieval`), all its gates together, and scored on the same windows,
+Every combination of sources is fitted to training text (`retro add-retrieval`), all its networks together, and scored on the same windows,
 drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it
 also reads the neighbors, in all rows but OFF. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv 2401.17377) of the
 same votes: one weight if all votes agree, and one if they do not.
@@ -37,8 +37,8 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.leakage import LongestMatches
 from retro.evaluation.sets import EvaluationSet
-from retro.model.copy_datastore import DatastoreVotes
 from retro.model.copy_head import CopyHead
+from retro.model.copy_sources import DatastoreVotes
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
@@ -57,6 +57,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "all three": ALL,
 }
 OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
+NOT_FITTED = "all three, not fitted"
 TOKEN_BANDS = (0, 2, 4, 8, 16, 32)
 """Lengths of the longest match in the datastore before a token at which a band begins."""
 DOCUMENT_BANDS = (0, 16, 32, LONGEST)
@@ -118,10 +119,11 @@ def held_out_windows(
 def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
     """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the initial ones."""
     settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
-    head = CopyHead(settings.copy_head, settings.d_model, settings.chunk_length)
+    head = CopyHead(settings.copy_head, settings.chunk_length)
+    head.initialize()
     for name in names:
-        source, own = getattr(head, name), getattr(trained, name, None)
-        source.initialize() if own is None else source.load_state_dict(own.state_dict())
+        if (own := getattr(trained, name, None)) is not None:
+            getattr(head, name).load_state_dict(own.state_dict())
     model.settings, model.copy_head = settings, head if names else None
     return model
 
@@ -152,16 +154,13 @@ def infini_gram(fitted: Sequence[tuple[np.ndarray, ...]], scored: tuple[np.ndarr
     return -np.log(out.clip(1e-30))
 
 
-def interpolated(model: Retro, inputs: Inputs, losses: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """What `infini_gram` needs of one batch, for the labels that are not ignored."""
-    head = CopyHead(
-        updated(model.settings, {"copy_head.datastore": True}).copy_head, model.settings.d_model, 1
-    ).datastore
-    assert head is not None
-    votes, counted = DatastoreVotes.of(head, inputs.votes), inputs.labels != IGNORED_LABEL
-    kinds = (votes.counts > 0).sum(-1)
-    values = (-losses).exp(), votes.probability(inputs.labels), kinds == 1, kinds > 0
-    return tuple(value[counted].numpy() for value in values)
+def interpolated(inputs: Inputs, losses: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """What `infini_gram` needs of one batch, for the labels that are not ignored: of the longest match."""
+    size, agree, right, _ = DatastoreVotes.of(inputs.votes).evidence(inputs.labels).unbind(-1)  # [B, T, L]
+    longest = ((size > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+    agree, right = (values.gather(-1, longest)[..., 0] for values in (agree, right))
+    values = (-losses).exp(), right, agree == 1, size[..., 0] > 0
+    return tuple(value[inputs.labels != IGNORED_LABEL].numpy() for value in values)
 
 
 def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
@@ -200,12 +199,15 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
 
     by_row = {OFF: nats("off")} | ({READS: nats()} if options.reader else {})
     pairs = list(zip(batches, hidden, strict=True))
-    fitted = [interpolated(model, batch, losses_of(batch, states)) for batch, states in pairs]
-    parts = [interpolated(model, w.inputs, losses_of(w.inputs, w.hidden)) for w in windows]
+    fitted = [interpolated(batch, losses_of(batch, states)) for batch, states in pairs]
+    parts = [interpolated(w.inputs, losses_of(w.inputs, w.hidden)) for w in windows]
     by_row[INFINIGRAM] = infini_gram(fitted, tuple(np.concatenate(each) for each in zip(*parts, strict=True)))
     for name, sources in SOURCES.items():
         began = time.monotonic()
-        fit_copy_head(with_head(model, sources), batches, place, sources, hidden)
+        with_head(model, sources)
+        if sources == ALL:
+            by_row[NOT_FITTED] = nats()
+        fit_copy_head(model, batches, place, sources, hidden)
         by_row[name] = nats()
         say(f"{folder.name}: {name}: {time.monotonic() - began:.0f} s")
     results = {name: result_of(values, document, sizes) for name, values in by_row.items()}

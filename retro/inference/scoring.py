@@ -172,9 +172,7 @@ def score_windows(
                 scored.likeliest_log_probabilities[of_sequence] = values
 
 
-def origins_of(
-    model: Retro, vocabulary: TokenLosses, losses: Tensor, inputs: Inputs, trust: Tensor | None
-) -> Origins:
+def origins_of(model: Retro, vocabulary: TokenLosses, losses: Tensor, inputs: Inputs, trust: Tensor | None) -> Origins:
     """Where the labels were copied from, with what `Retro.scored` returned: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)

@@ -228,7 +228,9 @@ class CopyHead(nn.Module):
         shares = _shares(odds)
         if trust is None:
             return shares
-        copies = (of_retrieval & (odds > -torch.inf)).any(-1, keepdim=True)  # elsewhere all strengths are OFF, to the bit
+        copies = (of_retrieval & (odds > -torch.inf)).any(
+            -1, keepdim=True
+        )  # elsewhere all strengths are OFF, to the bit
         mixed = torch.stack(self._by_strength(odds), -1) + trust.log()[:, :, None]
         return mixed.logsumexp(-1).where(copies, shares)
 

@@ -286,7 +286,7 @@ def fit_copy_head(
     assert head is not None
     model.eval()
     pairs = ((batch, None) for batch in batches) if hidden is None else zip(batches, hidden, strict=True)
-    reads = [_read(model, head, batch, states, placement, names) for batch, states in pairs]
+    reads = [tokens_to_fit(model, batch, placement, names, states) for batch, states in pairs]
     reads = [read for read in reads if read is not None]
     model.train(training)
     if not reads:
@@ -307,11 +307,12 @@ def fit_copy_head(
 
 
 @torch.no_grad()
-def _read(
-    model: Retro, head: CopyHead, batch: Inputs, hidden: Tensor | None, placement: Placement, names: Sequence[str]
+def tokens_to_fit(
+    model: Retro, batch: Inputs, placement: Placement, names: Sequence[str], hidden: Tensor | None = None
 ) -> tuple[TokensToFit, Tensor] | None:
     """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
-    sources = head.sources(batch)
+    head, sources = model.copy_head, model.copy_sources(batch)
+    assert head is not None
     if not set(names) <= set(sources):
         return None
     with placement.autocast():

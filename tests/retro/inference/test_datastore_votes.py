@@ -6,7 +6,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, LONGEST, SAMPLED, SHARES, as_columns
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import draft
 from retro.inference.generation import Batch, generate

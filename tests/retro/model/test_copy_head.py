@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from indexing.suffixes.votes import LENGTHS
-from retro.model.copy_head import CopyHead, Origins, initial_weights
+from retro.model.copy_head import CopyHead, Origins
 from retro.model.copy_matches import (
     LONGEST,
     Matches,
@@ -17,7 +17,6 @@ from retro.model.copy_matches import (
     match_lengths,
     neighbor_matches,
 )
-from retro.model.copy_sources import DatastoreVotes, SourceMatches
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, TokenLosses
 from retro.model.retro import Retro
@@ -87,7 +86,9 @@ def test_counts_by_length_equal_a_loop() -> None:
     tokens = few_tokens(2, 40)
     labels, matches = tokens.roll(-1, 1), context_matches(tokens, None, 4)
     counts = counts_by_length(matches, labels)
-    for row, label, lengths, *found in zip(tokens.tolist(), labels.tolist(), matches.lengths.tolist(), *counts, strict=True):
+    for row, label, lengths, *found in zip(
+        tokens.tolist(), labels.tolist(), matches.lengths.tolist(), *counts, strict=True
+    ):
         for q, of_query in enumerate(lengths):
             last = max(range(40), key=lambda s: (of_query[s], s))
             for level, length in enumerate(LENGTHS):

@@ -1,5 +1,7 @@
 """Votes of the datastore are shares of lengths; without votes nothing changes; they lower the loss of what they vote for."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,14 +10,14 @@ from indexing.suffixes.votes import LENGTHS, SHARES
 from retro.model.copy_sources import DatastoreVotes, Evidence
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from tests.retro.small_model import B, T, V, agreed_votes, batch, build, votes
+from tests.retro.small_model import T, V, agreed_votes, batch, build, votes
 
 
 def one_vote(length: int, size: int, *shares: int) -> Tensor:
     """Votes of one position [1, 1, 32] for the tokens 0, 1, 2, the same for all lengths up to `length`."""
     of_length = [size, *shares, *[0] * (3 - len(shares))]
     of_lengths = [of_length if reached <= length else [0] * 4 for reached in LENGTHS]
-    return torch.tensor([length, 0, 1, 2, *sum(of_lengths, [])])[None, None]
+    return torch.tensor([length, 0, 1, 2, *chain.from_iterable(of_lengths)])[None, None]
 
 
 def test_evidence_says_size_agreement_and_the_share_of_the_label_for_every_length_that_votes() -> None:

@@ -219,6 +219,8 @@ def test_training_with_the_datastore_as_a_source_learns_its_gate(
     run = trained(replace(config, datastore=voting_datastore.folder), "scratch", changes)
     metrics = read_metrics(config.run.with_name("scratch"))
     first, weights = Retro(run.model), read_tensors(index(run.weights))
-    assert not torch.equal(weights["copy_head.datastore.agreed"], first.state_dict()["copy_head.datastore.agreed"])
+    assert not torch.equal(
+        weights["copy_head.datastore.outer_bias"], first.state_dict()["copy_head.datastore.outer_bias"]
+    )
     last = [line for line in metrics if "valid_bits_per_byte_on" in line][-1]
     assert last["valid_bits_per_byte_on"] < last["valid_bits_per_byte_off"]

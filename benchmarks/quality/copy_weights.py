@@ -1,0 +1,126 @@
+"""Fit the weights that every copy head begins with, `retro/model/copy_weights.json`, to training text of several datastores.
+
+    retro import MODEL --output base.safetensors
+    retro index CONFIG                                        # once for each datastore, with its votes
+    python -m benchmarks.quality.copy_weights base.safetensors DATASTORE ... --output retro/model/copy_weights.json
+    python -m benchmarks.quality.copy_weights base.safetensors DATASTORE ... --output FILE --without NAME
+
+One set of networks for all of them, so that it fits other text and other models. Sources are left out at random, token by token, since not every
+model has all of them. No held-out document is read. `--without` leaves out a datastore, to measure how well the weights fit text that they do
+not know (`benchmarks.quality.datastore_copying --fitted-tokens 0`). A fifth of the sequences of each datastore is not fitted to, and stops
+the fit.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import model_parser, placement, say
+from benchmarks.quality.datastore_copying import ALL, with_head
+from indexing.store.datastore import Datastore
+from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.data.batches import TrainingData
+from retro.data.settings import DataSettings
+from retro.model.copy_head import SOURCES, CopyHead
+from retro.model.loss import TokenLosses
+from retro.model.settings import updated
+from retro.training.fitted_copy_head import SPAN, TokensToFit, joined, read_batches, tokens_to_fit
+
+LEFT_OUT = 0.25
+"""Chance that a source is left out for a token."""
+BATCH_TOKENS = 4096
+PATIENCE = 10  # checks
+
+
+def tokens_of(base: Path, folder: Path, options: argparse.Namespace) -> list[TokensToFit]:
+    """What is known about the tokens of each sequence of training text."""
+    datastore, place, checkpoint = Datastore.open(folder), placement(options.precision), open_checkpoint(base)
+    changes = {"chunk_length": datastore.chunk_length}
+    model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
+    place.cast(with_head(model, ALL))
+    data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
+    source = TrainingData(data.datastores, data, retrieval=True, votes=True)
+    parts = list[TokensToFit]()
+    for batch in read_batches(source, options.tokens // SPAN, place):
+        part, _ = tokens_to_fit(model, batch, place, ALL) or (None, None)
+        parts += [] if part is None else [part]
+    say(f"{folder.name}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
+    return parts
+
+
+def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
+    """Some of the tokens, without some of their sources."""
+    evidence = tokens.evidence[:, rows]
+    kept = torch.rand(1, len(rows), len(SOURCES), 1, 1) >= left_out
+    return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), evidence * kept)
+
+
+def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -> float:
+    """Fit all networks from random weights; returns the mean loss of the tokens that were not fitted to."""
+    for name, parameter in head.named_parameters():
+        of_layer = name.rsplit(".", 1)[1]
+        with torch.no_grad():
+            if of_layer == "inner":
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            else:
+                parameter.fill_(-2.0 if of_layer == "outer_bias" else 0.0)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01, weight_decay=0.05)
+    best, state, since, count = float("inf"), head.state_dict(), 0, fitted.vocabulary.nats.numel()
+    for step in range(steps):
+        part = some(fitted, torch.randint(count, (BATCH_TOKENS,)), LEFT_OUT)
+        optimizer.zero_grad()
+        part.losses(head).mean().backward()
+        optimizer.step()
+        if step % 20 == 19:
+            with torch.no_grad():
+                loss = float(checked.losses(head).mean())
+            since = 0 if loss < best - 1e-5 else since + 1
+            if not since:
+                best, state = loss, {name: tensor.clone() for name, tensor in head.state_dict().items()}
+            if since == PATIENCE:
+                break
+    head.load_state_dict(state)
+    return best
+
+
+def run(base: Path, folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """Fit, and write the weights."""
+    torch.manual_seed(0)
+    fitted, checked = list[TokensToFit](), list[TokensToFit]()
+    for folder in folders:
+        if folder.name != options.without:
+            parts = tokens_of(base, folder, options)
+            fitted += [part for number, part in enumerate(parts) if number % 5]
+            checked += parts[::5]
+    head = CopyHead(updated(open_checkpoint(base).model, {f"copy_head.{name}": True for name in ALL}).copy_head, 1)
+    checks = joined(checked)
+    say(f"loss {fit(head, joined(fitted), checks, options.steps):.4f}, OFF {float(checks.vocabulary.nats.mean()):.4f}")
+    rows = (f'"{name}": {json.dumps(rounded(tensor.tolist()))}' for name, tensor in head.state_dict().items())
+    options.output.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def rounded(values: list) -> list:  # type: ignore[type-arg]
+    """Numbers, or rows of them, with four digits after the point."""
+    return [rounded(value) if isinstance(value, list) else round(value, 4) for value in values]
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = model_parser(__doc__)
+    parser.add_argument("datastores", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, default=40_000, help="tokens of training text of each datastore")
+    parser.add_argument("--steps", type=int, default=3000, help="largest number of steps")
+    parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
+    parser.add_argument("--without", default="", help="name of a datastore that is left out")
+    parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
+    options = parser.parse_args()
+    run(Path(options.base), options.datastores, options)
+
+
+if __name__ == "__main__":
+    main()
