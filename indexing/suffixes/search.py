@@ -23,7 +23,7 @@ _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
 SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
-_LIVING = 1024
+_LIVING = 256
 """Whether voters are deleted is read at this many, spread evenly, if they are more than twice as many."""
 _BLOCK = 1 << 20
 
@@ -242,7 +242,7 @@ class _Group:
     def ends_in(self, row: int, ending: memoryview) -> bool:
         """Whether a sorted prefix ends in some tokens."""
         end = self.positions[row]
-        shard = bisect.bisect_right(self.shard_starts, end) - 1
+        shard = bisect.bisect_right(self.shard_starts, end) - 1 if len(self.shard_starts) > 1 else 0
         base, first = self.shard_starts[shard], end + 1 - len(ending)
         if first < base or self.tokens[shard][first - base : end + 1 - base] != ending:
             return False
@@ -379,7 +379,7 @@ class SuffixIndex:
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        best = _most_frequent(self._following(match, _SCANNED))
+        best = _most_frequent(Counter(self._following(match, _SCANNED)))
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
 
@@ -417,10 +417,10 @@ class SuffixIndex:
             tokens = [token for token in tokens if token >= 0]
             counts, counted = Counter(tokens), len(tokens)
             if len(candidates) < KEPT:
-                best = [token for token, _ in _most_frequent(tokens) if token not in candidates]
+                best = [token for token, _ in _most_frequent(counts) if token not in candidates]
                 candidates += best[: KEPT - len(candidates)]
             size = min(LARGEST_SIZE, (voters * counted // drawn).bit_length())
-            shares = [SHARES * counts[token] // (counted or 1) for token in candidates]
+            shares = [SHARES * counts.get(token, 0) // (counted or 1) for token in candidates]
             numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
         if not candidates:
             return [0] * COLUMNS
@@ -465,7 +465,7 @@ class SuffixIndex:
             the number of tokens of the match, and int64 [n].
         """
         match = self.longest_match(text[-LONGEST:])
-        if not (best := _most_frequent(self._following(match, SAMPLED))):
+        if not (best := _most_frequent(Counter(self._following(match, SAMPLED)))):
             return match.length, np.empty(0, np.int64)
         wanted = best[0][0]
         ends = ((group, end) for group, own in self._ends(match, SAMPLED) for end in own.tolist())
@@ -493,9 +493,9 @@ class SuffixIndex:
         return [(group, end) for group, own in self._ends(match) for end in own.tolist()]
 
 
-def _most_frequent(tokens: list[int]) -> list[tuple[int, int]]:
+def _most_frequent(counts: Counter[int]) -> list[tuple[int, int]]:
     """Tokens and how often each occurs, most frequent first, then by id."""
-    return sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 @dataclass(frozen=True)

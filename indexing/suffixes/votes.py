@@ -457,9 +457,8 @@ class _Poll:
         kept[open_rows] = _with_most_frequent(kept[open_rows], found[open_rows])
         candidates[rows] = kept
         numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
-        numbers[:, 0] = np.minimum(
-            np.frexp(total)[1], LARGEST_SIZE
-        )  # the exponent is 1 + log2, rounded down, and 0 for 0
+        # The exponent is 1 + log2, rounded down, and 0 for 0.
+        numbers[:, 0] = np.minimum(np.frexp(total)[1], LARGEST_SIZE)
         for place in range(KEPT):
             votes = np.count_nonzero(found == kept[:, place, None], axis=1) * (kept[:, place] >= 0)
             numbers[:, 1 + place] = SHARES * votes // np.maximum(1, counted)

@@ -155,7 +155,7 @@ def test_no_run_is_of_text_that_was_deleted_after_a_trace_began(datastore: Datas
     assert all(index.count(run.match) for run in trace(index, np.array(text), 1))
 
 
-@pytest.mark.parametrize("living", [4, 1024])
+@pytest.mark.parametrize("living", [4, 256])
 def test_only_occurrences_that_are_left_vote_and_are_drafted(
     living: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
