@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def run(base: Path, folders: Sequence[Path], options: argparse.Namespace) -> Non
     options.output.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def rounded(values: list) -> list:  # type: ignore[type-arg]
+def rounded(values: list[Any]) -> list[Any]:
     """Numbers, or rows of them, with four digits after the point."""
     return [rounded(value) if isinstance(value, list) else round(value, 4) for value in values]
 

@@ -239,11 +239,18 @@ def _pass(model: Retro, run: Pass, storages: Storages, compiled: bool, token_sha
     context = forward_backward.StepContext(torch.ones((), dtype=torch.int64), run.num_sequences, 1.0, last=True)
     with placement.autocast():
         hidden, routing = model.hidden(inputs)
-        own = hidden, inputs.labels, model.evidence(inputs)
-        if token_shards > 1:  # the tokens whose loss one of several processes computes
-            own = tuple(part if part is None else part[:, : run.sequence_length // token_shards] for part in own)
-        objective, _ = forward_backward.part_of_loss(model, *own, routing, context, compiled=compiled)
-    del hidden, routing, own
+        num_tokens = run.sequence_length // token_shards  # whose loss one of several processes computes
+        evidence = model.evidence(inputs)
+        objective, _ = forward_backward.part_of_loss(
+            model,
+            hidden[:, :num_tokens],
+            inputs.labels[:, :num_tokens],
+            None if evidence is None else evidence[:, :num_tokens],
+            routing,
+            context,
+            compiled=compiled,
+        )
+    del hidden, routing, evidence
     kept, forward = storages.by_phase(), max(storages.peaks.values()) - storages.live
     storages.peaks.clear()
     storages.together.clear()

@@ -89,7 +89,7 @@ class CopyVotes:
         return tuple(trust[0, -1].tolist())
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
-        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 1 + 2 S]."""
+        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 32]."""
         none = np.zeros((1, COLUMNS), np.int64)
         pairs = zip(rows, histories, strict=True)
         return self._put(

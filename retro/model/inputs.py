@@ -22,9 +22,8 @@ class Inputs(NamedTuple):
         neighbor_lengths: int64 [B', U, K], tokens of each neighbor without padding; 0 = no neighbor. None = all R.
         lengths: int64 [B, ceil(T / m)], tokens of each chunk without padding, which is sent to no expert. Nothing else
             depends on them. None = all.
-        votes: int64 [B, T, 1 + 2 S], for the text up to each token: length of its longest match in the datastore (0 = none), S
-            tokens that followed the match there, and how often each did (0 = unused). Only the copy head reads them. None =
-            none, as with retrieval OFF.
+        votes: int64 [B, T, 32], what the datastore says about the text up to each token: `as_columns` of
+            `indexing/suffixes/votes.py`. Only the copy head reads them. None = none, as with retrieval OFF.
         labels: int64 [B, T], the next token at each position, or `loss.IGNORED_LABEL`. Only the loss reads them.
     """
 

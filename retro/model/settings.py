@@ -202,7 +202,7 @@ class CopyHeadSettings(_Section):
     chunked cross-attention, but false for the paper's presets (`172m`, `425m`, `1.5b`, `7.5b`); with the preset `base`, as in
     the checkpoint."""
     datastore: bool | None = _setting(None, with_base="switch")
-    """Copy the tokens after the longest match of the text in the whole datastore, searched at every token. Training needs the stage
+    """Copy what followed the last tokens of the text in the whole datastore, searched at every token. Training needs the stage
     `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset
     `base`, as in the checkpoint."""
 
