@@ -51,7 +51,7 @@ _TINY = torch.finfo(torch.float32).tiny
 def initial_weights() -> dict[str, Tensor]:
     """The weights that every copy head begins with, by name."""
     stored = json.loads(Path(__file__).with_name("copy_weights.json").read_text())
-    return {name: torch.tensor(values) for name, values in stored.items()}
+    return {name: torch.tensor(values, device="cpu") for name, values in stored.items()}
 
 
 class CopySource(nn.Module):

@@ -216,13 +216,12 @@ def copying(language_model: LanguageModel, trusted: None) -> Any:
     import torch
 
     assert language_model.model.copy_head is not None
-    table: Any = language_model.model.copy_head.neighbors
-    before = {name: tensor.clone() for name, tensor in table.state_dict().items()}
+    network: Any = language_model.model.copy_head.neighbors
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with torch.no_grad():
-        table.agreed.fill_(1.0)
-        table.disagreed.fill_(1.0)
+        network.outer_bias.fill_(10.0)
     yield
-    table.load_state_dict(before)
+    network.load_state_dict(before)
 
 
 @pytest.mark.usefixtures("copying")

@@ -32,8 +32,7 @@ def model(tiny_run: Path) -> LanguageModel:
     """A model that copies from neighbors with most of its probability."""
     model = LanguageModel.open(tiny_run, device="cpu")
     with torch.no_grad():
-        model.model.copy_head.neighbors.agreed.fill_(1.0)
-        model.model.copy_head.neighbors.disagreed.fill_(1.0)
+        model.model.copy_head.neighbors.outer_bias.fill_(10.0)
     return model
 
 
