@@ -20,7 +20,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.single_file import export
-from retro.checkpoints.tensor_files import save_tensors
+from retro.checkpoints.tensor_files import index, save_tensors
 from retro.model.inputs import Inputs
 from retro.training.trainer import train
 from tests.conftest import tiny_config
@@ -161,6 +161,12 @@ def test_a_setting_that_does_not_exist_is_named_with_the_checkpoint(run: Path, t
     file.write_text(file.read_text().replace("capacity_factor", "capacity_shared"))  # as many bytes
     with pytest.raises(InputError, match=r"00000008.*model\.experts\.capacity_shared"):
         checkpoints.read(folder)
+
+
+def test_a_copy_head_of_an_older_version_is_refused_with_advice(tmp_path: Path) -> None:
+    save_file({"copy_head.neighbors.agreed": torch.zeros(17)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors: its copy head has tables.*add-retrieval"):
+        index([tmp_path / "model.safetensors"])
 
 
 def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:
