@@ -89,8 +89,8 @@ class Stage(nn.Module):
 def _outputs(out: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Hidden states, evidence [B, T, 3, L, 4] and routing statistics [B, 3] from what the last stage returns."""
     hidden, *others = out if isinstance(out, tuple) else (out,)
-    evidence, routing = ((part for part in others if part.ndim == ndim) for ndim in (5, 2))
-    return hidden, next(evidence, None), next(routing, None)
+    of_dimensions = {part.ndim: part for part in others}
+    return hidden, of_dimensions.get(5), of_dimensions.get(2)
 
 
 def stage_layers(model: ModelSettings, index: int, count: int) -> range:
