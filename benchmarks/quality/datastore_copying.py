@@ -56,7 +56,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "own context, datastore": ("context", "datastore"),
     "all three": ALL,
 }
-OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "infini-gram's interpolation"
+OFF, READS, INFINIGRAM = "OFF", "reads neighbors", "the longest length, infini-gram's interpolation"
 NOT_FITTED = "all three, not fitted"
 TOKEN_BANDS = (0, 2, 4, 8, 16, 32)
 """Lengths of the longest match in the datastore before a token at which a band begins."""
