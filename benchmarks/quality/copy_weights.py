@@ -1,19 +1,16 @@
-"""Fit the weights that every copy head begins with, `retro/model/copy_weights.json`, to training text of several datastores.
+"""Fit the weights that every copy head begins with, `retro/model/copy_weights.json`, to several models and their training text.
 
     retro import MODEL --output base.safetensors
     retro index CONFIG                                        # once for each datastore, with its votes
-    python -m benchmarks.quality.copy_weights base.safetensors DATASTORE ... --output retro/model/copy_weights.json
-    python -m benchmarks.quality.copy_weights base.safetensors DATASTORE ... --output FILE --without NAME
+    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/model/copy_weights.json
 
-One set of networks for all of them, so that it fits other text and other models. Sources are left out at random, token by token, since not every
-model has all of them. No held-out document is read. `--without` leaves out a datastore, to measure how well the weights fit text that they do
-not know (`benchmarks.quality.datastore_copying --fitted-tokens 0`). A fifth of the sequences of each datastore is not fitted to, and stops
-the fit.
+One set of networks for all of them, so that it fits other text and other models. Models that have read little text teach it that an unsure model
+gains more from a copy. Sources are left out at random, token by token, since not every model has all of them. No held-out document is
+read. A fifth of the sequences of each datastore is not fitted to, and stops the fit.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import model_parser, placement, say
-from benchmarks.quality.datastore_copying import ALL, with_head
+from benchmarks.common import placement, say
 from indexing.store.datastore import Datastore
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.model.copy_head import SOURCES, CopyHead
+from retro.model.copy_head import SOURCES, STEP, CopyHead
 from retro.model.loss import TokenLosses
-from retro.model.settings import updated
+from retro.model.settings import CopyHeadSettings, updated
 from retro.training.fitted_copy_head import SPAN, TokensToFit, joined, read_batches, tokens_to_fit
 
 LEFT_OUT = 0.25
@@ -43,12 +39,14 @@ def tokens_of(base: Path, folder: Path, options: argparse.Namespace) -> list[Tok
     datastore, place, checkpoint = Datastore.open(folder), placement(options.precision), open_checkpoint(base)
     changes = {"chunk_length": datastore.chunk_length}
     model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
-    place.cast(with_head(model, ALL))
+    model.settings = updated(model.settings, {f"copy_head.{name}": True for name in SOURCES})
+    model.copy_head = CopyHead(model.settings.copy_head, datastore.chunk_length)  # its weights do not matter
+    place.cast(model)
     data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     parts = list[TokensToFit]()
     for batch in read_batches(source, options.tokens // SPAN, place):
-        part, _ = tokens_to_fit(model, batch, place, ALL) or (None, None)
+        part, _ = tokens_to_fit(model, batch, place, SOURCES) or (None, None)
         parts += [] if part is None else [part]
     say(f"{folder.name}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
     return parts
@@ -69,8 +67,11 @@ def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -
             if of_layer == "inner":
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
             else:
-                parameter.fill_(-2.0 if of_layer == "outer_bias" else 0.0)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01, weight_decay=0.05)
+                parameter.fill_(-2.0 / STEP if of_layer == "outer_bias" else 0.0)
+    inner = [parameter for name, parameter in head.named_parameters() if "inner" in name]
+    outer = [parameter for name, parameter in head.named_parameters() if "outer" in name]
+    groups: list[dict[str, Any]] = [{"params": inner}, {"params": outer, "lr": 0.01 / STEP}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.05)
     best, state, since, count = float("inf"), head.state_dict(), 0, fitted.vocabulary.nats.numel()
     for step in range(steps):
         part = some(fitted, torch.randint(count, (BATCH_TOKENS,)), LEFT_OUT)
@@ -89,16 +90,15 @@ def fit(head: CopyHead, fitted: TokensToFit, checked: TokensToFit, steps: int) -
     return best
 
 
-def run(base: Path, folders: Sequence[Path], options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Fit, and write the weights."""
     torch.manual_seed(0)
     fitted, checked = list[TokensToFit](), list[TokensToFit]()
-    for folder in folders:
-        if folder.name != options.without:
-            parts = tokens_of(base, folder, options)
-            fitted += [part for number, part in enumerate(parts) if number % 5]
-            checked += parts[::5]
-    head = CopyHead(updated(open_checkpoint(base).model, {f"copy_head.{name}": True for name in ALL}).copy_head, 1)
+    for base, folder in (pair.split("=") for pair in options.pairs):
+        parts = tokens_of(Path(base), Path(folder), options)
+        fitted += [part for number, part in enumerate(parts) if number % 5]
+        checked += parts[::5]
+    head = CopyHead(CopyHeadSettings(context=True, neighbors=True, datastore=True), 1)
     checks = joined(checked)
     say(f"loss {fit(head, joined(fitted), checks, options.steps):.4f}, OFF {float(checks.vocabulary.nats.mean()):.4f}")
     rows = (f'"{name}": {json.dumps(rounded(tensor.tolist()))}' for name, tensor in head.state_dict().items())
@@ -106,21 +106,22 @@ def run(base: Path, folders: Sequence[Path], options: argparse.Namespace) -> Non
 
 
 def rounded(values: list[Any]) -> list[Any]:
-    """Numbers, or rows of them, with four digits after the point."""
-    return [rounded(value) if isinstance(value, list) else round(value, 4) for value in values]
+    """Numbers, or rows of them, with five digits after the point."""
+    return [rounded(value) if isinstance(value, list) else round(value, 5) for value in values]
 
 
 def main() -> None:
     """Read the command line."""
-    parser = model_parser(__doc__)
-    parser.add_argument("datastores", nargs="+", type=Path)
-    parser.add_argument("--tokens", type=int, default=40_000, help="tokens of training text of each datastore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "pairs", nargs="+", metavar="BASE=DATASTORE", help="a model and a datastore made with its tokenizer"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--tokens", type=int, default=20_000, help="tokens of training text of each datastore")
     parser.add_argument("--steps", type=int, default=3000, help="largest number of steps")
     parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
-    parser.add_argument("--without", default="", help="name of a datastore that is left out")
     parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
-    options = parser.parse_args()
-    run(Path(options.base), options.datastores, options)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

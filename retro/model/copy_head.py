@@ -4,7 +4,7 @@
 
 There are three sources: the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the whole
 datastore. A position of a source votes for the token that follows it (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM:
-Khandelwal et al. 2020, arXiv 1911.00172). Every source votes once for each match length of `LENGTHS`: at a length vote the positions at which
+Khandelwal et al. 2020, arXiv 1911.00172). Every source votes once for each of `MATCH_LENGTHS`: at a length vote the positions at which
 as many of the last tokens, or more, equal those that were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there are and whether they agree,
@@ -31,8 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from indexing.suffixes.votes import LENGTHS
-from retro.model.copy_matches import Windows, context_matches, neighbor_matches
+from retro.model.copy_matches import MATCH_LENGTHS, Windows, context_matches, neighbor_matches
 from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
 from retro.model.copy_switch import STRENGTHS, trust_of
 from retro.model.inputs import Inputs
@@ -43,8 +42,14 @@ from retro.model.settings import CopyHeadSettings
 SOURCES = ("context", "neighbors", "datastore")
 WIDTH = 16
 """Hidden units of the network of a source. 32 gain less than 0.1%."""
-_FEATURES = {"context": 2 + 4 * len(LENGTHS), "neighbors": 2 + 12 * len(LENGTHS), "datastore": 2 + 12 * len(LENGTHS)}
+_FEATURES = {
+    "context": 2 + 4 * len(MATCH_LENGTHS),
+    "neighbors": 2 + 12 * len(MATCH_LENGTHS),
+    "datastore": 2 + 12 * len(MATCH_LENGTHS),
+}
 """Features that the network of a source reads. That of the context reads only its own: it is the same with retrieval OFF."""
+STEP = 10.0
+"""The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
 _ALL_AGREE = 0.999
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -66,13 +71,13 @@ class CopySource(nn.Module):
         super().__init__()
         self.inner = nn.Parameter(torch.zeros(WIDTH, num_features))
         self.inner_bias = nn.Parameter(torch.zeros(WIDTH))
-        self.outer = nn.Parameter(torch.zeros(len(LENGTHS), WIDTH))
-        self.outer_bias = nn.Parameter(torch.zeros(len(LENGTHS)))
+        self.outer = nn.Parameter(torch.zeros(len(MATCH_LENGTHS), WIDTH))
+        self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
     def forward(self, features: Tensor) -> Tensor:
         """Float32 [..., features], of which it reads the first ones, to [..., L]."""
         read = features[..., : self.inner.shape[1]]
-        return F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
+        return STEP * F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
 
 
 class Origins(NamedTuple):
@@ -126,7 +131,7 @@ class CopyHead(nn.Module):
 
     def evidence(self, sources: dict[str, Source], labels: Tensor) -> Tensor:
         """`Evidence` of the sources about labels [B, T]: float32 [B, T, 3, L, 4]; 0 for an absent source. Without gradients."""
-        absent = torch.zeros(*labels.shape, len(LENGTHS), 4, device=labels.device)
+        absent = torch.zeros(*labels.shape, len(MATCH_LENGTHS), 4, device=labels.device)
         with torch.no_grad():
             found = [sources[name].evidence(labels) if name in sources else absent for name in SOURCES]
         return torch.stack(found, 2)
@@ -151,7 +156,7 @@ class CopyHead(nn.Module):
         votes = torch.stack(((size > 0).float(), size / 4, agree, (agree > _ALL_AGREE).float()), -1).flatten(2)
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
-        absent = size.new_zeros(*log_top.shape, len(LENGTHS))
+        absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))
         networks = (self.context, self.neighbors, self.datastore)
         odds = [absent if network is None else network(features) for network in networks]
         return torch.stack(odds, 2).masked_fill(size == 0, -torch.inf).flatten(2)
@@ -209,7 +214,7 @@ class CopyHead(nn.Module):
             log_top = log_p.new_zeros(evidence.shape[:2])
             log_top[:, tokens] = log_p.detach().amax(-1)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
-            by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(LENGTHS)))
+            by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS)))
             copied = torch.zeros_like(log_p)
             for name, source in sources.items():
                 following, weights = (x[:, tokens] for x in source.candidates(by_source[:, :, SOURCES.index(name)]))
@@ -266,14 +271,14 @@ class CopyHead(nn.Module):
             evidence = self.evidence(sources, labels)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)[..., 1:]
             # Shares times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
-            parts = shares.unflatten(-1, (len(SOURCES), len(LENGTHS))) + losses.float()[..., None, None]
+            parts = shares.unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS))) + losses.float()[..., None, None]
             _, share, datastore = (parts.exp() * evidence[..., 2]).sum(-1).clamp(max=1.0).unbind(-1)
         source = sources.get("neighbors")
         if source is None:
             return Origins(nothing, none, none, none, datastore)
         assert isinstance(source, SourceMatches)
         matches = source.matches
-        votes = (matches.following[:, None] == source.split(labels)[..., None]) & (matches.lengths >= LENGTHS[0])
+        votes = (matches.following[:, None] == source.split(labels)[..., None]) & (matches.lengths >= MATCH_LENGTHS[0])
         lengths, best = matches.lengths.masked_fill(~votes, -1).long().max(2)
         num_tokens = labels.shape[1]
         lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
@@ -284,7 +289,7 @@ class CopyHead(nn.Module):
 
 def _of_retrieval(odds: Tensor) -> Tensor:
     """Which columns of log-odds are of neighbors and datastore: bool [3 L]."""
-    return torch.arange(odds.shape[-1], device=odds.device) >= len(LENGTHS)
+    return torch.arange(odds.shape[-1], device=odds.device) >= len(MATCH_LENGTHS)
 
 
 def _shares(odds: Tensor) -> Tensor:

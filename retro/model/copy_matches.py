@@ -14,6 +14,10 @@ from indexing.suffixes.votes import LENGTHS
 from retro.model.inputs import Inputs
 from retro.model.masks import neighbor_mask
 
+MATCH_LENGTHS = (0, *LENGTHS)
+"""Match lengths at which positions vote. At 0 all positions vote that can be read: what is in the text at all. The whole datastore has no votes
+at 0."""
+
 LONGEST = LENGTHS[-1]
 """Longer matches count as this long. A power of two, see `match_lengths`."""
 
@@ -151,7 +155,7 @@ class Windows(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Positions that vote, for each length of `LENGTHS`: those with a match at least as long. float32 [N, Q, L] each.
+    """Positions that vote, for each of `MATCH_LENGTHS`: those with a match at least as long. float32 [N, Q, L] each.
 
     Attributes:
         all: all of them.
@@ -165,8 +169,8 @@ class Counts(NamedTuple):
 
 
 def levels(matches: Matches) -> Tensor:
-    """Number of `LENGTHS` that each match reaches, int64 [N, Q, S]: 0 to L."""
-    reached = [sum(length <= n for length in LENGTHS) for n in range(-1, LONGEST + 1)]
+    """Number of `MATCH_LENGTHS` that each match reaches, int64 [N, Q, S]: 0 to L."""
+    reached = [sum(length <= n for length in MATCH_LENGTHS) for n in range(-1, LONGEST + 1)]
     return torch.tensor(reached, device=matches.lengths.device)[matches.lengths.long() + 1]
 
 
@@ -180,7 +184,7 @@ def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     # Four columns for each number of reached lengths: does the position vote for the label, does it agree.
     column = 4 * levels(matches) + 2 * (following == labels[..., None]) + agree
     one = torch.ones((), dtype=torch.int32, device=column.device)
-    counts = torch.zeros(*column.shape[:2], 4 * len(LENGTHS) + 4, dtype=torch.int32, device=column.device)
+    counts = torch.zeros(*column.shape[:2], 4 * len(MATCH_LENGTHS) + 4, dtype=torch.int32, device=column.device)
     counts = counts.scatter_add(2, column, one.expand_as(column))[..., 4:].unflatten(2, (-1, 4)).float()
     neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
     return Counts(neither + agrees + right + both, right + both, agrees + both)

@@ -1,6 +1,6 @@
 """What a token can copy from: positions of its own context or of neighbors, or the votes of the whole datastore.
 
-Every source says the same about itself, for each match length of `LENGTHS`: how many positions vote for the next token after a match
+Every source says the same about itself, for each of `MATCH_LENGTHS`: how many positions vote for the next token after a match
 at least as long, which share of them agrees, and which share votes for the label. Numbers of votes and their shares are not learned.
 The search in the whole datastore runs for every token instead of every chunk, and is exact (infini-gram: Liu et al. 2024,
 arXiv 2401.17377). Its votes are stored (`indexing/suffixes/votes.py`), or found while a text is generated.
@@ -84,8 +84,8 @@ class DatastoreVotes(NamedTuple):
 
     Attributes:
         tokens: int64 [B, T, S].
-        sizes: as in `Evidence`, rounded down, float32 [B, T, L].
-        shares: of the votes for these tokens, float32 [B, T, L, S].
+        sizes: as in `Evidence` for each of `LENGTHS`, rounded down, float32 [B, T, L - 1].
+        shares: of the votes for these tokens, float32 [B, T, L - 1, S].
     """
 
     tokens: Tensor
@@ -101,11 +101,12 @@ class DatastoreVotes(NamedTuple):
     def evidence(self, labels: Tensor) -> Tensor:
         """As `SourceMatches.evidence`."""
         right = (self.shares * (self.tokens == labels[..., None])[..., None, :]).sum(-1)
-        return Evidence(self.sizes, self.shares.amax(-1), right, self.shares.sum(-1)).stacked()
+        found = Evidence(self.sizes, self.shares.amax(-1), right, self.shares.sum(-1)).stacked()
+        return F.pad(found, (0, 0, 1, 0))  # nothing votes at length 0
 
     def candidates(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """As `SourceMatches.candidates`."""
-        return self.tokens, (self.shares * shares[..., None]).sum(-2)
+        return self.tokens, (self.shares * shares[..., 1:, None]).sum(-2)
 
 
 Source = SourceMatches | DatastoreVotes

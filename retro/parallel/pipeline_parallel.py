@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from indexing.suffixes.votes import LENGTHS
 from retro.device import Placement
 from retro.model.copy_head import SOURCES
+from retro.model.copy_matches import MATCH_LENGTHS
 from retro.model.inputs import Inputs
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
@@ -260,7 +260,7 @@ class Pipeline:
         head = settings.copy_head
         reads_votes = head.datastore and inputs.votes is not None
         copies = head.context or (head.neighbors and inputs.retrieves) or reads_votes
-        evidence = [of(rows, num_tokens, len(SOURCES), len(LENGTHS), 4)] if copies and stage.is_last else []
+        evidence = [of(rows, num_tokens, len(SOURCES), len(MATCH_LENGTHS), 4)] if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)
         outputs = (h, *encoded * stage.sends_encoded, *evidence, *routing * stage.sends_routing)

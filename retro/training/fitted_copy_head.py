@@ -37,7 +37,7 @@ from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.copy_head import SOURCES, CopyHead
+from retro.model.copy_head import SOURCES, STEP, CopyHead
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, TokenLosses, token_losses
 from retro.model.retro import Retro
@@ -344,14 +344,19 @@ def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit, pull
         tokens: some thousand.
         pull: nats that a weight costs at a distance of 1 from its start.
     """
-    fitted = [parameter for name in names for parameter in getattr(head, name).parameters()]
+    named = [pair for name in names for pair in getattr(head, name).named_parameters()]
+    fitted, scales = (
+        [parameter for _, parameter in named],
+        [STEP if name.startswith("outer") else 1.0 for name, _ in named],
+    )
     initial = [parameter.detach().clone() for parameter in fitted]
     optimizer = torch.optim.LBFGS(fitted, max_iter=_STEPS, line_search_fn="strong_wolfe")
     count = max(1, tokens.vocabulary.nats.numel())
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        moved = [(parameter - start).square().sum() for parameter, start in zip(fitted, initial, strict=True)]
+        moves = zip(fitted, initial, scales, strict=True)
+        moved = [(scale * (parameter - start)).square().sum() for parameter, start, scale in moves]
         value = (tokens.losses(head).sum() + pull * torch.stack(moved).sum()) / count
         value.backward()
         return value

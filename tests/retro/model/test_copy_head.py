@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexing.suffixes.votes import LENGTHS
 from retro.model.copy_head import CopyHead, Origins
 from retro.model.copy_matches import (
     LONGEST,
+    MATCH_LENGTHS,
     Matches,
     context_matches,
     counts_by_length,
@@ -91,7 +91,7 @@ def test_counts_by_length_equal_a_loop() -> None:
     ):
         for q, of_query in enumerate(lengths):
             last = max(range(40), key=lambda s: (of_query[s], s))
-            for level, length in enumerate(LENGTHS):
+            for level, length in enumerate(MATCH_LENGTHS):
                 followed = [row[s + 1] for s in range(q) if of_query[s] >= length]
                 agree = followed.count(row[last + 1]) if followed else 0
                 expected = [len(followed), followed.count(label[q]), agree]

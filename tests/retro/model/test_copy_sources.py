@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from indexing.suffixes.votes import LENGTHS, SHARES
+from retro.model.copy_matches import MATCH_LENGTHS
 from retro.model.copy_sources import DatastoreVotes, Evidence
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
@@ -24,7 +25,7 @@ def test_evidence_says_size_agreement_and_the_share_of_the_label_for_every_lengt
     found = DatastoreVotes.of(one_vote(5, 3, 9, 3))
     for label, right in enumerate((9, 3, 0, 0)):
         size, agree, of_label, known = Evidence(*found.evidence(torch.tensor([[label]]))[0, 0].unbind(-1))
-        reached = torch.tensor([float(length <= 5) for length in LENGTHS])
+        reached = torch.tensor([float(0 < length <= 5) for length in MATCH_LENGTHS])
         assert torch.equal(size, 3 * reached)
         torch.testing.assert_close(agree, 9 / SHARES * reached)
         torch.testing.assert_close(of_label, right / SHARES * reached)
@@ -32,8 +33,8 @@ def test_evidence_says_size_agreement_and_the_share_of_the_label_for_every_lengt
 
 
 def test_candidates_have_a_part_of_the_share_of_every_length() -> None:
-    found, shares = DatastoreVotes.of(one_vote(2, 3, 9, 3)), torch.zeros(1, 1, len(LENGTHS))
-    shares[..., :2] = torch.tensor([0.2, 0.1])
+    found, shares = DatastoreVotes.of(one_vote(2, 3, 9, 3)), torch.zeros(1, 1, len(MATCH_LENGTHS))
+    shares[..., 1:3] = torch.tensor([0.2, 0.1])
     tokens, weights = found.candidates(shares)
     assert tokens[0, 0].tolist() == [0, 1, 2]
     torch.testing.assert_close(weights[0, 0], 0.3 * torch.tensor([9, 3, 0]) / SHARES)

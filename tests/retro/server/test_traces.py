@@ -22,8 +22,8 @@ from retro.inference.language_model import LanguageModel
 from retro.inference.source_texts import joined
 from retro.inference.spans import ChunkTexts
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, TracedDatastore, traced_datastores
-from indexing.suffixes.votes import LENGTHS
 from retro.model.copy_head import CopyHead
+from retro.model.copy_matches import MATCH_LENGTHS
 from retro.model.settings import CopyHeadSettings
 from retro.server import schemas, trace_api
 from retro.server.app import make_app
@@ -290,7 +290,9 @@ def copying(
     assert model.copy_head is not None
     source = CopyHead(CopyHeadSettings(datastore=True), 1).datastore
     assert source is not None
-    source.outer_bias.data.copy_(100.0 * torch.arange(1, 1 + len(LENGTHS)))  # the longest match outweighs the others
+    source.outer_bias.data.copy_(
+        100.0 * torch.arange(1, 1 + len(MATCH_LENGTHS))
+    )  # the longest match outweighs the others
     model.copy_head.datastore = source
     if request.param == "datastore alone":
         model.copy_head.context = model.copy_head.neighbors = None
