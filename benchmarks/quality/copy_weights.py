@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import placement, say
+from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say
 from indexing.store.datastore import Datastore
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
@@ -34,7 +34,7 @@ BATCH_TOKENS = 4096
 PATIENCE = 10  # checks
 
 
-def tokens_of(base: Path, folder: Path, options: argparse.Namespace) -> list[TokensToFit]:
+def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) -> list[TokensToFit]:
     """What is known about the tokens of each sequence of training text."""
     datastore, place, checkpoint = Datastore.open(folder), placement(options.precision), open_checkpoint(base)
     changes = {"chunk_length": datastore.chunk_length}
@@ -45,7 +45,7 @@ def tokens_of(base: Path, folder: Path, options: argparse.Namespace) -> list[Tok
     data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     parts = list[TokensToFit]()
-    for batch in read_batches(source, options.tokens // SPAN, place):
+    for batch in limit.each(list(read_batches(source, options.tokens // SPAN, place)), "sequence"):
         part, _ = tokens_to_fit(model, batch, place, SOURCES) or (None, None)
         parts += [] if part is None else [part]
     say(f"{folder.name}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
@@ -94,8 +94,9 @@ def run(options: argparse.Namespace) -> None:
     """Fit, and write the weights."""
     torch.manual_seed(0)
     fitted, checked = list[TokensToFit](), list[TokensToFit]()
-    for base, folder in (pair.split("=") for pair in options.pairs):
-        parts = tokens_of(Path(base), Path(folder), options)
+    limit, pairs = budget(options), [pair.split("=") for pair in options.pairs]
+    for number, (base, folder) in enumerate(pairs):
+        parts = tokens_of(Path(base), Path(folder), options, limit.share(len(pairs) - number))
         fitted += [part for number, part in enumerate(parts) if number % 5]
         checked += parts[::5]
     head = CopyHead(CopyHeadSettings(context=True, neighbors=True, datastore=True), 1)
@@ -120,7 +121,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens of training text of each datastore")
     parser.add_argument("--steps", type=int, default=3000, help="largest number of steps")
     parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")
-    parser.add_argument("--precision", default="auto", help="default: what this machine multiplies fast")
+    add_precision(parser)
+    add_minutes(parser)
     run(parser.parse_args())
 
 

@@ -160,7 +160,7 @@ class Counts(NamedTuple):
     Attributes:
         all: all of them.
         right: those that vote for the label.
-        agree: those that vote as the last of the longest matches does.
+        agree: those that vote for the token that follows the longest match; of several such tokens that with the largest id.
     """
 
     all: Tensor
@@ -176,11 +176,10 @@ def levels(matches: Matches) -> Tensor:
 
 def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
-    lengths, following = matches.lengths.int(), matches.following[:, None]
-    num_positions = lengths.shape[2]
-    # The last of the longest matches. Of int8, compiled code for CPUs would be wrong (pytorch/pytorch#191499, torch 2.13).
-    last = (lengths * num_positions + torch.arange(num_positions, device=lengths.device)).argmax(2)
-    agree = following == matches.following.gather(1, last)[..., None]
+    following = matches.following[:, None]
+    # By length, then by id. So it does not depend on the order of neighbors.
+    best = ((matches.lengths.long() << 32) + following).amax(2, keepdim=True)
+    agree = following == best & (1 << 32) - 1
     # Four columns for each number of reached lengths: does the position vote for the label, does it agree.
     column = 4 * levels(matches) + 2 * (following == labels[..., None]) + agree
     one = torch.ones((), dtype=torch.int32, device=column.device)

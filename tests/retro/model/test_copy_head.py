@@ -90,10 +90,10 @@ def test_counts_by_length_equal_a_loop() -> None:
         tokens.tolist(), labels.tolist(), matches.lengths.tolist(), *counts, strict=True
     ):
         for q, of_query in enumerate(lengths):
-            last = max(range(40), key=lambda s: (of_query[s], s))
+            best = max((of_query[s], row[s + 1]) for s in range(39))[1]
             for level, length in enumerate(MATCH_LENGTHS):
                 followed = [row[s + 1] for s in range(q) if of_query[s] >= length]
-                agree = followed.count(row[last + 1]) if followed else 0
+                agree = followed.count(best)
                 expected = [len(followed), followed.count(label[q]), agree]
                 assert [int(each[q, level]) for each in found] == expected
 
