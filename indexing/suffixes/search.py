@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,9 @@ _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
 SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
-_LIVING = 256
-"""Whether voters are deleted is read at this many, spread evenly, if they are more than twice as many."""
+_LOOKED_AT = 8
+"""If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
+_ALL = 2**62
 _BLOCK = 1 << 20
 
 
@@ -98,36 +99,28 @@ class _Group:
         heads = [head(part.backwards(row, [0] * width), width) for row in range(0, len(part.positions), ROWS_OF_HEAD)]
         return replace(part, heads=_view(np.array(heads, np.uint64)))
 
-    def living(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
-        """Which of the rows [first, stop) are outside of deleted ranges of chunks [n, 2]: [stop - first] bool."""
-        return self.alive(np.asarray(self.positions[first:stop]), deleted)
-
-    def alive(self, positions: np.ndarray, deleted: np.ndarray) -> np.ndarray:
-        """Which of some positions are outside of deleted ranges of chunks [n, 2]: [positions] bool."""
-        return ~inside(positions.astype(np.int64) // self.chunk_length + self.first_chunk, deleted)
-
-    def living_positions(self, first: int, stop: int, deleted: np.ndarray) -> np.ndarray:
-        """The positions [n] uint32 of the rows [first, stop) outside of deleted ranges of chunks [n, 2]."""
-        positions = np.asarray(self.positions[first:stop])
-        if not len(deleted):
-            return positions
-        starts = range(first, stop, _BLOCK)
-        alive = [self.living(start, min(start + _BLOCK, stop), deleted) for start in starts]
-        return positions[np.concatenate([*alive, np.empty(0, bool)])]
+    def living(self, positions: np.ndarray, deleted: np.ndarray) -> np.ndarray:
+        """Which of some positions [n] are outside of deleted ranges of chunks [n, 2]: [n] bool."""
+        living = np.empty(len(positions), bool)
+        for start in range(0, len(positions), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            chunks = positions[block].astype(np.int64) // self.chunk_length + self.first_chunk
+            living[block] = ~inside(chunks, deleted)
+        return living
 
     def neighbors_of(self, row: int, deleted: np.ndarray) -> Iterator[int]:
         """The last row before a place in the order, and the first one from it on, that are outside of deleted ranges of chunks [n, 2]."""
         rows, stop, size = len(self.positions), row, 1
         while stop > 0:  # most neighbors are alive, so the steps double
             first = max(0, stop - size)
-            if len(alive := np.flatnonzero(self.living(first, stop, deleted))):
+            if len(alive := np.flatnonzero(self.living(self.sorted_positions[first:stop], deleted))):
                 yield first + int(alive[-1])
                 break
             stop, size = first, min(2 * size, _BLOCK)
         first, size = row, 1
         while first < rows:
             stop = min(rows, first + size)
-            if len(alive := np.flatnonzero(self.living(first, stop, deleted))):
+            if len(alive := np.flatnonzero(self.living(self.sorted_positions[first:stop], deleted))):
                 yield first + int(alive[0])
                 break
             first, size = stop, min(2 * size, _BLOCK)
@@ -141,23 +134,9 @@ class _Group:
         near = self.neighbors_of(row, deleted) if len(deleted) else (at for at in (row - 1, row) if 0 <= at < len(rows))
         return max((_common(self.backwards(at, text), text) for at in near), default=0), row
 
-    def range_of(self, ending: list[int], row: int) -> tuple[int, int]:
-        """Rows [first, stop) of the prefixes that end in `ending`, if it occurs: around or next to `row`. Most ranges are small, so the
-        steps away from `row` double."""
-        rows, first, stop, step = range(len(self.positions)), row, row, 1
-
-        def key(at: int) -> list[int]:
-            return self.backwards(at, ending)
-
-        while first >= step and key(first - step) == ending:
-            first, step = first - step, 2 * step
-        first, step = bisect.bisect_left(rows, ending, max(0, first - step), first, key=key), 1
-        while stop + step <= len(rows) and key(stop + step - 1) == ending:
-            stop, step = stop + step, 2 * step
-        return first, bisect.bisect_right(rows, ending, stop, min(len(rows), stop + step), key=key)
-
     @cached_property
-    def _positions(self) -> np.ndarray:
+    def sorted_positions(self) -> np.ndarray:
+        """`positions` as an array, to read many at once."""
         return np.asarray(self.positions)
 
     @cached_property
@@ -172,33 +151,40 @@ class _Group:
         return last_chunks * self.chunk_length + lengths[last_chunks] - 1
 
     def ranges_of(self, text: list[int], length: int, row: int) -> list[tuple[int, int]]:
-        """For each of `LENGTHS` the rows [first, stop) of the prefixes that end in so many tokens; none for those above `length`.
+        """For each of `LENGTHS` the rows [first, stop) of the prefixes whose last tokens, of this number, are those of the text.
 
-        From the longest to the shortest, every range is looked for around the one before.
+        From the longest to the shortest, every range is looked for around the one before. Lengths above that of the longest match have none.
 
         Args:
             text: its first `length` tokens occur.
             length: of the longest match.
             row: its row, see `longest`.
         """
-        ranges, rows, first, stop = [(row, row)] * len(LENGTHS), len(self.positions), row, row
-        width, longest = 8 // self.tokens[0].itemsize, min(length, LENGTHS[-1])
-        ending = _view(np.array(text[:longest][::-1], self.tokens[0].format))
+        ranges, found, longest = [(row, row)] * len(LENGTHS), (row, row), min(length, LENGTHS[-1])
+        ending = self.ending(text[:longest])
         for level, size in reversed([*enumerate(LENGTHS)]):
-            if size > length:
-                continue
-            last = ending[longest - size :]
-            before, after = first > 0 and self.ends_in(first - 1, last), stop < rows and self.ends_in(stop, last)
-            smallest = above = None
-            if size <= width and (before or after):
-                smallest = head(text[:size], width)
-                above = smallest + (1 << 64 // width * (width - size))
-            if before:
-                first = self._first(last, first - 1, smallest)
-            if after:
-                stop = self._stop(last, stop + 1, above)
-            ranges[level] = first, stop
+            if size <= length:
+                ranges[level] = found = self.range_around(ending[longest - size :], *found)
         return ranges
+
+    def ending(self, text: list[int]) -> memoryview:
+        """The last tokens of a text, forwards, as `range_around` compares them."""
+        return _view(np.array(text[::-1], self.tokens[0].format))
+
+    def range_around(self, ending: memoryview, first: int, stop: int) -> tuple[int, int]:
+        """The rows [first, stop) of the prefixes that have an ending: all around some of these rows, or next to a row if none is known."""
+        before = first > 0 and self.ends_in(first - 1, ending)
+        after = stop < len(self.positions) and self.ends_in(stop, ending)
+        width = 8 // self.tokens[0].itemsize
+        smallest = above = None  # the heads of these rows, if the ending is not longer than a head
+        if len(ending) <= width and (before or after):
+            smallest = head(ending.tolist()[::-1], width)
+            above = smallest + (1 << 64 // width * (width - len(ending)))
+        if before:
+            first = self._first(ending, first - 1, smallest)
+        if after:
+            stop = self._stop(ending, stop + 1, above)
+        return first, stop
 
     def _first(self, ending: memoryview, known: int, smallest: int | None) -> int:
         """The first row that ends in some tokens, as the row `known` does; `smallest` is the smallest head of such a row, if known."""
@@ -272,8 +258,15 @@ class _Group:
         return self.tokens[shard][after - self.shard_starts[shard]] if place < self.lengths[shard][chunk] else -1
 
 
-_Sample = tuple[int, list[np.ndarray]]
-"""The number of all occurrences of a match, and the positions of some for each group."""
+class _Ends(NamedTuple):
+    """Where a match ends: how often, and positions of all or some in each group."""
+
+    occurrences: int
+    positions: list[np.ndarray]
+
+    @property
+    def drawn(self) -> int:
+        return sum(map(len, self.positions))
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -345,12 +338,12 @@ class SuffixIndex:
         if not length:
             return Match(0, ())
         ranges = (
-            group.range_of(backwards[:length], row) if reached >= length else (0, 0)
+            group.range_around(group.ending(backwards[:length]), row, row) if reached >= length else (0, 0)
             for group, (reached, row) in zip(self._groups, longest, strict=True)
         )
         return Match(length, tuple(ranges))
 
-    def occurrences(self, match: Match, most: int = 2**62) -> np.ndarray:
+    def occurrences(self, match: Match, most: int = _ALL) -> np.ndarray:
         """Where a match ends, outside of deleted documents: chunk id and place in the chunk, [n, 2] int64.
 
         Args:
@@ -358,12 +351,15 @@ class SuffixIndex:
             most: if there are more occurrences, this many are returned, spread evenly.
         """
         m = self.split.chunk_length
-        ends = [ends.astype(np.int64) + group.first_chunk * m for group, ends in self._ends(match, most)]
-        return np.stack(np.divmod(np.concatenate([*ends, np.empty(0, np.int64)]), m), axis=1)
+        ends = zip(
+            self._groups, self._ends(match.ranges, self.split.deleted, most).positions, strict=False
+        )  # of no match there are none
+        places = [own.astype(np.int64) + group.first_chunk * m for group, own in ends]
+        return np.stack(np.divmod(np.concatenate([*places, np.empty(0, np.int64)]), m), axis=1)
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
-        return sum(len(ends) for _, ends in self._ends(match))
+        return self._ends(match.ranges, self.split.deleted).occurrences
 
     def places(self, match: Match, most: int) -> list[Place]:
         """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
@@ -407,19 +403,19 @@ class SuffixIndex:
         longest = [group.longest(text, deleted) for group in self._groups]
         length = max((reached for reached, _ in longest), default=0)
         of_groups = [group.ranges_of(text, *found) for group, found in zip(self._groups, longest, strict=True)]
-        matches, samples, of_level = [*zip(*of_groups, strict=True)], list[_Sample](), [0] * len(LENGTHS)
+        matches, samples, of_level = [*zip(*of_groups, strict=True)], list[_Ends](), [0] * len(LENGTHS)
         for level in reversed(range(bisect.bisect_right(LENGTHS, length))):
             if not samples or matches[level] != matches[level + 1]:
-                samples.append(self._sample(matches[level], deleted))
+                samples.append(self._ends(matches[level], deleted, SAMPLED))
             of_level[level] = len(samples)
         candidates, numbers = list[int](), [[0] * (1 + KEPT)]
-        for voters, drawn, tokens in self._read(samples):
-            tokens = [token for token in tokens if token >= 0]
+        for sample, following in zip(samples, self._read(samples), strict=True):
+            tokens = [token for token in following if token >= 0]
             counts, counted = Counter(tokens), len(tokens)
             if len(candidates) < KEPT:
                 best = [token for token, _ in _most_frequent(counts) if token not in candidates]
                 candidates += best[: KEPT - len(candidates)]
-            size = min(LARGEST_SIZE, (voters * counted // drawn).bit_length())
+            size = min(LARGEST_SIZE, (sample.occurrences * counted // sample.drawn).bit_length())
             shares = [SHARES * counts.get(token, 0) // (counted or 1) for token in candidates]
             numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
         if not candidates:
@@ -427,34 +423,16 @@ class SuffixIndex:
         levels = itertools.chain.from_iterable(numbers[number] for number in of_level)
         return [length, *candidates, *[0] * (KEPT - len(candidates)), *levels]
 
-    def _sample(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray) -> _Sample:
-        """Up to 32 of the rows of a match that are outside of deleted ranges of chunks, spread evenly."""
-        ends = [group._positions[first:stop] for group, (first, stop) in zip(self._groups, ranges, strict=True)]
-        voters = sum(map(len, ends))
-        if len(deleted):
-            for step in dict.fromkeys((max(1, voters // _LIVING), 1)):  # all of them if too few of those are left
-                looked_at = [own[::step] for own in ends]
-                alive = [own[group.alive(own, deleted)] for group, own in zip(self._groups, looked_at, strict=True)]
-                if sum(map(len, alive)) >= SAMPLED:
-                    break
-            voters, ends = voters * sum(map(len, alive)) // sum(map(len, looked_at)), alive
-        places = spread([*map(len, ends)], SAMPLED)
-        return voters, [own[at.start : at.stop : at.step] for own, at in zip(ends, places, strict=True)]
-
-    def _read(self, samples: list[_Sample]) -> Iterator[tuple[int, int, list[int]]]:
-        """For each sample the number of voters, of those that were drawn, and the tokens after these; -1 = none."""
-        if not samples:
-            return
-        tokens = [
-            group.next_tokens(np.concatenate([ends[number] for _, ends in samples])).tolist()
-            for number, group in enumerate(self._groups)
-        ]
-        firsts = [0] * len(tokens)
-        for voters, ends in samples:
-            stops = [first + len(own) for first, own in zip(firsts, ends, strict=True)]
-            own = [token for of_group, *at in zip(tokens, firsts, stops, strict=True) for token in of_group[slice(*at)]]
-            yield voters, len(own), own
-            firsts = stops
+    def _read(self, samples: Sequence[_Ends]) -> list[list[int]]:
+        """The tokens after the positions of each sample, in one read of each group; -1 = none."""
+        following = [list[int]() for _ in samples]
+        for group, of_samples in zip(
+            self._groups, zip(*(sample.positions for sample in samples), strict=True), strict=False
+        ):
+            tokens = iter(group.next_tokens(np.concatenate(of_samples)).tolist())
+            for own, positions in zip(following, of_samples, strict=True):
+                own += itertools.islice(tokens, len(positions))
+        return following
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
@@ -468,29 +446,52 @@ class SuffixIndex:
         if not (best := _most_frequent(Counter(self._following(match, SAMPLED)))):
             return match.length, np.empty(0, np.int64)
         wanted = best[0][0]
-        ends = ((group, end) for group, own in self._ends(match, SAMPLED) for end in own.tolist())
+        groups = zip(self._groups, self._ends(match.ranges, self.split.deleted, SAMPLED).positions, strict=True)
+        ends = ((group, end) for group, own in groups for end in own.tolist())
         group, end = next(pair for pair in ends if pair[0].next_token(pair[1]) == wanted)
         tokens = itertools.takewhile(lambda token: token >= 0, (group.next_token(end + n) for n in range(most)))
         return match.length, np.array(list(tokens), np.int64)
 
-    def _ends(self, match: Match, most: int = 2**62) -> list[tuple[_Group, np.ndarray]]:
-        """Where a match ends, as `occurrences`: each group with positions [n] uint32. The step is that of the occurrences that are left."""
-        deleted = self.split.deleted
-        ends = [
-            (group, group.living_positions(first, stop, deleted))
-            for group, (first, stop) in zip(self._groups, match.ranges, strict=False)
-        ]
-        step = max(1, -(-sum(len(own) for _, own in ends) // most))
-        return [(group, own[::step]) for group, own in ends]
+    def _ends(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray, most: int = _ALL) -> _Ends:
+        """Where a match ends outside of deleted documents, at most so many places, spread evenly.
+
+        Args:
+            ranges: its rows [first, stop) in each group.
+            deleted: ranges of chunks [n, 2].
+            most: of more occurrences, this many are returned, and if some are deleted, their number is estimated.
+        """
+        sizes = [stop - first for first, stop in ranges]
+        total = sum(sizes)
+        if not len(deleted) or not total:
+            return _Ends(total, self._positions(ranges, spread(sizes, most)))
+        for looked_at in dict.fromkeys((min(_LOOKED_AT * most, total), total)):  # all if too few of those are left
+            positions = self._positions(ranges, spread(sizes, looked_at))
+            groups = zip(self._groups, positions, strict=False)
+            living = [own[group.living(own, deleted)] for group, own in groups]
+            if sum(map(len, living)) >= most:
+                break
+        left = [*map(len, living)]
+        occurrences = total * sum(left) // sum(map(len, positions))
+        return _Ends(occurrences, [own[_slice(at)] for own, at in zip(living, spread(left, most), strict=True)])
+
+    def _positions(self, ranges: Sequence[tuple[int, int]], places: Sequence[range]) -> list[np.ndarray]:
+        """The positions at some places of the rows of each group."""
+        groups = zip(self._groups, ranges, places, strict=False)
+        return [group.sorted_positions[slice(*rows)][_slice(at)] for group, rows, at in groups]
 
     def _following(self, match: Match, most: int) -> list[int]:
         """The tokens that follow occurrences of a match."""
-        tokens = (group.next_token(end) for group, own in self._ends(match, most) for end in own.tolist())
-        return [token for token in tokens if token >= 0]
+        pairs = zip(self._groups, self._ends(match.ranges, self.split.deleted, most).positions, strict=False)
+        return [token for group, own in pairs for token in group.next_tokens(own).tolist() if token >= 0]
 
     def ends(self, match: Match) -> list[tuple[_Group, int]]:
         """Every place where a match ends outside of deleted documents: group and position."""
-        return [(group, end) for group, own in self._ends(match) for end in own.tolist()]
+        groups = zip(self._groups, self._ends(match.ranges, self.split.deleted).positions, strict=False)
+        return [(group, end) for group, own in groups for end in own.tolist()]
+
+
+def _slice(places: range) -> slice:
+    return slice(places.start, places.stop, places.step)
 
 
 def _most_frequent(counts: Counter[int]) -> list[tuple[int, int]]:

@@ -19,17 +19,8 @@ from indexing.store.paths import joined, path_of
 from indexing.suffixes.build import FOLDER as SUFFIXES
 from indexing.suffixes.build import planned_groups, stored_groups, write_sorted_prefixes
 from indexing.suffixes.votes import FOLDER as VOTES
-from indexing.suffixes.votes import (
-    LARGEST_VOCABULARY,
-    VERSION,
-    cuts,
-    deletions_of,
-    groups_of,
-    num_tokens,
-    window_dtype,
-    write_range,
-    write_shard,
-)
+from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
+from indexing.suffixes.votes_build import cuts, groups_of, num_tokens, window_dtype, write_range, write_shard
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor

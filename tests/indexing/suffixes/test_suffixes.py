@@ -155,12 +155,12 @@ def test_no_run_is_of_text_that_was_deleted_after_a_trace_began(datastore: Datas
     assert all(index.count(run.match) for run in trace(index, np.array(text), 1))
 
 
-@pytest.mark.parametrize("living", [4, 256])
+@pytest.mark.parametrize("looked_at", [1, 8])
 def test_only_occurrences_that_are_left_vote_and_are_drafted(
-    living: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    looked_at: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they are few among many deleted ones, which would be most of 32 that are spread evenly."""
-    monkeypatch.setattr(search, "_LIVING", living)
+    monkeypatch.setattr(search, "_LOOKED_AT", looked_at)
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
     index = SuffixIndex.open(folder)

@@ -1,0 +1,310 @@
+"""Stored votes are those of a search through the whole text, without the own document and without what comes later."""
+
+import shutil
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.artifact import Recipe, create
+from indexing.store.datastore import SPLITS, Datastore, Split, delete_documents
+from indexing.store.errors import InputError
+from indexing.store.files import read_json, write_checked
+from indexing.suffixes import build, votes_build
+from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.votes import (
+    COLUMNS,
+    KEPT,
+    LARGEST_SIZE,
+    LENGTHS,
+    LONGEST,
+    SAMPLED,
+    SHARES,
+    as_columns,
+    has_votes,
+    require_votes,
+    within_limit,
+)
+from indexing.suffixes.votes_build import cuts, groups_of, order_of, votes_in_range, window_dtype
+from pipelines.stages import token_indexes
+from tests.conftest import build_local, contents, tiny_config, write_corpus
+from tests.indexing.suffixes.test_suffixes import documents_of
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    folder = tmp_path_factory.mktemp("votes")
+    config = tiny_config(folder, write_corpus(folder / "corpus.jsonl", 60))
+    for stage in ("chunk", "suffixes"):
+        build_local(config, only=stage)
+    return build_local(config, only="votes")
+
+
+def votes_by_document(split: Split) -> list[np.ndarray]:
+    """The votes of all tokens of every document that is not deleted, each [tokens, 32]."""
+    lengths, kept = (
+        split.lengths.read(0, split.num_chunks),
+        np.setdiff1d(np.arange(split.num_documents), split.deleted_documents),
+    )
+    return [
+        as_columns(
+            np.concatenate([split.votes.read(chunk, chunk + 1)[0, : lengths[chunk]] for chunk in range(first, stop)])
+        )
+        for first, stop in split.chunk_ranges(kept)
+    ]
+
+
+def expected(documents: list[list[int]], own: int, text: list[int]) -> tuple[int, Counter[int]]:
+    """Length of the longest end of a text in other documents, and the tokens that follow it there."""
+    for length in range(min(len(text), LONGEST), 0, -1):
+        ending, following, occurs = text[-length:], Counter[int](), False
+        for number, document in enumerate(documents):
+            for first in range(len(document) - length + 1) if number != own else ():
+                if document[first : first + length] == ending:
+                    occurs = True
+                    following.update(document[first + length : first + length + 1])
+        if occurs:
+            return length, following
+    return 0, Counter()
+
+
+class Voting:
+    """A search for the votes of a text through all tokens of some documents."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self.documents = documents
+        self.ends = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)  # of a match in each document
+        self.after = defaultdict[tuple[int, ...], Counter[int]](Counter)
+        for number, document in enumerate(documents):
+            for end in range(1, len(document) + 1):
+                for length in (length for length in LENGTHS if length <= end):
+                    match = tuple(document[end - length : end])
+                    self.ends[match].setdefault(number, []).append(end)
+                    self.after[match].update(document[end : end + 1])
+
+    def longest(self, text: list[int], own: int) -> int:
+        """Tokens of the longest match outside of the own document."""
+        for length in reversed([length for length in LENGTHS if length <= len(text)]):
+            others = {number: ends for number, ends in self.ends[tuple(text[-length:])].items() if number != own}
+            if others and length + 1 in LENGTHS:
+                return length
+            if others:
+                return max(self.shared(text, number, end) for number, ends in others.items() for end in ends)
+        return 0
+
+    def shared(self, text: list[int], number: int, end: int) -> int:
+        pairs = zip(text[: -LONGEST - 1 : -1], self.documents[number][:end][::-1], strict=False)
+        return next((length for length, (one, other) in enumerate(pairs) if one != other), min(len(text), end, LONGEST))
+
+    def check(self, columns: list[int], text: list[int], own: int = -1) -> bool:
+        """Compare the votes after a text with those of the search, as far as all occurrences vote; True if at all lengths."""
+        longest = self.longest(text, own)
+        (length, *tokens), levels = columns[: 1 + KEPT], np.reshape(columns[1 + KEPT :], (-1, 1 + KEPT)).tolist()
+        best, exact, any_votes = list[int](), True, False
+        for size, (code, *shares) in reversed([*zip(LENGTHS, levels, strict=True)]):
+            match = tuple(text[-size:]) if size <= longest else ()
+            own_text = self.documents[own] if own >= 0 else []
+            after = self.after[match] - Counter(
+                token for end in self.ends[match].get(own, []) for token in own_text[end : end + 1]
+            )
+            total, all_vote = after.total(), sum(map(len, self.ends[match].values())) <= SAMPLED
+            any_votes |= total > 0
+            if all_vote:
+                assert code == min(LARGEST_SIZE, total.bit_length())
+                assert shares == [SHARES * after[token] // max(1, total) for token in tokens]
+            else:
+                assert abs(code - min(LARGEST_SIZE, total.bit_length())) <= 1 or total < 2 * SAMPLED
+                assert all(token in after for token, share in zip(tokens, shares, strict=True) if share)
+                assert sum(shares) <= SHARES
+            if exact := exact and all_vote:
+                ordered = sorted(after, key=lambda token: (-after[token], token))
+                best += [token for token in ordered if token not in best]
+        assert tokens[: len(best)] == best[:KEPT]
+        assert not exact or tokens == [*best, *[0] * KEPT][:KEPT]
+        assert length == longest * any_votes
+        return exact
+
+
+def test_votes_are_those_of_a_search_through_all_documents(datastore: Datastore) -> None:
+    assert len(datastore.train.chunk_rows) > 1
+    voting, exact = Voting(documents_of(datastore.train)), 0
+    for split in map(datastore.split, SPLITS):
+        trained = split.name == "train"
+        pairs = list(enumerate(zip(documents_of(split), votes_by_document(split), strict=True)))
+        for number, (text, stored) in pairs[:: 3 if trained else 1]:
+            own = number if trained else -1
+            exact += sum(voting.check(row, text[:end], own) for end, row in enumerate(stored.tolist(), start=1))
+    assert exact > 50
+
+
+def test_deleted_documents_do_not_vote(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    names = [str(row["id"]) for row in datastore.train.metadata(range(0, datastore.train.num_documents, 3))]
+    delete_documents(folder, names)
+    changed = build_local(config, only="votes")
+    documents, stored = documents_of(changed.train), votes_by_document(changed.train)
+    voting, index = Voting(documents), SuffixIndex.open(folder)
+    for number, text in enumerate(documents):
+        for end in range(len(text) - 9, len(text) + 1):
+            voting.check(stored[number][end - 1].tolist(), text[:end], number)
+    for text in documents_of(changed.valid):
+        for end, row in enumerate(index.votes(np.array(text)).tolist(), start=1):
+            voting.check(row, text[:end])
+
+
+@pytest.mark.parametrize(("positions", "several"), [(1 << 27, False), (7000, True), (1, True)])
+def test_live_votes_are_the_stored_ones_of_held_out_documents(
+    positions: int, several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "GROUP_POSITIONS", positions)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
+    for stage in ("chunk", "suffixes", "votes"):
+        datastore = build_local(config, only=stage)
+    assert (len(list(build.stored_groups(datastore.train))) > 1) == several
+    index, voting, equal = SuffixIndex(datastore.train), Voting(documents_of(datastore.train)), list[bool]()
+    for text, stored in zip(documents_of(datastore.valid), votes_by_document(datastore.valid), strict=True):
+        live = index.votes(np.array(text))
+        assert np.array_equal(index.votes(np.array(text), len(text) - 9), live[-9:])
+        assert np.array_equal(live[:, 0], stored[:, 0])
+        for end, (row, same) in enumerate(zip(live.tolist(), (live == stored).all(axis=1), strict=True), start=1):
+            assert same or not voting.check(row, text[:end])
+            voting.check(stored[end - 1].tolist(), text[:end])
+            equal.append(same)
+    # Of more than 32 occurrences, others are counted if several groups have them.
+    assert np.mean(equal) > (0.1 if several else 0.9)
+
+
+def with_neighbor_limit(datastore: Datastore, folder: Path, limit: float) -> Datastore:
+    """A copy of a datastore whose stored neighbors have a limit on near copies."""
+    shutil.copytree(datastore.folder, folder)
+    with create(folder / "neighbors" / "00000", Recipe("neighbors", 1, {"neighbors.max_overlap": limit}, {})):
+        pass
+    manifest = read_json(folder / "manifest.json")
+    manifest["fingerprints"]["neighbors"] = "0"
+    write_checked(folder / "manifest.json", manifest)
+    return Datastore.open(folder)
+
+
+def test_the_limit_of_the_stored_neighbors_holds_for_stored_and_live_votes(
+    planted_datastore: Datastore, tmp_path: Path
+) -> None:
+    limited = with_neighbor_limit(planted_datastore, tmp_path / "limited", 0.25)
+    for split, limit in ((planted_datastore.valid, 1.0), (limited.valid, 0.25)):
+        index = SuffixIndex.open(split.folder)
+        first, stop = split.chunk_range(1)
+        text = split.tokens.read(first, stop).ravel()[: 16 * (stop - first - 1)]
+        stored = as_columns(split.votes.read(first, stop)).reshape(-1, COLUMNS)[: len(text)]
+        assert (stored[:, 0] == LONGEST).any()
+        read = within_limit(stored.copy(), split)
+        kept = stored[:, 0] <= (4 if limit < 1 else LONGEST)
+        assert np.array_equal(read, stored * kept[:, None])
+        assert np.array_equal(index.votes(text)[:, 0], read[:, 0])
+
+
+def test_later_tokens_and_the_own_document_change_nothing() -> None:
+    random = np.random.default_rng(0)
+    window = random.integers(0, 5, (300, LONGEST)).astype(np.uint16)
+    window = window[order_of(votes_build._keys(window))]
+    own, voting, following = random.integers(0, 6, 300), random.random(300) < 0.7, random.integers(-1, 5, 300)
+    before = votes_in_range(window, following, own, voting, np.dtype(np.uint16))
+    changed = np.where(own == 2, 4, following)
+    after = votes_in_range(window, changed, own, voting, np.dtype(np.uint16))
+    assert np.array_equal(before[own == 2], after[own == 2])
+    assert not np.array_equal(before[own != 2], after[own != 2])
+
+
+def test_ranges_hold_every_prefix_once_in_order(datastore: Datastore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(votes_build, "_RANGE_TOKENS", 700)
+    monkeypatch.setattr(votes_build, "_PIVOT_STEP", 16)
+    groups, dtype = groups_of(datastore), window_dtype(datastore)
+    borders = [0, *cuts(groups, dtype), 2**64]
+    assert len(borders) > 4
+    assert max(len(group.sources) for group in groups) > 1
+    for group in groups:
+        ranges = [votes_build.positions_between(group, *pair, dtype) for pair in pairwise(borders)]
+        for source, first, parts in zip(group.sources, group.firsts, zip(*ranges, strict=True), strict=True):
+            positions = np.concatenate(parts)
+            assert np.array_equal(np.sort(positions), source.text_positions())
+            if group.sorted_positions is not None:
+                ordered = group.sorted_positions
+                own = ordered[(ordered >= first) & (ordered < first + len(source.tokens))]
+                assert np.array_equal(positions, own - first)
+
+
+def test_several_ranges_give_nearly_the_same_votes(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(votes_build, "_RANGE_TOKENS", 1500)
+    monkeypatch.setattr(votes_build, "_PIVOT_STEP", 16)
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder, ignore=shutil.ignore_patterns("votes"))
+    cut = build_local(tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl"), only="votes")
+    one, other = (as_columns(split.votes.read(0, split.num_chunks)) for split in (datastore.train, cut.train))
+    assert (one[..., 0] == other[..., 0]).mean() > 0.95
+    assert (one == other).all(axis=-1).mean() > 0.85
+
+
+def test_order_is_that_of_the_rows() -> None:
+    keys = np.random.default_rng(0).integers(0, 3, (500, 6)).astype(np.uint64)
+    assert order_of(keys).tolist() == sorted(range(500), key=lambda row: keys[row].tolist())
+
+
+def test_larger_token_ids_give_the_same_votes() -> None:
+    random = np.random.default_rng(0)
+    window = random.integers(1, 6, (300, LONGEST)).astype(np.uint16)
+    window = window[order_of(votes_build._keys(window))]
+    own, voting, following = random.integers(0, 6, 300), random.random(300) < 0.7, random.integers(-1, 5, 300)
+    one = as_columns(votes_in_range(window, following, own, voting, np.dtype(np.uint16)))
+    wide, many = window * np.uint32(100_000), np.where(following < 0, -1, following * 100_000)
+    other = as_columns(votes_in_range(wide, many, own, voting, np.dtype(np.uint32)))
+    assert np.array_equal(one[:, 1 : 1 + KEPT] * 100_000, other[:, 1 : 1 + KEPT])
+    assert np.array_equal(np.delete(one, [1, 2, 3], axis=1), np.delete(other, [1, 2, 3], axis=1))
+
+
+def test_a_frequent_match_of_the_own_document_leaves_the_vote_to_the_nearest_other_one() -> None:
+    window = np.ones((200, LONGEST), np.uint16)
+    own, following = np.zeros(200, np.int64), np.full(200, 7)
+    own[101], following[101] = 1, 9  # not among the 32 that are drawn
+    columns = as_columns(votes_in_range(window, following, own, own >= 0, np.dtype(np.uint16)))
+    alone, others = columns[0].tolist(), columns[101].tolist()
+    assert alone == [LONGEST, 9, 0, 0, *[1, SHARES, 0, 0] * len(LENGTHS)]
+    assert others == [LONGEST, 7, 0, 0, *[8, SHARES, 0, 0] * len(LENGTHS)]
+
+
+def test_votes_of_an_older_version_are_refused_and_made_again(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    shutil.copytree(datastore.folder, config.datastore, ignore=shutil.ignore_patterns("votes"))
+    monkeypatch.setattr(token_indexes, "VERSION", 1)
+    older = build_local(config, only="votes")
+    assert not has_votes(older)
+    with pytest.raises(InputError, match=r"older version.* --stage votes"):
+        require_votes(older)
+    monkeypatch.undo()
+    newer = build_local(config, only="votes")
+    require_votes(newer)
+    assert contents(newer.folder / "votes") == contents(datastore.folder / "votes")
+
+
+def test_two_builds_are_equal_and_an_append_makes_all_votes_again(datastore: Datastore, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    for stage in ("chunk", "suffixes", "votes"):
+        build_local(config, only=stage)
+    files = {name: data for name, data in contents(config.datastore).items() if name.startswith("votes/")}
+    assert files == {name: data for name, data in contents(datastore.folder).items() if name.startswith("votes/")}
+    write_corpus(tmp_path / "more.jsonl", 20, seed=1)
+    more = tiny_config(tmp_path, tmp_path / "*.jsonl")
+    assert not build_local(more, only="chunk", append=True).has("votes")
+    build_local(more, only="suffixes")
+    appended = build_local(more, only="votes")
+    documents, stored = documents_of(appended.train), votes_by_document(appended.train)
+    voting = Voting(documents)
+    for number, text in enumerate(documents):
+        voting.check(stored[number][-2].tolist(), text[:-1], number)
