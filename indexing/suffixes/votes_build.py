@@ -2,7 +2,7 @@
 
     sorted prefixes of all groups of shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
     a range ─ order ─► the nearest prefix of another document ─► length of the longest match
-    for each of `LENGTHS` up to it: all prefixes that share so many last tokens ─► at most 32 of them ─► votes
+    for each of `LENGTHS` up to it: all prefixes with the same last tokens ─► at most 32 of them ─► votes
 
 Every range is sorted once, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
 held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
@@ -279,26 +279,38 @@ def votes_in_range(
     numbers = np.zeros((len(window), len(LENGTHS), 1 + KEPT), np.uint8)
     longer = np.zeros((2, len(window)), np.int64)  # the voters [low, high) of the next longer match
     for level in reversed(range(len(LENGTHS))):
-        low, high = _sharing(common, LENGTHS[level], voters_before)
-        size, added = high - low, len(voters)
-        for match in cut:
-            if match.length == LENGTHS[level]:
-                there = (low == low[match.row]) & (high == high[match.row])
-                low[there], high[there], size[there] = added, added + len(match.own), match.voters
-            added += len(match.own)
-        same = (length >= LENGTHS[level]) & (low == longer[0]) & (high == longer[1])
+        low, high, size = _voters_of(LENGTHS[level], common, voters_before, cut)
+        matched = length >= LENGTHS[level]
+        same = matched & (low == longer[0]) & (high == longer[1])
         numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
-        new = np.flatnonzero((length >= LENGTHS[level]) & ~same)
-        step = np.maximum(1, -(-(high[new] - low[new]) // SAMPLED))
-        drawn = -(-(high[new] - low[new]) // step)
-        for least, most in pairwise((-1, 2, 4, 8, 16, SAMPLED)):  # most matches occur a few times only
-            own_size = np.flatnonzero((drawn > least) & (drawn <= most))
-            for block in _blocks(len(own_size)):
-                at = own_size[block]
-                found = poll.found(new[at], low[new[at]], high[new[at]], step[at], most)
-                numbers[new[at], level] = poll.count(new[at], found, size[new[at]], drawn[at], candidates)
-        longer = np.where(length >= LENGTHS[level], (low, high), 0)
+        new = np.flatnonzero(matched & ~same)
+        numbers[new, level] = poll.numbers(new, low[new], high[new], size[new], candidates)
+        longer = np.where(matched, (low, high), 0)
     return packed(length, candidates, numbers, tokens)
+
+
+def _voters_of(
+    length: int, common: np.ndarray, voters_before: np.ndarray, cut: Sequence[CutMatch]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The voters [low, high) of each row at one length of match, and the number of all of them: three times [n].
+
+    Args:
+        length: the length.
+        common: tokens shared by adjacent rows, [n - 1].
+        voters_before: number of voters before each row, and of all, [n + 1].
+        cut: as in `votes_in_range`; their voters are numbered after those of the range.
+    """
+    borders = np.flatnonzero(common < length) + 1
+    edges = np.concatenate([[0], borders, [len(common) + 1]])
+    sizes = np.diff(edges)
+    low, high = voters_before[edges[:-1]].repeat(sizes), voters_before[edges[1:]].repeat(sizes)
+    size, first = high - low, int(voters_before[-1])
+    for match in cut:
+        if match.length == length:
+            there = (low == low[match.row]) & (high == high[match.row])
+            low[there], high[there], size[there] = first, first + len(match.own), match.voters
+        first += len(match.own)
+    return low, high, size
 
 
 @dataclass(frozen=True)
@@ -315,6 +327,21 @@ class _Poll:
     following: np.ndarray
     own: np.ndarray
     nearest: np.ndarray
+
+    def numbers(
+        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, size: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray:
+        """Size code and shares of one length of match for some rows [n], whose voters are [low, high): [n, 4] uint8. See `count`."""
+        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
+        step = np.maximum(1, -(-(high - low) // SAMPLED))
+        drawn = -(-(high - low) // step)
+        for least, most in pairwise((-1, 2, 4, 8, 16, SAMPLED)):  # most matches occur a few times only
+            own_size = np.flatnonzero((drawn > least) & (drawn <= most))
+            for block in _blocks(len(own_size)):
+                at = own_size[block]
+                found = self.found(rows[at], low[at], high[at], step[at], most)
+                numbers[at] = self.count(rows[at], found, size[at], drawn[at], candidates)
+        return numbers
 
     def found(self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
         """The tokens after every `step`-th voter of [low, high) for some rows [n], at most `most`: [n, most] int32; -1 = no vote."""
@@ -365,7 +392,7 @@ def _with_most_frequent(candidates: np.ndarray, found: np.ndarray) -> np.ndarray
     sizes = np.bincount(np.cumsum(begins.ravel()) - 1) if begins.size else np.zeros(0, np.int64)
     left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
     rows, filled = np.arange(len(found)), np.count_nonzero(candidates >= 0, axis=1)
-    for _ in range(min(KEPT, found.shape[1])):  # so many suffice, also if all candidates so far are among them
+    for _ in range(min(KEPT, found.shape[1])):  # enough, even if the candidates of longer matches come first
         best = left.argmax(axis=1)  # the first of several has the smallest id
         token = ordered[rows, best]
         new = np.flatnonzero((left[rows, best] > 0) & (filled < KEPT) & (candidates != token[:, None]).all(axis=1))
@@ -395,14 +422,6 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
 
     before = other(np.searchsorted(voters, rows) - 1, begins - 1)
     return before, other(np.searchsorted(voters, rows, side="right"), ends)
-
-
-def _sharing(common: np.ndarray, length: int, voters_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The voters [low, high) that share the last `length` tokens of each row, from the tokens shared by adjacent rows [n - 1]."""
-    borders = np.flatnonzero(common < length) + 1
-    edges = np.concatenate([[0], borders, [len(common) + 1]])
-    low, high = voters_before[edges[:-1]], voters_before[edges[1:]]
-    return low.repeat(np.diff(edges)), high.repeat(np.diff(edges))
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
