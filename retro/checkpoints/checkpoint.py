@@ -287,6 +287,11 @@ def _checkpoint(
     except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
     stored = index(weights)
+    if any(name.startswith("copy_head.") and name.endswith(".agreed") for name in stored):
+        raise InputError(
+            f"{path}: its copy head has tables, which were removed; commit 0846f7bc is the last one that reads it. Train the "
+            "model again, or add copying to its base again (`retro add-retrieval`)."
+        )
     check_size(model, len(stored), sum(one.shape.numel() for one in stored.values()), path)
     return Checkpoint(
         path=path,

@@ -86,22 +86,13 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, 
 
 
 def index(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors in some files, by name. Only headers are read.
-
-    Raises:
-        InputError: they are of an older version that this one cannot read.
-    """
+    """The tensors in some files, by name. Only headers are read."""
     shards: dict[str, list[TensorShard]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             offsets = _offsets(file, opened.metadata() or {})
             for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
-                if key.startswith("copy_head.") and key.endswith(".agreed"):
-                    raise InputError(
-                        f"{file}: its copy head has tables, which were removed; commit 0846f7bc is the last one that reads it. Train the "
-                        "model again, or add copying to its base again (`retro add-retrieval`)."
-                    )
                 header = opened.get_slice(key)
                 shape = tuple(header.get_shape())
                 offset = offsets.get(key, (0,) * len(shape))

@@ -22,7 +22,7 @@ from retro.model.retro import Retro
 class _Votes(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
-    log_top: Tensor  # [N, 1]
+    logits: Tensor  # [N, V]
     sources: dict[str, Source]
     trust: Tensor  # [N, 1, 4]
     copy_strength: Tensor  # [N, 1]
@@ -33,7 +33,7 @@ class _Votes(NamedTuple):
             parts = source if isinstance(source, DatastoreVotes) else source.matches
             chosen = [part[indices] for part in parts]
             sources[name] = DatastoreVotes(*chosen) if name == "datastore" else SourceMatches(Matches(*chosen))
-        return _Votes(self.log_top[indices], sources, self.trust[indices], self.copy_strength[indices])
+        return _Votes(self.logits[indices], sources, self.trust[indices], self.copy_strength[indices])
 
 
 class CopyVotes:
@@ -72,7 +72,7 @@ class CopyVotes:
             sources["neighbors"] = SourceMatches(matches)
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
             sources["datastore"] = DatastoreVotes.of(self._votes_of_last(rows, histories, self._datastore))
-        self._votes = _Votes(logits.log_softmax(-1).amax(-1, keepdim=True), sources, trust, copy_strength)
+        self._votes = _Votes(logits, sources, trust, copy_strength)
         evidence = head.evidence(sources, torch.zeros_like(tokens[:, :1]))
         return head.mix(logits[:, None], sources, evidence, trust=trust, copy_strength=copy_strength)[:, 0]
 
@@ -116,9 +116,8 @@ class CopyVotes:
         votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
         labels = self._put(np.array(tokens))[:, None]
-        origins = self._head.origins(
-            votes.log_top, labels, losses, votes.sources, read.tokens.shape[1], votes.trust, votes.copy_strength
-        )
+        log_top, length = votes.logits.log_softmax(-1).amax(-1, keepdim=True), read.tokens.shape[1]
+        origins = self._head.origins(log_top, labels, losses, votes.sources, length, votes.trust, votes.copy_strength)
         columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None

@@ -75,7 +75,7 @@ class CopySource(nn.Module):
         self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Float32 [..., features], of which it reads the first ones, to [..., L]."""
+        """Log-odds [..., L] from features, float32 [..., features]. The network of the context reads the first 34 of them."""
         read = features[..., : self.inner.shape[1]]
         return STEP * F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
 
@@ -216,9 +216,11 @@ class CopyHead(nn.Module):
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
             by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS)))
             copied = torch.zeros_like(log_p)
-            for name, source in sources.items():
-                following, weights = (x[:, tokens] for x in source.candidates(by_source[:, :, SOURCES.index(name)]))
-                copied = copied.scatter_add(2, following, weights)
+            for number, name in enumerate(SOURCES):
+                if name in sources:
+                    candidates = sources[name].candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
+                    following, weights = (x[:, tokens] for x in candidates)
+                    copied = copied.scatter_add(2, following, weights)
             # Most tokens are copied from nowhere: the smallest number instead of log 0, whose gradient would be NaN.
             return torch.logaddexp(log_p + _kept(shares, evidence)[:, tokens, None], copied.clamp(min=_TINY).log())
 
@@ -235,10 +237,9 @@ class CopyHead(nn.Module):
         shares = _shares(odds)
         if trust is None:
             return shares
-        copies = (of_retrieval & (odds > -torch.inf)).any(
-            -1, keepdim=True
-        )  # elsewhere all strengths are OFF, to the bit
         mixed = torch.stack(self._by_strength(odds), -1) + trust.log()[:, :, None]
+        # A token that retrieval has nothing for has the shares of OFF, to the bit.
+        copies = (of_retrieval & (odds > -torch.inf)).any(-1, keepdim=True)
         return mixed.logsumexp(-1).where(copies, shares)
 
     # --- where tokens were copied from --------------------------------------------------------------------------------

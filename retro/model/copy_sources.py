@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexing.suffixes.votes import KEPT, LENGTHS, SHARES
-from retro.model.copy_matches import Counts, Matches, Windows, counts_by_length, levels
+from retro.model.copy_matches import Matches, Windows, counts_by_length, levels
 
 
 class Evidence(NamedTuple):
@@ -57,24 +57,25 @@ class SourceMatches(NamedTuple):
         """Values of queries to those of tokens."""
         return x if self.windows is None else self.windows.join(x, num_tokens, fill)
 
-    def counts(self, labels: Tensor) -> Counts:
-        """Positions that vote, for labels [B, T]."""
-        return counts_by_length(self.matches, self.split(labels))
-
     def evidence(self, labels: Tensor) -> Tensor:
         """`Evidence` about labels [B, T], stacked: [B, T, L, 4]."""
-        counts = self.counts(labels)
+        counts = counts_by_length(self.matches, self.split(labels))
         total = counts.all.clamp(min=1)
         has = (counts.all > 0).float()
         evidence = Evidence((1 + total.log2()) * has, counts.agree / total, counts.right / total, has)
         return self.join(evidence.stacked(), labels.shape[1])
 
-    def candidates(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """What can follow each token [B, T, S], and its probability, float32 [B, T, S], from shares of the lengths [B, T, L]."""
+    def candidates(self, shares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """What can follow each token [B, T, S], and its probability, float32 [B, T, S].
+
+        Args:
+            shares: of the lengths, float32 [B, T, L].
+            sizes: from the evidence, float32 [B, T, L].
+        """
         num_tokens = shares.shape[1]
-        total = self.counts(shares.new_zeros(shares.shape[:2], dtype=torch.int64)).all.clamp(min=1)
         # A position has a part of the share of every length that its match reaches.
-        weights = F.pad((self.split(shares) / total).cumsum(-1), (1, 0)).gather(2, levels(self.matches))  # [N, Q, S]
+        of_position = self.split(shares * (1 - sizes).exp2())  # share / number of votes
+        weights = F.pad(of_position.cumsum(-1), (1, 0)).gather(2, levels(self.matches))  # [N, Q, S]
         following = self.matches.following[:, None].expand_as(weights)
         return self.join(following, num_tokens), self.join(weights, num_tokens)
 
@@ -104,7 +105,7 @@ class DatastoreVotes(NamedTuple):
         found = Evidence(self.sizes, self.shares.amax(-1), right, self.shares.sum(-1)).stacked()
         return F.pad(found, (0, 0, 1, 0))  # nothing votes at length 0
 
-    def candidates(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, shares: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         """As `SourceMatches.candidates`."""
         return self.tokens, (self.shares * shares[..., 1:, None]).sum(-2)
 

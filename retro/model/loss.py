@@ -67,27 +67,17 @@ def mixed_losses(nats: Tensor, log_keep: Tensor, copied: Tensor) -> Tensor:
     return -torch.logaddexp(log_keep - nats, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
 
-def loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
-    """Mean cross-entropy with the vocabulary alone over labels that are not ignored, with gradients; 0 if all are ignored.
+def summed_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False
+) -> tuple[Tensor, TokenLosses]:
+    """Sum of the cross-entropies with the vocabulary alone, with gradients, and its parts, which have none.
 
     Args:
         hidden: [B, T, D].
         weight: [V, D].
-        labels: int64 [B, T].
+        labels: int64 [B, T], the next token at each position, or `IGNORED_LABEL`.
         compiled: fuse the operations between matrix products with `torch.compile`.
     """
-    return summed_loss(hidden, weight, labels, compiled=compiled)[0] / num_labels(labels)
-
-
-def num_labels(labels: Tensor) -> Tensor:
-    """Number of labels that are not ignored, at least 1."""
-    return (labels != IGNORED_LABEL).sum().clamp(min=1)
-
-
-def summed_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, compiled: bool = False
-) -> tuple[Tensor, TokenLosses]:
-    """`loss` as a sum, for callers that divide by the number of labels in several batches, and its parts, which have no gradient."""
     total, nats, log_top = _SummedLoss.apply(hidden, weight, labels, compiled)
     return total, TokenLosses(nats, log_top)
 

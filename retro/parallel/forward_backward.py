@@ -156,10 +156,11 @@ def part_of_loss(
         hidden, labels, evidence = without_ignored(hidden, labels, evidence)
     total, vocabulary = summed_loss(*local_tokens(mesh, hidden, model.output_weight, labels), compiled=compiled)
     if evidence is not None and model.copy_head is not None:
-        # The vocabulary learns from its own cross-entropy, the copy head from that of the mixture, which is the loss. Its
-        # gradients, like those of embeddings, are equal in all processes of a mesh, and are not summed over it.
+        # The loss is that of the mixture. Its gradient trains the copy head, and the vocabulary's own cross-entropy the vocabulary.
+        # Gradients of the copy head, like those of embeddings, are equal in all processes of a mesh, and are not summed over it.
         mixed = model.copy_head.losses(of_all_tokens(vocabulary, mesh), labels, evidence)
-        total = total - total.detach() + mixed.sum() - mixed.sum().detach() + own_part(mixed, mesh).sum().detach()
+        trained = total + mixed.sum()
+        total = trained - trained.detach() + own_part(mixed, mesh).sum().detach()
     cross_entropy = total / context.num_labels
     objective, routed = cross_entropy, cross_entropy.new_zeros(len(ROUTING))
     if routing is not None:

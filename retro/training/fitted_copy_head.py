@@ -319,8 +319,9 @@ def tokens_to_fit(
         if hidden is None:
             hidden, _ = model.hidden(batch)
         vocabulary = token_losses(hidden, model.output_weight, batch.labels)
-        of_other_tokens = hidden if not model.settings.activations_read else None
-        off = model.token_losses(batch.off(), of_other_tokens)
+        off = model.token_losses(batch.off()) if model.settings.activations_read else None
+        if off is None:  # the same activations
+            off, _ = model.with_copying(vocabulary, batch.off())
     evidence = head.evidence(sources, batch.labels)
     present = (evidence[:, :, [SOURCES.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
     counted = (batch.labels != IGNORED_LABEL) & present
@@ -335,15 +336,8 @@ def joined(parts: Sequence[TokensToFit]) -> TokensToFit:
     return TokensToFit(TokenLosses(nats, log_top), torch.cat(evidence, 1))
 
 
-def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit, pull: float = _PULL) -> tuple[float, float]:
-    """Fit the networks of some sources on the CPU; returns the mean loss before and after.
-
-    Args:
-        head: the copy head.
-        names: its sources that are fitted.
-        tokens: some thousand.
-        pull: nats that a weight costs at a distance of 1 from its start.
-    """
+def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit) -> tuple[float, float]:
+    """Fit the networks of some sources of a copy head on the CPU; returns the mean loss before and after."""
     named = [pair for name in names for pair in getattr(head, name).named_parameters()]
     fitted, scales = (
         [parameter for _, parameter in named],
@@ -357,7 +351,7 @@ def fit_networks(head: CopyHead, names: Sequence[str], tokens: TokensToFit, pull
         optimizer.zero_grad()
         moves = zip(fitted, initial, scales, strict=True)
         moved = [(scale * (parameter - start)).square().sum() for parameter, start, scale in moves]
-        value = (tokens.losses(head).sum() + pull * torch.stack(moved).sum()) / count
+        value = (tokens.losses(head).sum() + _PULL * torch.stack(moved).sum()) / count
         value.backward()
         return value
 

@@ -15,7 +15,7 @@ from retro.device import Placement, choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.rows import RetrieveNeighbors, Row
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
+from retro.model.loss import IGNORED_LABEL, summed_loss
 from retro.model.retro import Retro
 from retro.model.settings import (
     NO_COPY_HEAD,
@@ -182,6 +182,11 @@ def loss_of(model: Retro, labels: Tensor, *inputs: Tensor | None) -> Tensor:
     hidden, _ = model.hidden(whole)
     context = StepContext((labels != IGNORED_LABEL).sum(), len(labels), 1.0, last=True)
     return part_of_loss(model, hidden, labels, model.evidence(whole), None, context)[0]
+
+
+def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of labels with the vocabulary alone; 0 if all are ignored."""
+    return summed_loss(hidden, weight, labels)[0] / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 class Together:

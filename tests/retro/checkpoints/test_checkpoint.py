@@ -19,8 +19,9 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from retro.checkpoints import checkpoint as checkpoints
+from retro.checkpoints import single_file
 from retro.checkpoints.single_file import export
-from retro.checkpoints.tensor_files import index, save_tensors
+from retro.checkpoints.tensor_files import save_tensors
 from retro.model.inputs import Inputs
 from retro.training.trainer import train
 from tests.conftest import tiny_config
@@ -163,10 +164,12 @@ def test_a_setting_that_does_not_exist_is_named_with_the_checkpoint(run: Path, t
         checkpoints.read(folder)
 
 
-def test_a_copy_head_of_an_older_version_is_refused_with_advice(tmp_path: Path) -> None:
-    save_file({"copy_head.neighbors.agreed": torch.zeros(17)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"model\.safetensors: its copy head has tables.*add-retrieval"):
-        index([tmp_path / "model.safetensors"])
+def test_a_copy_head_of_an_older_version_is_refused_with_advice(exported: Path, tmp_path: Path) -> None:
+    state, tensors = single_file.exported(checkpoints.open_checkpoint(exported))
+    old = tensors | {"copy_head.neighbors.agreed": torch.zeros(17)}
+    single_file.write_exported(state, old, tmp_path / "old.safetensors")
+    with pytest.raises(InputError, match=r"its copy head has tables.*add-retrieval"):
+        checkpoints.open_checkpoint(tmp_path / "old.safetensors")
 
 
 def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:

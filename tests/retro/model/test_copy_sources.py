@@ -35,7 +35,7 @@ def test_evidence_says_size_agreement_and_the_share_of_the_label_for_every_lengt
 def test_candidates_have_a_part_of_the_share_of_every_length() -> None:
     found, shares = DatastoreVotes.of(one_vote(2, 3, 9, 3)), torch.zeros(1, 1, len(MATCH_LENGTHS))
     shares[..., 1:3] = torch.tensor([0.2, 0.1])
-    tokens, weights = found.candidates(shares)
+    tokens, weights = found.candidates(shares, torch.zeros_like(shares))
     assert tokens[0, 0].tolist() == [0, 1, 2]
     torch.testing.assert_close(weights[0, 0], 0.3 * torch.tensor([9, 3, 0]) / SHARES)
 
@@ -70,7 +70,8 @@ def test_votes_of_later_tokens_change_no_earlier_loss() -> None:
 
 def test_votes_for_the_label_lower_the_loss() -> None:
     model = build(**{"copy_head.datastore": True})
-    model.copy_head.initialize()  # type: ignore[union-attr]
+    assert model.copy_head is not None
+    model.copy_head.initialize()
     tokens, _, _ = batch()
     on, off = with_and_without(model, agreed_votes(tokens.roll(-1, 1)))
     assert on.mean() < 0.1 * off.mean()

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro.model import loss as module
-from retro.model.loss import IGNORED_LABEL, loss, summed_loss, token_losses, without_ignored
+from retro.model.loss import IGNORED_LABEL, summed_loss, token_losses, without_ignored
+from tests.retro.small_model import plain_loss
 
 B, T, D, V = 3, 7, 12, 50
 
@@ -34,7 +35,7 @@ def test_value_and_gradients_equal_cross_entropy(parts) -> None:
     hidden, weight, labels = parts
     expected = reference(hidden, weight, labels)
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    value = loss(hidden, weight, labels)
+    value = plain_loss(hidden, weight, labels)
     found = torch.autograd.grad(value / 4, (hidden, weight))  # as with four batches per step
     torch.testing.assert_close(value, expected)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -71,7 +72,7 @@ def test_dropping_ignored_rows_changes_no_loss_and_no_gradient(parts, counting: 
 
 def test_without_labels_the_loss_and_its_gradients_are_zero(parts) -> None:
     hidden, weight, labels = parts
-    value = loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
+    value = plain_loss(hidden, weight, torch.full_like(labels, IGNORED_LABEL))
     value.backward()
     assert value == 0
     assert not hidden.grad.any()
@@ -82,7 +83,7 @@ def test_bfloat16_loss_is_close_to_float32(parts) -> None:
     hidden, weight, labels = parts
     exact = reference(hidden, weight, labels)
     with torch.autocast("cpu", torch.bfloat16):
-        value = loss(hidden, weight, labels)
+        value = plain_loss(hidden, weight, labels)
     value.backward()
     assert value.dtype == weight.grad.dtype == torch.float32
     torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02)
@@ -100,7 +101,7 @@ def test_float16_gradients_neither_underflow_nor_overflow(device: str) -> None:
     weight.requires_grad_()
     wanted = torch.autograd.grad(200 * reference(hidden, weight, labels), (hidden, weight))
     with torch.autocast(device, torch.float16):
-        value = loss(hidden, weight, labels)
+        value = plain_loss(hidden, weight, labels)
     found = torch.autograd.grad(200 * value, (hidden, weight))
     assert wanted[1].abs().max() > torch.finfo(torch.float16).max
     tails, exact = found[1][2:], wanted[1][2:]  # of the unlikely tokens
@@ -127,6 +128,6 @@ def test_the_logits_of_a_whole_batch_never_exist() -> None:
     hidden, weight = torch.randn(1, rows, 8, requires_grad=True), torch.randn(vocab_size, 8, requires_grad=True)
     labels = torch.randint(vocab_size, (1, rows))
     with _Largest() as largest:
-        loss(hidden, weight, labels).backward()
+        plain_loss(hidden, weight, labels).backward()
         token_losses(hidden, weight, labels)
     assert largest.elements <= 512 * vocab_size

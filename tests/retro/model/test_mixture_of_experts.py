@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
 from retro.model.inputs import Inputs
-from retro.model.loss import loss
 from retro.model.mixture_of_experts import (
     ROUTING,
     ExpertLinear,
@@ -27,7 +26,7 @@ from retro.model.retro import ModelSettings, Retro
 from retro.model.settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, inputs, split_batch, step_of
+from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, inputs, plain_loss, split_batch, step_of
 
 D, E = SETTINGS.d_model, 4
 top_k = pytest.mark.parametrize("k", [1, 2])
@@ -337,7 +336,7 @@ def objective(model: Retro, rows: slice) -> Tensor:
         Inputs(tokens, None if one_document else documents, neighbors, neighbor_lengths, lengths[rows])
     )
     assert routing is not None
-    value = loss(hidden, model.output_weight, tokens.roll(-1, 1)) + routing_loss(routing, model.settings)
+    value = plain_loss(hidden, model.output_weight, tokens.roll(-1, 1)) + routing_loss(routing, model.settings)
     return value * len(tokens) / B
 
 

@@ -8,7 +8,7 @@ import torch
 
 from indexing.store.errors import InputError
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, loss
+from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from tests.retro.small_model import (
@@ -25,6 +25,7 @@ from tests.retro.small_model import (
     every_scheme,
     first_difference,
     logits,
+    plain_loss,
 )
 
 # -------------------------------------------------------------------------------------------- encoder and precision
@@ -280,7 +281,7 @@ def test_the_model_learns_to_copy_from_its_neighbors():
             labels[:, : m - 1] = IGNORED_LABEL  # without neighbors
             neighbors = text[:, m:].reshape(-1, num_chunks, 1, m)
             hidden = model.hidden(Inputs(tokens, None, neighbors if retrieval else None))[0]
-            objective = loss(hidden, model.output_weight, labels)
+            objective = plain_loss(hidden, model.output_weight, labels)
             optimizer.zero_grad()
             objective.backward()
             optimizer.step()

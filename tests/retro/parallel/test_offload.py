@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from retro.device import choose_placement
 from retro.model.inputs import Inputs
-from retro.model.loss import loss
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import batch, build
+from tests.retro.small_model import batch, build, plain_loss
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def losses(parallel: ParallelSettings, device: str) -> list[float]:
     for _ in range(4):
         with placement.autocast():
             hidden, _ = model.hidden(Inputs(tokens, neighbors=neighbors))
-            value = loss(hidden, model.output_weight, tokens.roll(-1, dims=1))
+            value = plain_loss(hidden, model.output_weight, tokens.roll(-1, dims=1))
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

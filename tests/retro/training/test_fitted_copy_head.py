@@ -89,9 +89,11 @@ def test_fitting_does_no_harm_if_neighbors_are_random() -> None:
 def test_a_few_tokens_move_the_network_by_little() -> None:
     """The loss of n tokens falls by less than their loss before, which bounds the pull."""
     model = build_base("plain decoder")
-    before = [parameter.detach().clone() for parameter in model.copy_head.neighbors.parameters()]  # type: ignore[union-attr]
+    assert model.copy_head is not None
+    assert model.copy_head.neighbors is not None
+    before = [parameter.detach().clone() for parameter in model.copy_head.neighbors.parameters()]
     fit = fit_copy_head(model, batches(1), HERE)
-    after = model.copy_head.neighbors.parameters()  # type: ignore[union-attr]
+    after = model.copy_head.neighbors.parameters()
     moved = sum(float((new.detach() - old).square().sum()) for new, old in zip(after, before, strict=True))
     assert 0 < _PULL * moved <= fit.num_tokens * (fit.before - fit.after)
 

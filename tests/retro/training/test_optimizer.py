@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.model.settings import updated
 from retro.training.optimizer import learning_rate, learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import SETTINGS, build, inputs
+from tests.retro.small_model import SETTINGS, build, inputs, plain_loss
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def movement(width: int, **changes: Any) -> dict[str, float]:
 
     before = current_activations()
     for _ in range(3):
-        loss(model.hidden(read)[0], model.output_weight, read.labels).backward()
+        plain_loss(model.hidden(read)[0], model.output_weight, read.labels).backward()
         optimizer.step()
         optimizer.zero_grad()
     after = current_activations()

@@ -8,18 +8,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retro.model.inputs import Inputs
-from retro.model.loss import loss
 from retro.model.retro import Retro
 from retro.training.optimizer import learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
-from tests.retro.small_model import answers_only, batch, build, split_batch, step_of
+from tests.retro.small_model import answers_only, batch, build, plain_loss, split_batch, step_of
 
 
 def test_the_logged_loss_is_the_mean_cross_entropy() -> None:
     tokens, _, _ = batch()
     model = build()
     settings = TrainSettings(steps=10, warmup_steps=0, gradient_accumulation_steps=2, lr=1e-3)
-    expected = loss(model.hidden(Inputs(tokens))[0], model.output_weight, tokens)
+    expected = plain_loss(model.hidden(Inputs(tokens))[0], model.output_weight, tokens)
     optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
     batches = iter([Inputs(tokens, labels=tokens) for _ in range(2)])
     result = step_of(model, optimizer, batches, settings)(0)
