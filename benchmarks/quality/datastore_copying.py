@@ -7,7 +7,8 @@
 
 Every combination of sources is fitted to training text (`retro add-retrieval`), all its networks together, and scored on the same windows,
 drawn uniformly from all windows of all held-out documents. The decoder reads each window once. With `--reader decoder` it
-also reads the neighbors, in all rows but OFF. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv 2401.17377) of the
+also reads the neighbors, in all rows but OFF. With `--texts FILE ...` a second table has text of other kinds, OFF and with all three
+sources. One more row is infini-gram's interpolation (Liu et al. 2024, arXiv 2401.17377) of the
 same votes: one weight if all votes agree, and one if they do not.
 """
 
@@ -23,6 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import Budget, budget, markdown, model_parser, percent, placement, say, write
+from benchmarks.quality.other_text import WINDOWS, add_texts, scored_texts, texts_table
+from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.votes import LONGEST
@@ -37,6 +40,8 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.leakage import LongestMatches
 from retro.evaluation.sets import EvaluationSet
+from retro.inference.language_model import LanguageModel
+from retro.inference.verbatim_runs import open_sorted_prefixes
 from retro.model.copy_head import CopyHead
 from retro.model.copy_sources import DatastoreVotes
 from retro.model.inputs import Inputs
@@ -212,6 +217,8 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
         by_row[name] = nats()
         say(f"{folder.name}: {name}: {time.monotonic() - began:.0f} s")
     results = {name: result_of(values, document, sizes) for name, values in by_row.items()}
+    retriever, suffixes = Retriever.open(folder), open_sorted_prefixes(folder)
+    generator = LanguageModel(checkpoint, model, retriever.tokenizer, retriever, place, max(WINDOWS), suffixes)
     totals = datastore.manifest["splits"]["train"]
     return {
         "datastore": {key: int(sum(totals[key])) for key in ("tokens", "documents", "chunks")},
@@ -227,6 +234,7 @@ def run(base: Path, folder: Path, options: argparse.Namespace, limit: Budget) ->
             "token": list(bands_of(by_row, document, sizes, lengths, TOKEN_BANDS)),
             "document": list(bands_of(by_row, document, sizes, longest[rows], DOCUMENT_BANDS)),
         },
+        "texts": scored_texts(generator, options.k, options),
     }
 
 
@@ -291,6 +299,7 @@ def summary(folder: Path) -> None:
             ]
             columns = [f"longest match of the {kind} from", "documents", "tokens", "nats, OFF", *bands[0]["rows"]]
             say(f"\n{name}\n\n" + markdown(Table(columns, rows)))
+    say("\ntext of other kinds\n\n" + markdown(texts_table(found)))
     say(
         json.dumps({name: {key: one[key] for key in ("machine", "commit", "precision")} for name, one in found.items()})
     )
@@ -331,6 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--reader", default="", help="`decoder`: the decoder reads the neighbors too (model.retrieval.reader)"
     )
+    add_texts(parser)
     measure_datastores(parser.parse_args(), run, summary)
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.quality.other_text FILE.safetensors ... --output FOLDER --texts FILE ... --questions FILE
     python -m benchmarks.quality.other_text summary --output FOLDER
 
-Texts are scored OFF and ON, as `retro eval perplexity --texts` does. In addition, two kinds of prompts are continued with the likeliest
-tokens, OFF and ON:
+Texts are scored OFF and ON, as `retro eval perplexity --texts` does: short ones and long ones. In addition, two kinds of prompts are
+continued with the likeliest tokens, OFF and ON:
 
 | prompts | |
 |---|---|
@@ -28,8 +28,7 @@ import numpy as np
 from benchmarks.common import Budget, budget, markdown, model_parser, say, write
 from indexing.store.datastore import Datastore
 from pipelines.cli.results import Table
-from retro.checkpoints.checkpoint import open_checkpoint
-from retro.evaluation.other_texts import evaluate_texts
+from retro.evaluation.other_texts import evaluate_texts, text_files
 from retro.evaluation.question_sets import read_questions
 from retro.evaluation.settings import PerplexitySettings
 from retro.inference.language_model import LanguageModel
@@ -37,8 +36,8 @@ from retro.inference.settings import GenerationSettings
 
 K = 4
 ANSWER = GenerationSettings(max_tokens=48, temperature=0)
-WINDOW = 512
-"""Tokens of a document that are scored: of short texts more than the first one fit into --tokens."""
+WINDOWS = (512, 2048)
+"""First tokens of a document that are scored: short and long texts."""
 BEGINNING = 24
 """Tokens of a beginning."""
 _TOGETHER = 8
@@ -94,14 +93,40 @@ def compared(model: LanguageModel, prompts: Sequence[np.ndarray]) -> dict[str, f
     }
 
 
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    """Add the options for `scored_texts`."""
+    parser.add_argument("--texts", nargs="+", default=[], help="files of text of other kinds than the datastores")
+    parser.add_argument("--text-tokens", type=int, default=4000, help="tokens of each of these files and windows")
+
+
+def scored_texts(model: LanguageModel, k: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Score texts of other kinds, OFF and ON: rows of `evaluate_texts`, which name their `window`."""
+    rows = list[dict[str, Any]]()
+    for window in WINDOWS:
+        settings = PerplexitySettings(texts=tuple(options.texts), k=(k,), max_tokens=options.text_tokens, window=window)
+        rows += [{"window": window} | row for row in evaluate_texts(model, text_files(settings), settings)]
+    return rows
+
+
+def texts_table(found: dict[str, dict[str, Any]]) -> Table:
+    """The rows `texts` of all datastores."""
+    body = []
+    for name, one in found.items():
+        for row in one.get("texts", ()):
+            change, worst, off = row["changes"][0], row["worst"], row["results"][0]
+            interval = "{:+.2f}% ({:+.2f} to {:+.2f})".format(*(change[key] for key in ("percent", "low", "high")))
+            least = f"{worst['percent']:+.2f}%, {worst['bits']:+.1f} bits"
+            of_set = [row["set"], f"{row['window']:,}", f"{off['documents']}", f"{off['tokens']:,}"]
+            body.append([name, *of_set, interval, least])
+    columns = ["datastore", "text", "window", "documents", "tokens", "ON against OFF", "worst document"]
+    return Table(columns, body)
+
+
 def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one model with its datastore."""
-    settings = PerplexitySettings(
-        texts=tuple(map(str, options.texts)), k=(K,), max_tokens=options.tokens, window=WINDOW
-    )
-    texts = evaluate_texts(open_checkpoint(file), "", settings, "cpu")
     model = LanguageModel.open(file, device="cpu")
     assert model.retriever is not None
+    texts = scored_texts(model, K, options)
     asked = [model.tokenizer.encode(text) for text in questions(options.questions, options.prompts)]
     prompts = {
         "questions": [np.append(model.tokenizer.bos_id, tokens).astype(np.int64) for tokens in asked],
@@ -117,14 +142,7 @@ def run(file: Path, options: argparse.Namespace) -> dict[str, Any]:
 def summary(folder: Path) -> None:
     """Print the tables as Markdown."""
     found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    body = []
-    for name, one in found.items():
-        for row in one["texts"]:
-            change, worst, off = row["changes"][0], row["worst"], row["results"][0]
-            interval = "{:+.2f}% ({:+.2f} to {:+.2f})".format(*(change[key] for key in ("percent", "low", "high")))
-            least = f"{worst['percent']:+.2f}%, {worst['bits']:+.1f} bits"
-            body.append([name, row["set"], f"{off['documents']}", f"{off['tokens']:,}", interval, least])
-    say(markdown(Table(["datastore", "text", "documents", "tokens", "ON against OFF", "worst document"], body)) + "\n")
+    say(markdown(texts_table(found)) + "\n")
     body = [
         [name, kind, f"{one['prompts']}"]
         + [f"{one[key]:.0%}" for key in ("equal", "equal_or_likely", "repeats_off", "repeats_on")]
@@ -140,9 +158,8 @@ def main() -> None:
     """Measure some models, or print the tables."""
     parser = model_parser(__doc__)
     parser.add_argument("models", nargs="*", help="more models")
-    parser.add_argument("--texts", nargs="+", type=Path, default=[], help="files of text of other kinds")
+    add_texts(parser)
     parser.add_argument("--questions", type=Path, help="JSON Lines with `question`")
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens of each file")
     parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
     python -m benchmarks.quality.smollm2 summary --output FOLDER
 
 For each corpus: `retro index` (chunks of 32, `rerank = "tokens"`), `retro add-retrieval` (k = 4), and the held-out documents in
-windows, OFF and ON. The model has no cross-attention, so its activations do not depend on neighbors: one pass serves all rows of
+windows, OFF and ON; and, with `--texts FILE ...`, text of other kinds. The model has no cross-attention, so its activations do not depend on neighbors: one pass serves all rows of
 a window. Rows of finished windows are kept in FOLDER, so the script resumes. `summary` prints the tables.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
+from benchmarks.quality.other_text import add_texts, scored_texts, texts_table
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.readers import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
@@ -38,12 +39,14 @@ from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.inference.language_model import LanguageModel
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
 WINDOW = 1024
 CONTEXTS = (256, 512, 2048)
 LEAKAGE = (4, 8, 16, 32)
+PARTS = ("k", "context", "texts")
 
 
 def build(
@@ -153,6 +156,8 @@ def run(base: Path, name: str, corpus: str, parts: Sequence[str], options: argpa
                 began = time.monotonic()
                 off, on = measure(model, held_out, (NeighborUse(0), near), window, options.context_tokens, place)
                 keep(f"context {window}", rows_of({"OFF": off, "k = 4": on}, off), began)
+    if "texts" in parts:
+        keep("texts", scored_texts(LanguageModel.open(file, device="cpu"), 4, options), time.monotonic())
 
 
 def summary(folder: Path) -> None:
@@ -215,6 +220,7 @@ def summary(folder: Path) -> None:
             if off
         ],
     )
+    tables["Text of other kinds"] = texts_table(found)
     for title, table in tables.items():
         say(f"\n## {title}\n\n{markdown(table)}")
 
@@ -228,7 +234,8 @@ def main() -> None:
         "--context-tokens", type=int, default=15_000, help="the same, for the other lengths of the context"
     )
     parser.add_argument("--chunk-length", type=int, default=32, help="of new datastores")
-    parser.add_argument("--parts", nargs="+", default=["k", "context"], choices=["k", "context"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    add_texts(parser)
     parser.add_argument("--search", default="auto", help="neighbors.search of new datastores (default: auto)")
     parser.add_argument("--precision", default="auto")
     options = parser.parse_args()
@@ -236,8 +243,9 @@ def main() -> None:
         summary(options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    parts_of = {"k": ["k"], "context": [f"context {window}" for window in CONTEXTS]}
-    work = [(entry, parts_of[part]) for part in options.parts for entry in options.corpus]
+    parts_of = {"k": ["k"], "context": [f"context {window}" for window in CONTEXTS], "texts": ["texts"]}
+    chosen = [part for part in options.parts if part != "texts" or options.texts]
+    work = [(entry, parts_of[part]) for part in chosen for entry in options.corpus]
     for entry, parts in budget(options).each(work, "part"):
         name, _, path = entry.partition("=")
         run(Path(options.base), name, path, parts, options)

@@ -9,7 +9,7 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,28 +54,35 @@ def check_texts(checkpoint: Checkpoint, settings: PerplexitySettings) -> None:
         raise InputError(f"{named}: --k is empty. Texts are scored with the largest k.")
 
 
+def text_files(settings: PerplexitySettings) -> dict[str, list[CorpusFile]]:
+    """The files of each path of the texts.
+
+    Raises:
+        InputError: a path does not exist, or has no file that can be read.
+    """
+    return {path: list_files(CorpusSettings(paths=(path,)), "texts") for path in settings.texts}
+
+
 def evaluate_texts(
-    checkpoint: Checkpoint, datastore: str, settings: PerplexitySettings, device: str, progress: Progress = percentage
+    model: LanguageModel,
+    files: Mapping[str, Sequence[CorpusFile]],
+    settings: PerplexitySettings,
+    progress: Progress = percentage,
 ) -> list[Row]:
-    """Measure the texts of the settings with a model: a row for each path, as plain values.
+    """Measure texts with a model that was opened with its datastore: a row for each path, as plain values.
 
     A row has `set`, `path`, the fingerprint of the searched `datastore`, `results` (OFF, and ON with the largest k) and `changes` as
     those of held-out sets, and `worst`, the document whose bits grow most in percent.
 
     Args:
-        checkpoint: a model with retrieval.
-        datastore: folder or URL; "" = the first datastore of the training run.
-        settings: texts, k, window, number of tokens of each path, documents in a batch, seed.
-        device: `auto`, `cpu`, `cuda` …
+        model: a model with retrieval.
+        files: see `text_files`.
+        settings: k, window, number of tokens of each path, documents in a batch, seed.
         progress: shows the work.
 
     Raises:
-        InputError: a path does not exist or has no document with text, or the datastore does not fit the model.
+        InputError: a path has no document with text.
     """
-    files = {path: list_files(CorpusSettings(paths=(path,)), "texts") for path in settings.texts}
-    if not files:
-        return []
-    model = LanguageModel.open(checkpoint.path, datastore or None, device)
     assert model.retriever is not None
     rows = []
     for name, path in zip(short_names([Path(path) for path in files]), files, strict=True):

@@ -54,9 +54,10 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     """`retro eval perplexity CHECKPOINT`."""
     from pipelines.cli.verbs.evaluation_tables import gains_of, tables_of
     from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.evaluation.other_texts import check_texts, evaluate_texts
+    from retro.evaluation.other_texts import check_texts, evaluate_texts, text_files
     from retro.evaluation.perplexity import check_fractions, evaluate_checkpoints, rules_of, settings_of
     from retro.evaluation.sets import open_sets
+    from retro.inference.language_model import LanguageModel
 
     settings = options.settings
     opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
@@ -73,7 +74,10 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         )
     source = Datastore.open(options.leakage_from) if options.leakage_from else None
     # First, because their errors are found while they are read.
-    texts = evaluate_texts(opened[0], options.datastore, settings, options.device, progress)
+    texts = []
+    if files := text_files(settings):
+        model = LanguageModel.open(opened[0].path, options.datastore or None, options.device)
+        texts = evaluate_texts(model, files, settings, progress)
     results: dict[str, Any] = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),

@@ -11,8 +11,7 @@ import pytest
 from indexing.corpus.readers import CorpusSettings
 from indexing.corpus.scan import list_files
 from indexing.store.errors import InputError
-from retro.checkpoints.checkpoint import open_checkpoint
-from retro.evaluation.other_texts import SampledText, evaluate_texts, sample_texts
+from retro.evaluation.other_texts import SampledText, evaluate_texts, sample_texts, text_files
 from retro.evaluation.settings import PerplexitySettings
 from retro.inference.language_model import LanguageModel
 from tests.conftest import write_corpus
@@ -34,9 +33,9 @@ def drawn(model: LanguageModel, path: Path, **settings: Any) -> list[SampledText
     return sample_texts(str(path), files, model, PerplexitySettings(**settings), lambda units: None)
 
 
-def test_rows_are_the_scores_of_the_language_model(tiny_run: Path, model: LanguageModel, corpus: Path) -> None:
+def test_rows_are_the_scores_of_the_language_model(model: LanguageModel, corpus: Path) -> None:
     settings = PerplexitySettings(k=(1, 2), texts=(str(corpus),))
-    (row,) = evaluate_texts(open_checkpoint(tiny_run), "", settings, "cpu")
+    (row,) = evaluate_texts(model, text_files(settings), settings)
     documents = [json.loads(line) for line in corpus.read_text().splitlines()]
     encoded = [model.tokenizer.encode(document["text"]) for document in documents]
     tokens = [np.append(model.tokenizer.bos_id, each)[: model.context] for each in encoded]
