@@ -453,12 +453,12 @@ class SuffixIndex:
         return match.length, np.array(list(tokens), np.int64)
 
     def _ends(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray, most: int = _ALL) -> _Ends:
-        """Where a match ends outside of deleted documents, at most so many places, spread evenly.
+        """Where a match ends outside of deleted documents: at most `most` places, spread evenly.
 
         Args:
             ranges: its rows [first, stop) in each group.
             deleted: ranges of chunks [n, 2].
-            most: of more occurrences, this many are returned, and if some are deleted, their number is estimated.
+            most: if there are more occurrences and some are deleted, their number is estimated.
         """
         sizes = [stop - first for first, stop in ranges]
         total = sum(sizes)

@@ -102,7 +102,7 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
 
 
 def _traced_run(datastore: "TracedDatastore", run: Run, text: str, ends: list[int], documents: int) -> ShownRun:
-    """A run of a text for printing. `ends`: the character after each token. `documents`: at most so many are named."""
+    """A run of a text for printing. `ends`: the character after each token. `documents`: how many are named at most."""
     index, (start, stop) = datastore.index, characters(ends, run.first, run.stop)
     names = [str(place.document["id"]) for place in index.places(run.match, documents)]
     size, count = run.stop - run.first, index.count(run.match)
