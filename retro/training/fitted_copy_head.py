@@ -4,11 +4,7 @@ The networks of the sources (`CopySource`) begin with weights that were fitted t
 depends on them only through what a forward pass gives once: the vocabulary's loss, the probability of its likeliest token, and the
 counts of votes. All sources are fitted together.
 
-    add_retrieval, a checkpoint + a datastore ─┐
-                                               ├─► fit_copy_head
-    new sources of a run, before its first step┘        │
-                                                        ▼
-    batches ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
+    a checkpoint + a datastore ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
 All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
 """
@@ -47,8 +43,6 @@ log = logging.getLogger("retro")
 
 SourceName = Literal["context", "neighbors", "datastore"]
 
-_TOKENS_OF_RUN = 20_000
-"""Tokens that the sources of a run are fitted to."""
 SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
 which brought 0.3% more with the PEPs."""
@@ -190,7 +184,7 @@ def _write(
     names: Sequence[SourceName],
 ) -> None:
     state, tensors = exported(checkpoint)
-    added = weights_of_sources(model, names)
+    added = _weights_of_sources(model, names)
     model_and_data = {
         "model": asdict(model.settings),
         "data": {**asdict(data), "datastores": [absolute(data.datastores[0])]},
@@ -208,40 +202,13 @@ def _write(
     write_exported(state, tensors | added, file)
 
 
-# --- new sources of a run --------------------------------------------------------------------------------------------
-
-
-def new_sources(settings: ModelSettings, base: ModelSettings) -> list[str]:
-    """The sources of retrieval that the copy head has and that of the base lacks."""
-    ours, theirs = settings.copy_head, base.copy_head
-    return [name for name in ("neighbors", "datastore") if getattr(ours, name) and not getattr(theirs, name)]
-
-
-def fit_sources_of_run(
-    model: Retro, names: Sequence[str], data: BatchSource, sequence_length: int, placement: Placement
-) -> dict[str, Tensor]:
-    """Fit sources of the copy head with the first sequences of training; return their weights. The model ends on the CPU.
-
-    Args:
-        model: with the weights of the base.
-        names: see `new_sources`.
-        data: the batches of training.
-        sequence_length: tokens of a sequence.
-        placement: device and precision of training.
-    """
-    model.to(placement.device)
-    fit_copy_head(model, read_batches(data, -(-_TOKENS_OF_RUN // sequence_length), placement), placement, names)
-    model.to("cpu")
-    return weights_of_sources(model, names)
-
-
 def read_batches(data: BatchSource, num_samples: int, placement: Placement) -> Iterator[Inputs]:
     """The first samples, each as a batch, with neighbors in every sequence."""
     for sample in range(num_samples):
         yield placement.put(as_tensors(data.batch(range(sample, sample + 1), 0.0)))
 
 
-def weights_of_sources(model: Retro, names: Sequence[str]) -> dict[str, Tensor]:
+def _weights_of_sources(model: Retro, names: Sequence[str]) -> dict[str, Tensor]:
     """The weights of these sources, on the CPU, by their names in the model."""
     prefixes = tuple(f"copy_head.{name}." for name in names)
     return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
