@@ -94,7 +94,7 @@ class AddRetrievalOptions:
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     """`retro add-retrieval CHECKPOINT --output FILE.safetensors`."""
-    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.checkpoints.any_model import open_model
     from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
     from retro.training import fitted_copy_head
@@ -102,7 +102,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     if options.output.suffix != ".safetensors":
         raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = open_model(Path(path))
     folder = options.datastore or checkpoint.folders[0]
     placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
     with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:
