@@ -152,6 +152,10 @@ def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequenc
 def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
     """Settings of the checkpoint with another reader, which has no weights."""
     base = checkpoint.model
+    if reader and checkpoint.of_transformers:
+        raise InputError(
+            f"reader = {reader!r}: {checkpoint.path} is computed by transformers, so it can only copy from neighbors."
+        )
     if reader == "decoder" and base.retrieval.cca_layers:
         raise InputError(
             f"reader = 'decoder': {checkpoint.path} reads neighbors with cross-attention (model.retrieval.cca_layers = "

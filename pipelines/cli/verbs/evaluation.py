@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @settings
 class EvalOptions(ResultOptions):
-    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
+    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON.
+
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. It needs `--datastore`, made with its
+    tokenizer."""
 
     k: tuple[PositiveInt, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
@@ -51,7 +54,7 @@ class EvalOptions(ResultOptions):
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
-    """`retro eval perplexity CHECKPOINT`."""
+    """`retro eval perplexity CHECKPOINT|MODEL`."""
     from pipelines.cli.verbs.evaluation_tables import gains_of, tables_of
     from retro.checkpoints.any_model import for_datastore, open_model
     from retro.evaluation.other_texts import check_texts, evaluate_texts, text_files
