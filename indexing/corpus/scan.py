@@ -15,22 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.megatron import is_megatron, pair_of
-from indexing.corpus.readers import (
-    ACCEPTED,
-    PARQUET_SUFFIX,
+from indexing.corpus.documents import (
     CorpusFile,
     CorpusProblem,
     CorpusSettings,
     Document,
     ReadRequest,
-    is_known,
     opened,
     printable,
-    read,
-    read_documents,
 )
+from indexing.corpus.megatron import is_megatron, pair_of
+from indexing.corpus.readers import ACCEPTED, is_known, read, read_documents
 from indexing.corpus.streams import HashingReader, filesystem_of
+from indexing.corpus.tables import PARQUET_SUFFIX
 from indexing.corpus.text_bytes import text_digest
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
