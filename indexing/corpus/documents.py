@@ -39,7 +39,7 @@ ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
     "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
     "unreadable file", "wrong suffix", "not UTF-8", "long line",
-    "binary value",
+    "binary value", "broken record", "long record",
 ]  # fmt: skip
 
 
@@ -48,10 +48,12 @@ class CorpusSettings:
     """Which text is read, and how it is divided."""
 
     paths: tuple[Text, ...] = ()
-    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs. For a Megatron
-    corpus name the `.bin` or the `.idx`."""
+    """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs, of text, source
+    code, JSON Lines, CSV, TSV, Parquet, Arrow, WARC and WET files, or folders that Hugging Face `datasets` saved. For a Megatron corpus
+    name the `.bin` or the `.idx`."""
     text_key: Text = "text"
-    """Key (JSON Lines) or column (Parquet) of the text. Dots lead into nested objects: `content.body`."""
+    """Key (JSON Lines) or column (CSV, Parquet, Arrow) of the text. Dots lead into nested objects: `content.body`. WARC and WET files
+    need none."""
     id_key: Text = "id"
     """Key or column of the document's id. A document without one gets the id `file:line`."""
     metadata_keys: tuple[Text, ...] = ("title", "url", "source")
@@ -59,7 +61,8 @@ class CorpusSettings:
     shard_bytes: PositiveInt = 64 * 2**20
     """Approximate bytes of text per shard. A Megatron token counts as 4."""
     max_line_bytes: PositiveInt = 64 * 2**20
-    """Bytes of the longest JSON line. A longer one is left out and reported. Memory holds several copies of a line."""
+    """Bytes of the longest JSON line, CSV row or WARC record. A longer one is left out and reported. Memory holds several copies of
+    one."""
     split: tuple[PositiveInt, NonNegativeInt, NonNegativeInt] = (980, 20, 0)
     """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""
     boundary_ids: tuple[NonNegativeInt, ...] = ()
@@ -138,8 +141,8 @@ class Document:
         id: unique in a well-formed corpus; `find_duplicates` checks.
         text: never empty or blank, without surrogates; empty if the document is large, or stored as tokens.
         metadata: the values at `metadata_keys`; nested values as JSON.
-        record: 0-based line (JSON Lines), row (Parquet) or number (Megatron) in its file, including records left out.
-        offset: byte at which its line starts in an uncompressed JSON Lines file, else 0.
+        record: 0-based line (JSON Lines), row (CSV, Parquet, Arrow) or number (WARC, Megatron) in its file, including records left out.
+        offset: byte at which its line or row starts in an uncompressed JSON Lines or CSV file, else 0.
         tokens: [tokens] as stored in a Megatron file, at least one; None if the document is stored as text.
         large: its text, if that is large.
     """
@@ -166,7 +169,7 @@ class Document:
 
 @dataclass(frozen=True)
 class CorpusProblem:
-    """A problem in the data. `line` is 1-based: a line, a row (Parquet) or a document (Megatron)."""
+    """A problem in the data. `line` is 1-based: a line, a row (CSV, Parquet, Arrow), a record (WARC) or a document (Megatron)."""
 
     kind: ProblemKind
     file: str

@@ -1,8 +1,9 @@
-"""Read documents from files: text, JSON Lines, Parquet and Megatron tokens; compressed or not, local or remote.
+"""Read documents from files, local or remote: the suffix of a name decides the format, and text formats may be compressed.
 
-    file ──opened (fsspec)──► bytes ──unpacked──► lines, rows or tokens ──► Document, or a CorpusProblem with file and line
+    file ──opened (fsspec)──► stored bytes ──unpacked──► contents ──► Document, or a CorpusProblem with file and line
 
-Memory holds one document at a time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
+Text, JSON Lines and Megatron tokens are read here, other formats in `tables`, `csv_rows` and `web_archives`. Memory holds one
+document at a time, whatever the size of a file, and of a large text file (`LargeText`) only a block.
 """
 
 import io
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from indexing.corpus.csv_rows import CSV_SUFFIXES, csv_rows
 from indexing.corpus.documents import (
     UNREADABLE,
     CorpusFile,
@@ -34,8 +36,9 @@ from indexing.corpus.streams import (
     uncompressed,
     unpacked,
 )
-from indexing.corpus.tables import PARQUET_SUFFIX, parquet_rows
+from indexing.corpus.tables import ARROW_SUFFIX, PARQUET_SUFFIX, arrow_rows, parquet_rows
 from indexing.corpus.text_bytes import BLOCK_BYTES, BOM, MOST_OTHER_BYTES, TextSeen, encoding_of, text_blocks
+from indexing.corpus.web_archives import WARC_SUFFIXES, warc_records
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
 
@@ -48,9 +51,10 @@ WHOLE_FILE_SUFFIXES = (
     ".sh", ".bash", ".bat", ".ps1", ".sql", ".css", ".scss", ".toml", ".yaml", ".yml", ".ini", ".cmake", ".proto",
 )  # fmt: skip
 LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document per line
+_COMPRESSIBLE = (*LINE_SUFFIXES, *CSV_SUFFIXES, *WARC_SUFFIXES, *WHOLE_FILE_SUFFIXES)
 ACCEPTED = (
-    f"Accepted suffixes: {', '.join((*LINE_SUFFIXES, PARQUET_SUFFIX, *WHOLE_FILE_SUFFIXES))}, and {SUFFIX} with its "
-    f"{INDEX_SUFFIX} (Megatron). Text and JSON Lines may be compressed: {' or '.join(COMPRESSION_SUFFIXES)} after the suffix."
+    f"Accepted suffixes: {', '.join(_COMPRESSIBLE)}, each also with {' or '.join(COMPRESSION_SUFFIXES)}; {PARQUET_SUFFIX}; "
+    f"{ARROW_SUFFIX}; and {SUFFIX} with its {INDEX_SUFFIX} (Megatron)."
 )
 _LARGE_BYTES = 1 << 24  # text of a larger file is read block by block, again for every use
 _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
@@ -58,8 +62,9 @@ _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are i
 
 def is_known(name: str) -> bool:
     name = name.lower()
-    is_text = uncompressed(name).endswith((*LINE_SUFFIXES, *WHOLE_FILE_SUFFIXES))
-    return is_text or name.endswith(PARQUET_SUFFIX) or is_megatron(name)
+    return (
+        uncompressed(name).endswith(_COMPRESSIBLE) or name.endswith((PARQUET_SUFFIX, ARROW_SUFFIX)) or is_megatron(name)
+    )
 
 
 def read_documents(
@@ -89,7 +94,11 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
     if is_megatron(name):
         yield from _token_documents(raw, request)
         return
-    if request.offset:  # only uncompressed files have offsets
+    if name.endswith(ARROW_SUFFIX):
+        yield from arrow_rows(io.BufferedReader(raw, 1 << 20), request)
+        return
+    content_suffix = next(suffix for suffix in _COMPRESSIBLE if uncompressed(name).endswith(suffix))
+    if request.offset and content_suffix in LINE_SUFFIXES:  # only uncompressed files have offsets
         raw.stored.seek(request.offset)
         yield from _json_lines(io.BufferedReader(raw, 1 << 20), request, has_offsets=True)
         return
@@ -97,8 +106,12 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
     if compression != compression_suffix(name):
         content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
         request.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
-    if uncompressed(name).endswith(LINE_SUFFIXES):
+    if content_suffix in LINE_SUFFIXES:
         yield from _json_lines(stream, request, has_offsets=not compression)
+    elif content_suffix in CSV_SUFFIXES:
+        yield from csv_rows(stream, content_suffix, request, has_offsets=not compression)
+    elif content_suffix in WARC_SUFFIXES:
+        yield from warc_records(stream, request)
     elif request.start == 0 and request.stop != 0:
         yield from _whole_file(stream, request)
 
