@@ -217,7 +217,7 @@ def fetch_smollm2(cache: Path) -> Path:
 def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Config:
     """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
     from indexing.corpus.chunks import ChunkSettings
-    from indexing.corpus.readers import CorpusSettings
+    from indexing.corpus.documents import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.metadata import HUGGINGFACE_MODEL
     from indexing.tokenization.settings import TokenizerSettings
