@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings

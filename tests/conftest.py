@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever

@@ -85,6 +85,8 @@ def test_every_page_named_in_the_code_exists() -> None:
 WITH_REMOVED_BENCHMARKS = ("883d127", "cf7ae5e", "1a22a07")
 """A page whose benchmark has been removed names one of these commits, the last ones that have them."""
 EXAMPLES = {
+    "indexing/corpus/fortunes.py",
+    "tests/indexing/corpus/test_fortunes.py",
     "indexing/embedding/bag.py",
     "indexing/neighbors/graph_search.py",
     "tests/indexing/neighbors/test_graph_search.py",

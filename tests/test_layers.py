@@ -38,7 +38,8 @@ LEVELS = (
 """Folders and single files, from the lowest level to the highest. Each imports only itself and lower levels."""
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 SUBCLASSES = {
-    ROOT / "retro" / "huggingface" / f"{name}.py" for name in ("modeling", "tokenization", "register")
+    ROOT / "retro" / "huggingface" / f"{name}.py"
+    for name in ("logits_processor", "modeling", "register", "tokenization")
 }  # of transformers
 OURS = ("indexing", "retro", "pipelines")
 FILES = sorted(path for layer in OURS for path in (ROOT / layer).rglob("*.py"))

@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks.common import Budget, add_minutes, budget, say, write
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings, Document, read_documents
+from indexing.corpus.documents import CorpusSettings, Document
+from indexing.corpus.readers import read_documents
 from indexing.corpus.scan import list_files
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from benchmarks.quality.other_text import add_texts, scored_texts, texts_table
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore

@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import add_minutes, budget, percent, placement
 from benchmarks.deadline import Case, Figures, run_cases
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore

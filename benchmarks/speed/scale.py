@@ -40,7 +40,7 @@ import zstandard
 
 from benchmarks.common import Budget, add_minutes, budget, markdown, measured_on, memory_bytes, say
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json

@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 
 from benchmarks.common import add_minutes, budget, measured_on, say
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.store.files import write_bytes
 from pipelines.cli.planning.sample import draw_sample
 

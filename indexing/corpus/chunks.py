@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from indexing.corpus.readers import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
+from indexing.corpus.documents import NUMBER_COLUMNS, TEXT_COLUMNS, CorpusFile, CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of, split_of_document
 from indexing.machine import map_ahead
 from indexing.progress import Advance

@@ -15,29 +15,27 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.megatron import is_megatron, pair_of
-from indexing.corpus.readers import (
-    ACCEPTED,
-    PARQUET_SUFFIX,
+from indexing.corpus.documents import (
     CorpusFile,
     CorpusProblem,
     CorpusSettings,
     Document,
     ReadRequest,
-    is_known,
     opened,
     printable,
-    read,
-    read_documents,
 )
+from indexing.corpus.megatron import is_megatron, pair_of
+from indexing.corpus.readers import ACCEPTED, is_known, read, read_documents
+from indexing.corpus.saved_datasets import foreign_files
 from indexing.corpus.streams import HashingReader, filesystem_of
+from indexing.corpus.tables import PARQUET_SUFFIX
 from indexing.corpus.text_bytes import text_digest
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors
 
-# Names of the modification time in file systems: local, S3, GCS and Azure, in-memory.
-_TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created")
+# Names of the modification time in file systems: local, S3, GCS and Azure, in-memory; the Hugging Face hub has a hash instead.
+_TIMES = ("mtime", "LastModified", "updated", "last_modified", "modified", "created", "blob_id")
 KEPT_EXAMPLES = 100  # problems per file that are kept in full; more are only counted
 
 
@@ -48,7 +46,7 @@ class FileSlice:
     Attributes:
         file: the file.
         start, stop: records.
-        offset: byte at which record `start` begins in an uncompressed JSON Lines file, else 0.
+        offset: byte at which record `start` begins in an uncompressed JSON Lines or CSV file, else 0.
         text_bytes: sum of their `Document.size`.
         left_out: records of deleted documents, which are skipped.
     """
@@ -159,12 +157,14 @@ def _listed(filesystem: Any, root: str, pattern: str, key: str, is_local: bool) 
         raise InputError(f"{key}: {pattern!r} {problem}. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
     files = []
+    foreign = frozenset() if root in infos else foreign_files(filesystem, infos)
     hidden_wanted = root in infos or "/." in root[len(base) :]
     for path, info in infos.items():
         name = path[len(base) :].lstrip("/")
         is_hidden = any(part.startswith(".") for part in name.split("/"))
         # Scanned and counted as a problem, if it is a named pipe or a device ("other").
-        if info["type"] in ("file", "other") and is_known(name) and (hidden_wanted or not is_hidden):
+        is_file = info["type"] in ("file", "other") and is_known(name) and path not in foreign
+        if is_file and (hidden_wanted or not is_hidden):
             files.append(_corpus_file(filesystem, pattern, path, name, infos))
     if not files:
         raise InputError(f"{key}: {pattern!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")

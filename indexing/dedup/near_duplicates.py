@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from indexing.corpus.chunks import batches, with_text
-from indexing.corpus.readers import CorpusSettings, Document
+from indexing.corpus.documents import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, read_slice, split_of
 from indexing.dedup.ngrams import Sketch, banding, gram_set, jaccard
 from indexing.progress import Advance

@@ -279,7 +279,7 @@ def named_errors(url: str, passed: tuple[type[Exception], ...] = ()) -> Iterator
     except Exception as error:
         raise InputError(
             f"{url}: {type(error).__name__}: {error}. Check the URL, the network and the credentials, and that the package "
-            "for this protocol is installed (`pip install s3fs` for s3://, gcsfs for gs://)."
+            "for this protocol is installed (`pip install s3fs` for s3://, gcsfs for gs://, huggingface_hub for hf://)."
         ) from error
 
 

@@ -62,6 +62,9 @@ class SentencePiece:
     def num_tokens(self) -> int:
         return self.processor.get_piece_size()
 
+    def vocabulary(self) -> dict[str, int]:
+        return {self.processor.id_to_piece(token): token for token in range(self.num_tokens())}
+
     def token_bytes(self) -> list[int]:
         processor = self.processor
         sizes = []
@@ -132,7 +135,11 @@ class HuggingFace:
         return text
 
     def num_tokens(self) -> int:
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.vocabulary().values(), default=-1) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def first_id(self) -> int | None:
         """Return the id that the model's own tokenizer puts in front of a text; None if it puts none there."""
@@ -147,7 +154,7 @@ class HuggingFace:
         """Exact for byte-level BPE and for ▁ with byte tokens; otherwise the bytes that a token decodes to on its own."""
         types = self._decoders
         added = {token["id"]: token for token in self.content.get("added_tokens", ())}
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary()
         sizes = [0] * self.num_tokens()
         for token, token_id in vocabulary.items():
             if token_id in added:

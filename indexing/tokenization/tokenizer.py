@@ -56,6 +56,11 @@ class Tokenizer:
         """False if a document begins with the token that ends the previous one."""
         return self.bos_id not in (self.eos_id, self.control_tokens.get(END_OF_TEXT))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of the model's tokens by their names, as the model writes them."""
+        return self._model.vocabulary()
+
     @classmethod
     def open(cls, folder: Path, num_threads: int = -1) -> "Tokenizer":
         """Open the tokenizer in `folder`; `num_threads` is for encode_batch, -1 = one per core.

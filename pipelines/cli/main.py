@@ -105,7 +105,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "add-retrieval": Verb(
             "Add retrieval to a trained model in about a minute, without training",
-            "verbs.model", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT",),
+            "verbs.model", "add_retrieval", "AddRetrievalOptions", ("CHECKPOINT|MODEL",),
         ),
         "report": Verb(
             "Plot the curves of one or more training runs",
@@ -127,7 +127,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Evaluation": {
         "eval perplexity": Verb(
             "Measure bits per byte and perplexity of held-out documents, retrieval OFF and ON",
-            "verbs.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT",),
+            "verbs.evaluation", "evaluate", "EvalOptions", ("CHECKPOINT|MODEL",),
         ),
         "eval qa": Verb(
             "Measure exact match and F1 of answers to questions",
@@ -294,8 +294,10 @@ def require_paths(verb: Verb, given: Sequence[str]) -> None:
     """
     names = verb.positional * len(given) if _takes_several(verb) else verb.positional
     for name, value in zip((name.rstrip("…") for name in names), given, strict=False):
-        if name not in ("TEXT", "MODEL") and not url_of(value) and not Path(value.removesuffix("@best")).exists():
-            hints = [f" {_MADE_BY[kind]}" for kind in name.split("|") if kind in _MADE_BY]
+        kinds = name.split("|")
+        may_be_elsewhere = "TEXT" in kinds or ("MODEL" in kinds and "/" in value) or kinds == ["MODEL"]  # on a hub
+        if not may_be_elsewhere and not url_of(value) and not Path(value.removesuffix("@best")).exists():
+            hints = [f" {_MADE_BY[kind]}" for kind in kinds if kind in _MADE_BY]
             raise InputError(
                 f"{value} does not exist; {name} must be a file or folder that exists, or a URL.{''.join(hints)}"
             )

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from indexing.corpus.documents import CorpusFile, CorpusSettings
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusFile, CorpusSettings
 from indexing.corpus.scan import (
     FileScan,
     FileSlice,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from indexing.corpus.readers import CorpusFile
+from indexing.corpus.documents import CorpusFile
 from indexing.corpus.scan import FileSlice, file_order
 from indexing.store.artifact import damage, read_manifest, stored_json
 from indexing.store.datastore import read_datastore_manifest, shard_name

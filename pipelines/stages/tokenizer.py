@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from indexing.corpus.documents import CorpusFile, CorpusSettings
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusFile, CorpusSettings
 from indexing.corpus.scan import read_slice, split_of_document
 from indexing.progress import Advance
 from indexing.store.artifact import Recipe, create, fingerprint, is_finished, read_manifest

@@ -39,6 +39,8 @@ from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 
 FORMAT_VERSION = 2
+TRANSFORMERS = "transformers"
+"""Section of the settings that names a decoder that transformers computes (`any_model.py`)."""
 
 TensorFiles = dict[str, dict[str, torch.Tensor]]
 """File name → tensor name → tensor: plain tensors, or DTensors with a shard in this process."""
@@ -94,6 +96,12 @@ class Checkpoint:
     def lora(self) -> LoraSettings:
         """The adapter that the files contain."""
         return LoraSettings(**self.settings.get("lora", {}))
+
+    @property
+    def of_transformers(self) -> dict[str, str]:
+        """`path` and `family` of the decoder that transformers computes; empty for a model of this project."""
+        found: dict[str, str] = self.settings.get(TRANSFORMERS, {})
+        return found
 
     @property
     def neighbor_rules(self) -> dict[str, Any]:
@@ -292,7 +300,8 @@ def _checkpoint(
             f"{path}: its copy head has tables, which were removed; commit 0846f7bc is the last one that reads it. Train the "
             "model again, or add copying to its base again (`retro add-retrieval`)."
         )
-    check_size(model, len(stored), sum(one.shape.numel() for one in stored.values()), path)
+    if TRANSFORMERS not in settings:
+        check_size(model, len(stored), sum(one.shape.numel() for one in stored.values()), path)
     return Checkpoint(
         path=path,
         weights=weights,
@@ -358,8 +367,10 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     """The model of a checkpoint in evaluation mode, with LoRA merged into the weights.
 
     Raises:
-        InputError: it has an adapter and peft is not installed.
+        InputError: it has an adapter and peft is not installed, or transformers computes the model.
     """
+    if checkpoint.of_transformers:
+        raise scores_only(checkpoint)
     with during("loading the weights of %s", checkpoint.path):
         with torch.device("meta"):
             model = Retro(checkpoint.model)
@@ -368,6 +379,15 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
         model.to_empty(device=device)
         load_weights(checkpoint, model)
         return (merge(model) if checkpoint.lora.rank else model).eval()
+
+
+def scores_only(checkpoint: Checkpoint) -> InputError:
+    """The error of what a decoder of transformers cannot do here."""
+    return InputError(
+        f"{checkpoint.path} is a decoder that transformers computes ({checkpoint.of_transformers['family']}), so it can only score text "
+        "here. `retro import` reads the families that this project computes itself; transformers generates with "
+        "DatastoreLogitsProcessor (docs/how-to/any-model.md)."
+    )
 
 
 # --- the checkpoints of a run --------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, TokenScores, mode_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
+from retro.model.copying_model import CopyingModel
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
-from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
 
 # Windows that are sorted by length together: little padding, and memory that does not grow with the evaluation set.
@@ -48,7 +48,7 @@ class Evaluator:
         progress: shows the scored tokens.
     """
 
-    model: Retro
+    model: CopyingModel
     placement: Placement
     settings: EvaluationSettings
     name: str = ""
@@ -119,7 +119,7 @@ class Evaluator:
     def _score(self, batch: Inputs, m: int, advance: Advance) -> np.ndarray:
         """Nats of the tokens of a batch by chunk: [B, U, m] float32, NaN for those that are not scored."""
         scored = batch.labels != IGNORED_LABEL
-        layers = [] if self.token_losses_of else list(self.model.feed_forward.values())
+        layers = [] if self.token_losses_of else self.model.steps
         with _counted_by_layer(layers, int(scored.sum()), advance):
             losses = (self.token_losses_of or self._token_losses)(self.placement.put(as_tensors(batch)))
             nats = np.where(scored, losses.float().cpu().numpy(), np.float32(np.nan))

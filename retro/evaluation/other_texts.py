@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from indexing.corpus.chunks import with_text
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.documents import CorpusFile, CorpusProblem, CorpusSettings, Document
+from indexing.corpus.readers import read_documents
 from indexing.corpus.scan import list_files
 from indexing.progress import Advance, Progress, percentage
 from indexing.splitmix64 import mix

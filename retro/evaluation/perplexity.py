@@ -14,7 +14,8 @@ import numpy as np
 from indexing.progress import Progress, percentage
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.checkpoints.any_model import load_scorer
+from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.device import choose_inference_placement
@@ -64,7 +65,7 @@ def evaluate_checkpoints(
     windows = settings.in_windows_of(checkpoints[0].settings["data"]["sequence_length"])
 
     def open_evaluator(checkpoint: Checkpoint, name: str) -> Evaluator:
-        return Evaluator(load_model(checkpoint, placement.device), placement, windows, name, progress=progress)
+        return Evaluator(load_scorer(checkpoint, placement), placement, windows, name, progress=progress)
 
     measured: list[list[SetResult]] = [[] for _ in sets]
     uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]

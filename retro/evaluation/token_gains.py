@@ -19,8 +19,8 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import TokenScores
 from retro.evaluation.sets import EvaluationSet
 from retro.inference.scoring import origins_of
+from retro.model.copying_model import CopyingModel
 from retro.model.inputs import Inputs
-from retro.model.retro import Retro
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def chunks_by_gain(off: TokenScores, on: TokenScores, split: Split) -> np.ndarra
 
 @torch.inference_mode()
 def score_passage(
-    model: Retro, evaluation_set: EvaluationSet, chunk: int, placement: Placement, *, k: int, window: int
+    model: CopyingModel, evaluation_set: EvaluationSet, chunk: int, placement: Placement, *, k: int, window: int
 ) -> Passage:
     """Score the tokens of a held-out chunk that is not the first of its document.
 

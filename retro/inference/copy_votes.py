@@ -16,7 +16,6 @@ from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
 from retro.model.copy_switch import START
 from retro.model.inputs import Inputs
 from retro.model.loss import TokenLosses
-from retro.model.retro import Retro
 
 
 class _Votes(NamedTuple):
@@ -37,11 +36,10 @@ class _Votes(NamedTuple):
 
 
 class CopyVotes:
-    """The copy head of a model, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
+    """A copy head, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
 
-    def __init__(self, model: Retro, head: CopyHead, datastore: WholeDatastore | None) -> None:
-        self._datastore = datastore
-        self._head, self._m, self._device = head, model.settings.chunk_length, model.embedding.weight.device
+    def __init__(self, head: CopyHead, device: torch.device, datastore: WholeDatastore | None) -> None:
+        self._head, self._m, self._device, self._datastore = head, head.chunk_length, device, datastore
         self._votes: _Votes | None = None
 
     def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:

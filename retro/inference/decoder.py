@@ -14,7 +14,6 @@ slots in the cache, and n the number of tokens per row.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
@@ -27,8 +26,8 @@ from retro.inference.cached_layers import CachedLayers, Span
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
-from retro.inference.sources import CopiedFrom, Neighbors
+from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore, find_neighbors
+from retro.inference.sources import CopiedFrom
 from retro.model.loss import token_losses
 from retro.model.retro import Retro
 
@@ -88,7 +87,8 @@ class Decoder:
         self.packed = model.packed_output is not None
         self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
         self.layers = CachedLayers(model, placement, context, neighbor_cache or NeighborCache(model, 0))
-        self.votes = None if model.copy_head is None else CopyVotes(model, model.copy_head, datastore)
+        device = model.embedding.weight.device
+        self.votes = None if model.copy_head is None else CopyVotes(model.copy_head, device, datastore)
         self.rows: list[Row] = []
 
     def empty(self) -> "Decoder":
@@ -179,7 +179,7 @@ class Decoder:
         if windows:  # those that read like the first one
             windows = [row for row in windows if self._reads_neighbors(row) == self._reads_neighbors(windows[0])]
             windows = windows[: max(1, WINDOW_TOKENS // self.m)]
-        self._find_neighbors([*single, *windows])
+        find_neighbors([*single, *windows], self.m)
         if propose is not None:
             for row in single:
                 row.draft = propose(row, self._room_for_draft(row, len(single)))
@@ -230,19 +230,6 @@ class Decoder:
         until_border = self.m - 1 - len(row.tokens) % self.m if row.retrieve else LONGEST_DRAFT
         room = min(LONGEST_DRAFT, until_border, self.context - len(row.tokens), DRAFTED_TOKENS // num_rows - 1)
         return max(0, room)
-
-    def _find_neighbors(self, rows: list[Row]) -> None:
-        """Find the neighbors of all complete chunks of rows. Rows with equal `retrieve` share a search."""
-        missing = [(row, chunks) for row in rows if row.retrieve and len(chunks := row.missing_chunks(self.m))]
-        searches = list[RetrieveNeighbors]()
-        for row, _ in missing:
-            if row.retrieve is not None and row.retrieve not in searches:
-                searches.append(row.retrieve)
-        for retrieve in searches:
-            searching = [(row, chunks) for row, chunks in missing if row.retrieve == retrieve]
-            neighbors = iter(Neighbors(*retrieve(np.concatenate([chunks for _, chunks in searching]))).of_chunks())
-            for row, chunks in searching:
-                row.neighbors += islice(neighbors, len(chunks))
 
     def _put_first(self, rows: list[Row]) -> None:
         """Give rows the first slots, so that their keys and values are read without a copy."""

@@ -17,7 +17,8 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.installation import open_huggingface
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
+from retro.checkpoints.any_model import for_datastore, load_scorer, open_model
+from retro.checkpoints.checkpoint import Checkpoint, scores_only
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
@@ -27,6 +28,7 @@ from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.inference.verbatim_runs import open_sorted_prefixes
+from retro.model.copying_model import CopyingModel
 from retro.model.retro import Retro
 
 NEIGHBOR_CACHE_BYTES = 2**30
@@ -53,7 +55,7 @@ class LanguageModel:
     """
 
     checkpoint: Checkpoint
-    model: Retro
+    model: CopyingModel
     tokenizer: Tokenizer
     retriever: Retriever | None
     placement: Placement
@@ -85,7 +87,7 @@ class LanguageModel:
         Raises:
             InputError: the checkpoint or the datastore cannot be opened, or they do not fit each other.
         """
-        opened = open_checkpoint(Path(checkpoint))
+        opened = open_model(Path(checkpoint))
         placement = choose_inference_placement(device, opened.settings["train"]["precision"])
         retriever: Retriever | None = None
         own = imported_tokenizer(opened) if datastore is None else ""
@@ -100,16 +102,19 @@ class LanguageModel:
         else:
             tokenizer = Tokenizer.open(Path(source) / "tokenizer")
         if not own:
+            opened = for_datastore(opened, retriever.datastore.folder if retriever else str(source))
             _check_fits(opened, tokenizer, retriever, source)
         if not retrieval or not opened.model.uses_datastore:
             retriever = None
         copies = retriever is not None and opened.model.copy_head.datastore
         suffixes = open_sorted_prefixes(retriever.datastore.folder) if copies and retriever is not None else None
-        model = load_model(opened, placement.device)
-        placement.cast(model)
-        pack(model, placement)
+        model = load_scorer(opened, placement)
+        cache = None
+        if isinstance(model, Retro):
+            placement.cast(model)
+            pack(model, placement)
+            cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
-        cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
         return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes, cache)
 
     def score(self, sequences: Sequence[np.ndarray], k: int = 0) -> list[np.ndarray]:
@@ -194,7 +199,13 @@ class LanguageModel:
         return generate(self.batch(), checked, settings, retrieve, n=n, sources=sources)
 
     def batch(self) -> Batch:
-        """Return an empty batch. Prompts that join it must be `checked`."""
+        """Return an empty batch. Prompts that join it must be `checked`.
+
+        Raises:
+            InputError: transformers computes the model.
+        """
+        if not isinstance(self.model, Retro):
+            raise scores_only(self.checkpoint)
         decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
         next_document = () if self.tokenizer.has_bos else (self.tokenizer.bos_id,)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, {*next_document}, self.masked)

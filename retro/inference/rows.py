@@ -1,7 +1,8 @@
 """A text in a decoder's batch, on the host: its tokens, how many of them were read, and the neighbors of its chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -103,3 +104,17 @@ class Row:
         first = max(0, since - self.dropped)
         pairs = enumerate(zip(chunks[first:], self.neighbors[first:], strict=True), start=self.dropped + first)
         return tuple(ChunkWithNeighbors(chunk, tokens, neighbors) for chunk, (tokens, neighbors) in pairs)
+
+
+def find_neighbors(rows: Sequence[Row], chunk_length: int) -> None:
+    """Find the neighbors of all complete chunks of rows. Rows with equal `retrieve` share a search."""
+    missing = [(row, chunks) for row in rows if row.retrieve and len(chunks := row.missing_chunks(chunk_length))]
+    searches = list[RetrieveNeighbors]()
+    for row, _ in missing:
+        if row.retrieve is not None and row.retrieve not in searches:
+            searches.append(row.retrieve)
+    for retrieve in searches:
+        searching = [(row, chunks) for row, chunks in missing if row.retrieve == retrieve]
+        neighbors = iter(Neighbors(*retrieve(np.concatenate([chunks for _, chunks in searching]))).of_chunks())
+        for row, chunks in searching:
+            row.neighbors += islice(neighbors, len(chunks))

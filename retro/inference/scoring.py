@@ -23,9 +23,9 @@ from retro.inference.rows import RetrieveNeighbors, WholeDatastore
 from retro.inference.sampling import without
 from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.model.copy_head import Origins
+from retro.model.copying_model import CopyingModel
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, TokenLosses
-from retro.model.retro import Retro
 
 # Limits of a batch: its tokens, padding included, and the tokens of its neighbors.
 _BATCH_TOKENS = 8192
@@ -90,7 +90,9 @@ class Window:
         return self.stop - self.start
 
 
-def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top: int = 0) -> list[ScoredSequence]:
+def to_score(
+    model: CopyingModel, sequences: Sequence[np.ndarray], *, context: int, top: int = 0
+) -> list[ScoredSequence]:
     """Cut sequences into windows of one context that overlap by half, in whole chunks, to score all tokens except the first.
 
     Args:
@@ -117,7 +119,7 @@ def to_score(model: Retro, sequences: Sequence[np.ndarray], *, context: int, top
 
 @torch.inference_mode()
 def score_windows(
-    model: Retro,
+    model: CopyingModel,
     windows: Sequence[Window],
     placement: Placement,
     *,
@@ -172,8 +174,10 @@ def score_windows(
                 scored.likeliest_log_probabilities[of_sequence] = values
 
 
-def origins_of(model: Retro, vocabulary: TokenLosses, losses: Tensor, inputs: Inputs, trust: Tensor | None) -> Origins:
-    """Where the labels were copied from, with what `Retro.scored` returned: nowhere without a copy head."""
+def origins_of(
+    model: CopyingModel, vocabulary: TokenLosses, losses: Tensor, inputs: Inputs, trust: Tensor | None
+) -> Origins:
+    """Where the labels were copied from, with what `CopyingModel.scored` returned: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)
         nothing = torch.zeros_like(losses)
@@ -268,7 +272,7 @@ def _batch(windows: list[Window], m: int) -> Inputs:
     return inputs.map(torch.from_numpy)
 
 
-def _cached_neighbors(batch: Inputs, model: Retro, cache: NeighborCache | None) -> tuple[Tensor, Tensor] | None:
+def _cached_neighbors(batch: Inputs, model: CopyingModel, cache: NeighborCache | None) -> tuple[Tensor, Tensor] | None:
     """Keys and values of the neighbors of a batch from the cache of a decoder that reads them."""
     if cache is None or not batch.retrieves:
         return None
@@ -277,7 +281,13 @@ def _cached_neighbors(batch: Inputs, model: Retro, cache: NeighborCache | None) 
 
 
 def _likeliest(
-    model: Retro, hidden: Tensor, inputs: Inputs, scored: slice, top: int, masked: Tensor | None, trust: Tensor | None
+    model: CopyingModel,
+    hidden: Tensor,
+    inputs: Inputs,
+    scored: slice,
+    top: int,
+    masked: Tensor | None,
+    trust: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
     blocks, sources, head = [], model.copy_sources(inputs), model.copy_head

@@ -215,14 +215,12 @@ class CopyHead(nn.Module):
             log_top[:, tokens] = log_p.detach().amax(-1)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
             by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS)))
-            copied = torch.zeros_like(log_p)
+            mixed, found = log_p + _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
             for number, name in enumerate(SOURCES):
                 if name in sources:
                     candidates = sources[name].candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
-                    following, weights = (x[:, tokens] for x in candidates)
-                    copied = copied.scatter_add(2, following, weights)
-            # Most tokens are copied from nowhere: the smallest number instead of log 0, whose gradient would be NaN.
-            return torch.logaddexp(log_p + _kept(shares, evidence)[:, tokens, None], copied.clamp(min=_TINY).log())
+                    found.append((candidates[0][:, tokens], candidates[1][:, tokens]))
+            return _with_copied(mixed, *(torch.cat(parts, 2) for parts in zip(*found, strict=True))) if found else mixed
 
     def _by_strength(self, odds: Tensor) -> list[Tensor]:
         """Logs of the shares with each strength of copying: 4 times [B, T, 1 + 3 L]."""
@@ -302,6 +300,21 @@ def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
     """Log of what the vocabulary keeps, [B, T]: its own share, and that of votes for tokens that are not known."""
     unknown = (shares[..., 1:].exp() * (1 - evidence[..., 3].flatten(2))).sum(-1)
     return torch.logaddexp(shares[..., 0], unknown.clamp(min=_TINY).log())
+
+
+def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
+    """Add probabilities [B, T, S] of tokens [B, T, S] to log-probabilities [B, T, V]. A token can occur several times.
+
+    Few tokens can be copied, so only their logarithms are computed.
+    """
+    copied = torch.zeros_like(log_p).scatter_add_(2, following, weights)
+    # A candidate may have no probability: the smallest number instead of log 0, whose gradient would be NaN.
+    added = copied.gather(2, following).clamp(min=_TINY).log()
+    values = torch.logaddexp(log_p.gather(2, following), added)
+    if values.requires_grad:  # equal tokens have equal values, of which one is kept, and each has a part of the gradient
+        times = torch.zeros_like(log_p).scatter_add_(2, following, torch.ones_like(weights)).gather(2, following)
+        values = values.detach() + (values - values.detach()) / times
+    return log_p.scatter(2, following, values)
 
 
 def _mixed(nats: Tensor, shares: Tensor, evidence: Tensor) -> Tensor:

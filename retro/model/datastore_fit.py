@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.tokenization.tokenizer import Tokenizer
 from retro.model.settings import ModelSettings
 
 ADVICE = "Name a datastore built with the model's tokenizer and chunk length."
@@ -60,4 +62,15 @@ def check_fits(
     if model.chunk_length not in (0, length):
         raise InputError(
             f"model.chunk_length = {model.chunk_length}, but {source} has chunk_length = {length}. {advice}"
+        )
+
+
+def check_tokens(datastore: Datastore, tokenizer: Any) -> None:
+    """Raise InputError unless a tokenizer of transformers has the tokens of a datastore for the same ids; it may have more."""
+    theirs, ours = tokenizer.get_vocab(), Tokenizer.open(datastore.folder / "tokenizer").vocabulary
+    if different := [token for token, number in ours.items() if theirs.get(token) != number]:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise InputError(
+            f"{datastore.folder} was made with another tokenizer than {name}: {len(different):,} of its {len(ours):,} tokens have other "
+            f"ids. Make a datastore with the model's: `retro index CONFIG --tokenizer.kind huggingface --tokenizer.path {name}`."
         )

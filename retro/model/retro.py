@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from indexing.store.errors import InputError
 from retro.model.attention import Attention, PerHead
 from retro.model.copy_head import CopyHead
-from retro.model.copy_sources import Source
+from retro.model.copying_model import CopyingModel
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.inputs import Inputs
 from retro.model.layer_pass import CrossReads, LayerPass
-from retro.model.loss import IGNORED_LABEL, TokenLosses, token_losses
+from retro.model.loss import TokenLosses, token_losses
 from retro.model.masks import document_positions, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
@@ -203,7 +203,7 @@ def _norm(settings: ModelSettings) -> Any:
     return NORMS[settings.norm](settings.d_model, eps=settings.norm_eps)
 
 
-class Retro(nn.Module):
+class Retro(CopyingModel):
     """The language model. With empty `cca_layers` it is a plain decoder, the paper's baseline."""
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -270,14 +270,6 @@ class Retro(nn.Module):
             if self.settings.attention.prefix_tokens:
                 layer.attention.block.prefix.initialize()
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Compute the logits of every next token, [B, T, V].
-
-        They are log-probabilities if the copy head has a source: always if it copies from the context, otherwise with neighbors.
-        """
-        hidden, _ = self.hidden(inputs)
-        return self.mix(self.logits(hidden), inputs)
-
     def hidden(self, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
         inputs.check(self.settings.chunk_length)
@@ -288,65 +280,14 @@ class Retro(nn.Module):
         """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
-    def mix(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        """Mix logits [B, T, V] with what the copy head votes for; unchanged if there is nothing to copy from.
+    @property
+    def steps(self) -> list[nn.Module]:
+        """As `CopyingModel.steps`."""
+        return list(self.feed_forward.values())
 
-        Args:
-            logits: from `logits`.
-            inputs: of the model.
-        """
-        sources = self.copy_sources(inputs)
-        if self.copy_head is None or not sources:
-            return logits
-        following, trust = inputs.following(), None
-        evidence = self.copy_head.evidence(sources, following)
-        if self.copy_head.learns_trust(inputs):
-            log_p = logits.float().log_softmax(-1)
-            nats = -log_p.gather(-1, following[..., None])[..., 0]
-            _, trust = self.copy_head.trusted_losses(TokenLosses(nats, log_p.amax(-1)), evidence, inputs)
-        return self.copy_head.mix(logits, sources, evidence, trust=trust)
-
-    def evidence(self, inputs: Inputs) -> Tensor | None:
-        """What the copy head knows about the labels, see `CopyHead.evidence`; None if there is nothing to copy from."""
-        sources = self.copy_sources(inputs)
-        return self.copy_head.evidence(sources, inputs.labels) if self.copy_head and sources else None
-
-    def copy_sources(self, inputs: Inputs) -> dict[str, Source]:
-        """Where the copy head can copy from. Empty without a copy head."""
-        return {} if self.copy_head is None else self.copy_head.sources(inputs)
-
-    def token_losses(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """The loss of each label in nats, copying included: float32 [B, T], 0 for ignored labels. Without gradients.
-
-        `hidden` [B, T, D] are the hidden states of these inputs, which are computed otherwise.
-        """
-        return self.scored(inputs, hidden)[0]
-
-    @torch.no_grad()
-    def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None, TokenLosses]:
-        """As `token_losses`, the trust of `CopyHead.trusted_losses` (None if none is learned), and the vocabulary's losses of `scored_tokens`."""
-        if hidden is None:
-            hidden, _ = self.hidden(inputs)
-        vocabulary = token_losses(hidden, self.output_weight, self.scored_tokens(inputs), self.packed_output)
-        return *self.with_copying(vocabulary, inputs), vocabulary
-
-    def scored_tokens(self, inputs: Inputs) -> Tensor:
-        """The tokens whose losses `with_copying` needs, int64 [B, T]: the labels, or all next tokens if retrieval must earn trust."""
-        learns = self.copy_head is not None and self.copy_head.learns_trust(inputs)
-        return inputs.following() if learns else inputs.labels
-
-    def with_copying(self, vocabulary: TokenLosses, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Losses and trust of `scored`, from those of `scored_tokens` with the vocabulary alone."""
-        head, sources, trust = self.copy_head, self.copy_sources(inputs), None
-        if head is None or not sources:
-            return vocabulary.nats.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), None
-        scored = self.scored_tokens(inputs)
-        evidence = head.evidence(sources, scored)
-        if head.learns_trust(inputs):
-            losses, trust = head.trusted_losses(vocabulary, evidence, inputs)
-        else:
-            losses = head.losses(vocabulary, scored, evidence)
-        return losses.masked_fill(inputs.labels == IGNORED_LABEL, 0.0), trust
+    def vocabulary_losses(self, hidden: Tensor, labels: Tensor) -> TokenLosses:
+        """As `CopyingModel.vocabulary_losses`."""
+        return token_losses(hidden, self.output_weight, labels, self.packed_output)
 
     @property
     def output_weight(self) -> Tensor:

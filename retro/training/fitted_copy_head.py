@@ -4,11 +4,7 @@ The networks of the sources (`CopySource`) begin with weights that were fitted t
 depends on them only through what a forward pass gives once: the vocabulary's loss, the probability of its likeliest token, and the
 counts of votes. All sources are fitted together.
 
-    add_retrieval, a checkpoint + a datastore ─┐
-                                               ├─► fit_copy_head
-    new sources of a run, before its first step┘        │
-                                                        ▼
-    batches ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
+    a checkpoint + a datastore ─ forward passes ─► two numbers and the evidence of each token ─ L-BFGS on the mean loss ─► networks
 
 All other weights of the model stay the same to the bit, so retrieval OFF is the model as it was.
 """
@@ -31,24 +27,23 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.votes import require_votes
-from retro.checkpoints.checkpoint import Checkpoint, load_model
+from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying
+from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.model.copy_head import SOURCES, STEP, CopyHead
+from retro.model.copying_model import CopyingModel
 from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, TokenLosses, token_losses
-from retro.model.retro import Retro
+from retro.model.loss import IGNORED_LABEL, TokenLosses
 from retro.model.settings import ModelSettings, updated
 
 log = logging.getLogger("retro")
 
 SourceName = Literal["context", "neighbors", "datastore"]
 
-_TOKENS_OF_RUN = 20_000
-"""Tokens that the sources of a run are fitted to."""
 SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
 which brought 0.3% more with the PEPs."""
@@ -108,6 +103,7 @@ def add_retrieval(
             a model with retrieval, or fewer stored neighbors; or the decoder cannot be the reader.
     """
     datastore = Datastore.open(folder)
+    checkpoint = without_copying(for_datastore(checkpoint, folder))
     names = _sources_to_add(checkpoint, datastore, names)
     checkpoint = replace(checkpoint, model=_with_reader(checkpoint, reader))
     settings = _settings(checkpoint.model, int(datastore.manifest["chunk_length"]), names)
@@ -125,7 +121,7 @@ def add_retrieval(
     span = max(m, min(SPAN, length) // m * m)
     spans = replace(data, sequence_length=span)
     source = TrainingData(data.datastores, spans, retrieval=True, votes=bool(settings.copy_head.datastore))
-    model = _with_copy_head(load_model(checkpoint, placement.device), settings)
+    model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     batches = read_batches(source, -(-num_tokens // span), placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
     _write(checkpoint, model, data, datastore, file, names)
@@ -156,6 +152,10 @@ def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequenc
 def _with_reader(checkpoint: Checkpoint, reader: str) -> ModelSettings:
     """Settings of the checkpoint with another reader, which has no weights."""
     base = checkpoint.model
+    if reader and checkpoint.of_transformers:
+        raise InputError(
+            f"reader = {reader!r}: {checkpoint.path} is computed by transformers, so it can only copy from neighbors."
+        )
     if reader == "decoder" and base.retrieval.cca_layers:
         raise InputError(
             f"reader = 'decoder': {checkpoint.path} reads neighbors with cross-attention (model.retrieval.cca_layers = "
@@ -171,26 +171,26 @@ def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName
     return updated(base, added | ({"chunk_length": chunk_length} if free else {}))
 
 
-def _with_copy_head(model: Retro, settings: ModelSettings) -> Retro:
+def _with_copy_head(model: CopyingModel, settings: ModelSettings, device: torch.device) -> CopyingModel:
     """The model with a copy head of these settings. Sources that it has keep their weights."""
     head = CopyHead(settings.copy_head, settings.chunk_length)
     head.initialize()
     if model.copy_head is not None:
         head.load_state_dict(model.copy_head.state_dict(), strict=False)
-    model.settings, model.copy_head = settings, head.to(model.norm.weight.device)
+    model.settings, model.copy_head = settings, head.to(device)
     return model
 
 
 def _write(
     checkpoint: Checkpoint,
-    model: Retro,
+    model: CopyingModel,
     data: DataSettings,
     datastore: Datastore,
     file: Path,
     names: Sequence[SourceName],
 ) -> None:
     state, tensors = exported(checkpoint)
-    added = weights_of_sources(model, names)
+    added = _weights_of_sources(model, names)
     model_and_data = {
         "model": asdict(model.settings),
         "data": {**asdict(data), "datastores": [absolute(data.datastores[0])]},
@@ -208,40 +208,13 @@ def _write(
     write_exported(state, tensors | added, file)
 
 
-# --- new sources of a run --------------------------------------------------------------------------------------------
-
-
-def new_sources(settings: ModelSettings, base: ModelSettings) -> list[str]:
-    """The sources of retrieval that the copy head has and that of the base lacks."""
-    ours, theirs = settings.copy_head, base.copy_head
-    return [name for name in ("neighbors", "datastore") if getattr(ours, name) and not getattr(theirs, name)]
-
-
-def fit_sources_of_run(
-    model: Retro, names: Sequence[str], data: BatchSource, sequence_length: int, placement: Placement
-) -> dict[str, Tensor]:
-    """Fit sources of the copy head with the first sequences of training; return their weights. The model ends on the CPU.
-
-    Args:
-        model: with the weights of the base.
-        names: see `new_sources`.
-        data: the batches of training.
-        sequence_length: tokens of a sequence.
-        placement: device and precision of training.
-    """
-    model.to(placement.device)
-    fit_copy_head(model, read_batches(data, -(-_TOKENS_OF_RUN // sequence_length), placement), placement, names)
-    model.to("cpu")
-    return weights_of_sources(model, names)
-
-
 def read_batches(data: BatchSource, num_samples: int, placement: Placement) -> Iterator[Inputs]:
     """The first samples, each as a batch, with neighbors in every sequence."""
     for sample in range(num_samples):
         yield placement.put(as_tensors(data.batch(range(sample, sample + 1), 0.0)))
 
 
-def weights_of_sources(model: Retro, names: Sequence[str]) -> dict[str, Tensor]:
+def _weights_of_sources(model: CopyingModel, names: Sequence[str]) -> dict[str, Tensor]:
     """The weights of these sources, on the CPU, by their names in the model."""
     prefixes = tuple(f"copy_head.{name}." for name in names)
     return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
@@ -267,7 +240,7 @@ class TokensToFit(NamedTuple):
 
 
 def fit_copy_head(
-    model: Retro,
+    model: CopyingModel,
     batches: Iterable[Inputs],
     placement: Placement,
     names: Sequence[str] = ("neighbors",),
@@ -308,7 +281,7 @@ def fit_copy_head(
 
 @torch.no_grad()
 def tokens_to_fit(
-    model: Retro, batch: Inputs, placement: Placement, names: Sequence[str], hidden: Tensor | None = None
+    model: CopyingModel, batch: Inputs, placement: Placement, names: Sequence[str], hidden: Tensor | None = None
 ) -> tuple[TokensToFit, Tensor] | None:
     """The tokens of a batch for which a source has something, and their losses with retrieval OFF, float32 [n]; None = it lacks a source."""
     head, sources = model.copy_head, model.copy_sources(batch)
@@ -318,7 +291,7 @@ def tokens_to_fit(
     with placement.autocast():
         if hidden is None:
             hidden, _ = model.hidden(batch)
-        vocabulary = token_losses(hidden, model.output_weight, batch.labels)
+        vocabulary = model.vocabulary_losses(hidden, batch.labels)
         off = model.token_losses(batch.off()) if model.settings.activations_read else None
         if off is None:  # the same activations
             off, _ = model.with_copying(vocabulary, batch.off())

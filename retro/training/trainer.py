@@ -40,7 +40,6 @@ from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
-from retro.training.fitted_copy_head import fit_sources_of_run, new_sources
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights
 from retro.training.loggers import Logger, open_loggers
 from retro.training.meter import Meter, Utilization
@@ -334,10 +333,6 @@ class Trainer:
         self.num_parameters = count_parameters(model)
         if initial is not None:
             load_initial_weights(initial, model, self.task.data.fingerprints, weights, self.task.tokenizer)
-            if sources := new_sources(model.settings, initial.model):
-                length, placement = self.settings.data.sequence_length, self.placement
-                fit = partial(fit_sources_of_run, model, sources, self.task.data, length, placement)
-                model.load_state_dict(on_first(self.group, fit), strict=False)
         load_initial_adapter(initial, model, lora)
         train_only(model, weights)
         if weights != "all" or lora.rank:
@@ -441,7 +436,10 @@ def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None
     """The checkpoint of `train.init_from`; None for random weights, and for a run that is resumed."""
     if not settings.init_from or checkpoints.latest(run) is not None:
         return None
-    return checkpoints.open_checkpoint(Path(settings.init_from))
+    checkpoint = checkpoints.open_checkpoint(Path(settings.init_from))
+    if checkpoint.of_transformers:
+        raise checkpoints.scores_only(checkpoint)
+    return checkpoint
 
 
 def _imported(checkpoint: Checkpoint | None) -> dict[str, Any]:

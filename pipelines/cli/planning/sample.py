@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from indexing.corpus.documents import CorpusSettings, Document
 from indexing.corpus.megatron import is_megatron
 from indexing.corpus.python_library import write_python_corpus
-from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import list_files, scan_file, split_of_document
 from indexing.embedding.settings import EmbedderSettings, from_json
 from indexing.index.key import num_lists

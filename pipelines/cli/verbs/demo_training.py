@@ -84,7 +84,7 @@ def demo(options: DemoOptions) -> int:
 def _config(options: DemoOptions) -> Config:
     """The demo's settings. With other minutes than those of an earlier demo in the folder, its models are trained again."""
     from indexing.corpus.chunks import ChunkSettings
-    from indexing.corpus.readers import CorpusSettings
+    from indexing.corpus.documents import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.settings import TokenizerSettings
     from retro.data.settings import DataSettings

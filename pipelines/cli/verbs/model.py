@@ -69,7 +69,10 @@ def _learn(config: Config, name: str, learning: Learning) -> int:
 class AddRetrievalOptions:
     """Add retrieval to a trained model without training. The model gets a copy head that reads a datastore, fitted with a few
     forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its other weights stay
-    the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT."""
+    the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT.
+
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has the copy head
+    alone, and names the model."""
 
     output: Path
     """The file, `NAME.safetensors`."""
@@ -93,8 +96,8 @@ class AddRetrievalOptions:
 
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
-    """`retro add-retrieval CHECKPOINT --output FILE.safetensors`."""
-    from retro.checkpoints.checkpoint import open_checkpoint
+    """`retro add-retrieval CHECKPOINT|MODEL --output FILE.safetensors`."""
+    from retro.checkpoints.any_model import open_model
     from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
     from retro.training import fitted_copy_head
@@ -102,7 +105,7 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
     if options.output.suffix != ".safetensors":
         raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = open_model(Path(path))
     folder = options.datastore or checkpoint.folders[0]
     placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
     with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from indexing.corpus.documents import CorpusProblem, CorpusSettings, Document
 from indexing.corpus.megatron import is_megatron
-from indexing.corpus.readers import CorpusProblem, CorpusSettings, Document
 from indexing.corpus.scan import list_files, read_documents, split_of_document, strict_problem
 from indexing.store.artifact import Recipe, create, fingerprint
 from indexing.store.errors import InputError

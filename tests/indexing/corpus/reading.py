@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, read_documents
+from indexing.corpus.documents import CorpusFile, CorpusProblem, CorpusSettings, Document
+from indexing.corpus.readers import read_documents
 from indexing.corpus.scan import list_files
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import list_files
 from indexing.store.errors import InputError
 from tests.conftest import build_local, tiny_config

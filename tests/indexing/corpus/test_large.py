@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexing.corpus import documents as documents_module
 from indexing.corpus import readers, text_bytes
 from indexing.corpus.chunks import ChunkSettings, chunk_shard
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import plan_shards, read_slice, scan_file, split_of, split_of_document
 from indexing.store.errors import InputError
 from indexing.tokenization import tokenizer as tokenizer_module
@@ -32,7 +33,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def shrink() -> None:
         monkeypatch.setattr(readers, "_LARGE_BYTES", 3000)
         monkeypatch.setattr(text_bytes, "BLOCK_BYTES", 700)
-        monkeypatch.setattr(readers, "TEXT_BLOCK", 1024)
+        monkeypatch.setattr(documents_module, "TEXT_BLOCK", 1024)
         monkeypatch.setattr(tokenizer_module, "PIECE", 500)
         monkeypatch.setattr(tokenizer_module, "_LONG", 1000)
 

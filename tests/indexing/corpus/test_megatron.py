@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexing.corpus.chunks import ChunkSettings, chunk_shard
+from indexing.corpus.documents import CorpusSettings, Document
 from indexing.corpus.megatron import open_index
-from indexing.corpus.readers import CorpusSettings, Document
 from indexing.corpus.scan import FileSlice, list_files, plan_shards, read_slice, scan_file, split_of, strict_problem
 from indexing.store.datastore import SPLITS, Datastore
 from indexing.store.errors import InputError

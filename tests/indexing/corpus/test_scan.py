@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from indexing.corpus.readers import CorpusFile, CorpusProblem, CorpusSettings, Document, opened, read_documents
+from indexing.corpus.documents import CorpusFile, CorpusProblem, CorpusSettings, Document, opened
+from indexing.corpus.readers import read_documents
 from indexing.corpus.scan import (
     FileScan,
     FileSlice,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexing.corpus.scan import CorpusSettings, list_files, read_documents, strict_problem
+from indexing.corpus.documents import CorpusSettings
+from indexing.corpus.scan import list_files, read_documents, strict_problem
 from indexing.tokenization.tokenizer import Tokenizer
 from tests.indexing.tokenization.models import ANY_TEXT, DIFFICULT, TEXTS, check_round_trip, train
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.datastore import delete_documents
 from pipelines.config import Config

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.dedup.near_duplicates import DedupSettings
 from indexing.store.datastore import SPLITS, Datastore

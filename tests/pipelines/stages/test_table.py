@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.index import build as index
 from indexing.index.build import IndexSettings

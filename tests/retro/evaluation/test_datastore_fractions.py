@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexing import machine
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.similarity.overlap import overlap
 from indexing.store.artifact import fingerprint

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import list_files
 from indexing.store.errors import InputError
 from retro.evaluation.other_texts import SampledText, evaluate_texts, sample_texts, text_files

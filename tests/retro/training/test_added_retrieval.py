@@ -132,7 +132,7 @@ def test_the_file_names_its_base_and_its_datastore(
         added(found, tiny_datastore.folder, tmp_path / "twice.safetensors")
 
 
-def test_a_retrofit_goes_on_from_the_fitted_tables(
+def test_a_retrofit_goes_on_from_fitted_networks(
     config: Config, plain: Checkpoint, tiny_datastore: Datastore, tmp_path: Path
 ) -> None:
     found, _ = added(plain, tiny_datastore.folder, tmp_path / "added.safetensors")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from indexing.corpus.chunks import ChunkSettings
-from indexing.corpus.readers import CorpusSettings
+from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import split_of
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.coarse_quantizer import comparisons

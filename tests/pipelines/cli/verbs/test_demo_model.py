@@ -21,6 +21,7 @@ from retro.evaluation.sets import EvaluationSet
 from retro.inference.verbatim_runs import GeneratedRun, Place
 from retro.model.retro import Retro
 from tests.retro.evaluation.test_bits_per_byte import evaluator_of
+from tests.retro.huggingface.any_models import save_model
 from tests.retro.huggingface.small_gguf import write_gguf
 
 pytest.importorskip("transformers")
@@ -141,3 +142,27 @@ def test_the_real_model_is_imported_with_its_tokenizer_and_template(tmp_path: Pa
     assert "logits differ from those of transformers by at most" in shown
     assert "134,515,584 parameters (4-bit: Q4_1, Q8_0)" in shown
     assert "<|im_start|>" in open_checkpoint(tmp_path / "base.safetensors").settings["imported"]["chat_template"]
+
+
+@pytest.mark.slow
+def test_the_demo_measures_a_family_that_transformers_computes(tmp_path: Path, tiny_corpus: Path, capsys) -> None:
+    folder, out = save_model(tmp_path / "mamba", "mamba"), tmp_path / "demo"
+    arguments = [
+        "demo",
+        "--model",
+        str(folder),
+        "--corpus",
+        str(tiny_corpus),
+        "--minutes",
+        "0.05",
+        "--output",
+        str(out),
+    ]
+    assert main(arguments) == 0
+    shown, written = capsys.readouterr().out, read_json(out / "results.json")
+    assert f"\n3. {written['verdict']}\n" in shown
+    assert "--checkpoint" not in shown  # it cannot be served
+    assert [(row["k"], row["votes"]) for row in written["results"]] == [(0, False), (4, False), (4, True)]
+    assert written["results"][2]["bits_per_byte"] < written["results"][0]["bits_per_byte"]
+    assert written["continuations"]["sources"]
+    assert written["continuations"]["off"] != written["continuations"]["on"]

@@ -1,0 +1,152 @@
+"""Any decoder of transformers is accepted where text is scored, and copies from a datastore there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.cli.main import main
+from retro.checkpoints.any_model import for_datastore, is_of_transformers, load_scorer, open_model
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.device import Placement
+from retro.inference.language_model import LanguageModel
+from retro.model.inputs import Inputs
+from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
+
+pytest.importorskip("transformers")
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_model(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Datastore:
+    return build_planted(tmp_path_factory.mktemp("planted"), folders["llama"])
+
+
+def evaluated(model: Path, output: Path, *options: str) -> dict[str, Any]:
+    """The results of `retro eval perplexity`."""
+    assert (
+        main(["eval", "perplexity", str(model), "--output", str(output), "--evaluation.window", "512", *options]) == 0
+    )
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured_off_and_on(
+    folders: dict[str, Path], datastore: Datastore, family: str, tmp_path: Path
+) -> None:
+    """OFF is the loss that transformers computes; copies of training documents are likelier ON."""
+    text = [planted_texts(datastore.folder.parent)["planted-0"]]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in text))
+    options = ["--datastore", str(datastore.folder), "--k", "2", "--texts", str(tmp_path / "text.jsonl")]
+    found = evaluated(folders[family], tmp_path / "found.json", *options)
+    by_mode = {(row["k"], row["votes"]): row["bits_per_byte"] for row in found["results"]}
+    assert by_mode[2, True] < by_mode[0, True] < by_mode[0, False]
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders[family])
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text[0])["input_ids"]]])
+    with torch.no_grad():
+        loss = AutoModelForCausalLM.from_pretrained(folders[family])(ids, labels=ids).loss
+    (row,) = found["texts"]
+    assert row["results"][0]["bits_per_byte"] == pytest.approx(float(loss) / np.log(2), rel=0.01)  # or in bfloat16
+
+
+def test_documents_of_a_packed_row_are_read_alone(folders: dict[str, Path], datastore: Datastore) -> None:
+    model = load_scorer(for_datastore(open_model(folders["gemma"]), datastore.folder), CPU)
+    tokens, documents = torch.arange(64)[None], torch.tensor([[0, 0, 1, 1]])
+    with torch.no_grad():
+        packed, _ = model.hidden(Inputs(tokens, documents))
+        alone = [model.hidden(Inputs(part))[0] for part in tokens.split(32, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_added_retrieval_is_a_small_file_that_names_the_model(
+    folders: dict[str, Path], datastore: Datastore, tmp_path: Path
+) -> None:
+    file = tmp_path / "added.safetensors"
+    options = ["--datastore", str(datastore.folder), "--k", "2", "--tokens", "600"]
+    assert main(["add-retrieval", str(folders["mamba"]), "--output", str(file), *options]) == 0
+    opened = open_checkpoint(file)
+    assert file.stat().st_size < 40_000
+    assert opened.of_transformers == {"path": str(folders["mamba"].resolve()), "family": "mamba"}
+    assert [opened.model.copy_head.neighbors, opened.model.copy_head.datastore] == [True, True]
+    model = LanguageModel.open(file, device="cpu")
+    tokens = model.tokenizer.encode(planted_texts(datastore.folder.parent)["trained-3"][:200]).astype(np.int64)
+    off, on = (float(model.score([tokens], k)[0].sum()) for k in (0, 2))
+    assert on > off + 100
+    with pytest.raises(InputError, match=r"mamba\), so it can only score text here.*any-model\.md"):
+        model.batch()
+    assert main(["add-retrieval", str(file), "--output", str(tmp_path / "again.safetensors"), *options]) == 2
+
+
+def test_ids_that_only_the_datastore_has_are_padding(datastore: Datastore, tmp_path: Path) -> None:
+    """Its tokenizer may have got a token for padding that the model has no row for."""
+    opened = open_model(save_model(tmp_path / "phi", "phi"))
+    grown = for_datastore(opened, datastore.folder)
+    model = load_scorer(grown, CPU)
+    model.settings = type(grown.model)(**vars(grown.model) | {"vocab_size": 260})
+    with torch.no_grad():
+        logits, _ = model.hidden(Inputs(torch.tensor([[5, 6, 259]])))
+    assert logits.shape == (1, 3, 260)
+    assert (logits[..., 258:] == -torch.inf).all()
+    assert torch.isfinite(logits[..., :258]).all()
+
+
+def test_what_names_a_model_of_transformers(folders: dict[str, Path], tmp_path: Path, tiny_run: Path) -> None:
+    (tmp_path / "file.gguf").touch()
+    assert all(map(is_of_transformers, (folders["phi"], tmp_path / "file.gguf", Path("owner/name-1.5B"))))
+    assert not any(map(is_of_transformers, (tiny_run, tmp_path, tmp_path / "nowhere.gguf", Path("nowhere"))))
+
+
+def test_what_does_not_fit_is_refused_in_a_line(
+    folders: dict[str, Path],
+    datastore: Datastore,
+    tiny_datastore: Datastore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    phi, empty = str(folders["phi"]), save_tokenizer(tmp_path / "empty")
+    (empty / "config.json").write_text('{"model_type": "unknown_family"}')
+    for arguments, words in (
+        (["eval", "perplexity", phi], "was trained on no datastore: name one"),
+        (
+            ["eval", "perplexity", phi, "--datastore", str(tiny_datastore.folder)],
+            "was made with another tokenizer than",
+        ),
+        (["eval", "perplexity", str(empty), "--datastore", str(datastore.folder)], "unknown_family"),
+        (
+            ["eval", "perplexity", "nobody/no-model", "--datastore", str(datastore.folder)],
+            "nobody/no-model is no checkpoint",
+        ),
+        (
+            [
+                "add-retrieval",
+                phi,
+                "--datastore",
+                str(datastore.folder),
+                "--reader",
+                "decoder",
+                "--output",
+                f"{tmp_path}/a.safetensors",
+            ],
+            "computed by transformers",
+        ),
+    ):
+        assert main(arguments) == 2
+        assert words in (printed := capsys.readouterr().err)
+        assert "Traceback" not in printed

@@ -1,0 +1,247 @@
+"""Any decoder of transformers copies from a datastore while it generates."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
+from pipelines.cli.main import main
+from retro.checkpoints.checkpoint import open_checkpoint
+from retro.checkpoints.single_file import exported, write_exported
+from retro.checkpoints.tensor_files import index, read_tensors
+from retro.huggingface import DatastoreLogitsProcessor
+from retro.inference.language_model import LanguageModel
+from retro.inference.settings import GenerationSettings
+from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
+
+pytest.importorskip("transformers")
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each family."""
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_model(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path]) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folders["llama"])
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Datastore:
+    return build_planted(tmp_path_factory.mktemp("planted"), folders["llama"])
+
+
+@pytest.fixture(scope="module")
+def models(folders: dict[str, Path]) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    return {name: AutoModelForCausalLM.from_pretrained(folder).eval() for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def passage(datastore: Datastore) -> str:
+    """The begin of a training document."""
+    return planted_texts(datastore.folder.parent)["trained-14"][:300]
+
+
+def encoded(tokenizer: Any, *texts: str) -> dict[str, Tensor]:
+    """Texts as a batch that is padded on the left."""
+    return tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+
+
+def generated(model: Any, inputs: dict[str, Tensor], *processors: Any, **options: Any) -> Tensor:
+    """Continue a batch with the likeliest tokens: [rows, NEW]."""
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False} | options
+    sequences = model.generate(**inputs, logits_processor=[*processors], **settings)
+    return sequences[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_continues_a_passage_of_the_datastore(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, family: str
+) -> None:
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models[family])
+    inputs = encoded(tokenizer, passage[:200])
+    assert tokenizer.decode(generated(models[family], inputs, processor)[0]) == passage[200 : 200 + NEW]
+    assert tokenizer.decode(generated(models[family], inputs)[0]) != passage[200 : 200 + NEW]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_strength_of_0_is_generate_without_the_processor(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, family: str
+) -> None:
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models[family], copy_strength=0)
+    inputs = encoded(tokenizer, passage[:100])
+    assert torch.equal(generated(models[family], inputs, processor), generated(models[family], inputs))
+
+
+def test_less_is_copied_without_the_model_that_could_judge_the_prompt(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    blind, judged = (DatastoreLogitsProcessor.open(datastore.folder, tokenizer, one) for one in (None, models["phi"]))
+    ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.zeros(1, 258)
+    assert scores.softmax(-1).max() < blind(ids, scores).exp().max() < judged(ids, scores).exp().max()
+
+
+def test_padding_and_other_rows_change_nothing(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    model, texts = models["llama"], (passage[:150], passage[40:70], "8342 6190")
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=2)
+    together = generated(model, encoded(tokenizer, *texts), processor)
+    alone = [generated(model, encoded(tokenizer, text), processor)[0] for text in texts]
+    assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_the_first_scores_are_those_of_the_whole_text(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, k: int
+) -> None:
+    model, ids = models["gpt_neox"], encoded(tokenizer, passage[:120])["input_ids"]
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=k)
+    with torch.no_grad():
+        logits = model(ids).logits
+    mixed = processor.mix(ids, logits)
+    torch.testing.assert_close(processor(ids, logits[:, -1]), mixed[:, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mixed.exp().sum(-1), torch.ones(1, ids.shape[1]), rtol=1e-4, atol=1e-4)
+
+
+def test_beams_samples_and_continuations_run_with_one_trust_for_a_prompt(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, calls = models["llama"], encoded(tokenizer, passage[:200], passage[20:90]), list[int]()
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    learn = processor._trust
+    monkeypatch.setattr(processor, "_trust", lambda row, votes: calls.append(len(row.tokens)) or learn(row, votes))
+    beams = generated(model, inputs, processor, num_beams=3, num_return_sequences=2)
+    assert beams.shape == (4, NEW)
+    assert tokenizer.decode(beams[0]) == passage[200 : 200 + NEW]
+    torch.manual_seed(0)
+    assert generated(model, inputs, processor, do_sample=True, num_return_sequences=3).shape == (6, NEW)
+    assert sorted(calls) == [70, 70, 200, 200]
+
+
+def test_a_rejected_draft_leaves_no_trace(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    """As in assisted generation: tokens are added one by one, then some are taken back."""
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["llama"], k=2)
+    ids, scores = encoded(tokenizer, passage[:120])["input_ids"], torch.randn(1, 258)
+    first = processor(ids[:, :80], scores)
+    straight = [processor(ids[:, :stop], scores) for stop in range(81, 90)]
+    assert torch.equal(processor(ids[:, :80], scores), first)
+    wrong = torch.cat((ids[:, :82], torch.zeros(1, 30, dtype=torch.int64)), 1)
+    for stop in range(81, 112):
+        processor(wrong[:, :stop], scores)
+    assert torch.equal(processor(ids[:, :83], scores), straight[2])
+
+
+def test_a_score_of_minus_infinity_stays(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["llama"])
+    ids, scores = encoded(tokenizer, passage[:200])["input_ids"], torch.zeros(1, 258)
+    copied = int(processor(ids, scores).argmax())
+    scores[0, copied] = -torch.inf
+    assert processor(ids, scores)[0, copied] == -torch.inf
+
+
+def test_sources_are_the_runs_that_were_copied(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    model, inputs = models["mamba"], encoded(tokenizer, passage[:150], "8342")
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    sequences = model.generate(**inputs, logits_processor=[processor], max_new_tokens=NEW, do_sample=False)
+    (run, *others), none = processor.sources(sequences)
+    assert run.documents == ("trained-14",)
+    assert run.text == passage[: 150 + NEW] == tokenizer.decode(sequences[0, run.first : run.first + run.tokens])
+    assert not others
+    assert not none
+    assert processor.sources()[0][0].text == passage[: 150 + NEW - 1]
+
+
+def test_it_generates_what_our_own_llama_generates(
+    models: dict[str, Any], folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path
+) -> None:
+    base, added = tmp_path / "base.safetensors", tmp_path / "added.safetensors"
+    options = ["--chunk-length", "16", "--precision", "float32"]
+    assert main(["import", str(folders["llama"]), "--output", str(base), *options]) == 0
+    command = [
+        "add-retrieval",
+        str(base),
+        "--datastore",
+        str(datastore.folder),
+        "--output",
+        str(added),
+        "--tokens",
+        "500",
+    ]
+    assert main([*command, "--k", "2"]) == 0
+    own = LanguageModel.open(added, device="cpu")
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["llama"], networks=added, k=2)
+    for text in (passage[:150], passage[33:90], "8342 6190"):
+        inputs, settings = encoded(tokenizer, text), GenerationSettings(max_tokens=NEW, temperature=0)
+        steps = own.generate([inputs["input_ids"][0].numpy()], settings, 2)
+        expected = [token.token for step in steps for token in step]
+        assert generated(models["llama"], inputs, processor)[0, : len(expected)].tolist() == expected
+
+
+def test_networks_of_a_file_are_used(
+    models: dict[str, Any], folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "added.safetensors"
+    command = ["add-retrieval", str(folders["phi"]), "--datastore", str(datastore.folder), "--output", str(file)]
+    assert main([*command, "--k", "2", "--tokens", "500"]) == 0
+    opened = open_checkpoint(file)
+    tensors = {name: torch.full_like(tensor, -9.0) for name, tensor in read_tensors(index(opened.weights)).items()}
+    write_exported(exported(opened)[0], tensors, tmp_path / "never.safetensors")
+    ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.randn(1, 258)
+    opened_with = [
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["phi"], networks=networks)(ids, scores)
+        for networks in (file, tmp_path / "never.safetensors")
+    ]
+    assert (opened_with[0] - scores.log_softmax(-1)).abs().max() > 0.1
+    torch.testing.assert_close(opened_with[1], scores.log_softmax(-1))
+
+
+def test_what_does_not_fit_is_refused_by_name(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast.from_pretrained(save_tokenizer(tmp_path / "other", "<|first|>"))
+    with pytest.raises(
+        InputError, match=r"another tokenizer than .*other.*--tokenizer.kind huggingface --tokenizer.path"
+    ):
+        DatastoreLogitsProcessor.open(datastore.folder, other)
+    with pytest.raises(InputError, match=r"copy_strength = 2 .*0 to 1"):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, copy_strength=2)
+    with pytest.raises(InputError, match=r"the model has 100 ids"):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer)(
+            torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 100)
+        )
+
+
+def test_a_long_prompt_is_judged_by_its_end(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retro.huggingface.logits_processor.LONGEST_PROMPT", 48)
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["llama"], k=2)
+    scores = torch.randn(1, 258)
+    ids = encoded(tokenizer, "8342 6190 " * 20 + passage[:120])["input_ids"]
+    trust = [
+        processor(part, scores) is not None and processor._texts[0].row.trust for part in (ids, ids[:, 320 - 48 :])
+    ]
+    np.testing.assert_allclose(trust[0], trust[1], rtol=1e-4)
