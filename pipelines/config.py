@@ -48,7 +48,7 @@ REMOVED = {
     "train.peak_tflops": "It was removed: the peak is the maker's figure, or measured. Delete the key.",
     "tuning": "The section was replaced by train.weights and [lora].",
     "tuning.adapter": "It was replaced by lora.rank: 8 for LoRA, 0 for no adapter.",
-    "tuning.virtual_tokens": "It was removed with prefixes and prompts: use lora.rank. Delete the key.",
+    "tuning.virtual_tokens": "It is model.attention.prefix_tokens now, with train.weights = 'none'.",
     "tuning.weights": "It is train.weights now.",
     **{f"tuning.{key}": f"It is lora.{key} now." for key in ("rank", "alpha", "dropout", "targets")},
 }
@@ -96,7 +96,7 @@ class Config:
                 f"neighbors.rerank = 'tokens' needs the token weights of embedder.kind = 'lexical', not {self.embedder.kind!r}. "
                 "Use neighbors.rerank = 'embeddings'."
             )
-        check_trained(self.train.weights, self.lora)
+        check_trained(self.train.weights, self.lora, self.model.attention.prefix_tokens)
 
     @property
     def run_settings(self) -> RunSettings:

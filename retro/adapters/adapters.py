@@ -1,9 +1,9 @@
-"""Adapters (from peft) and frozen weights.
+"""LoRA (from peft), and frozen weights.
 
     Retro ─ add_adapter: peft's LoRA layers around its matrices ─ train_only: sets requires_grad
     merge: LoRA's products are added to the matrices; the model is plain again
 
-A checkpoint stores the model's tensors under their names without an adapter, and the adapter's tensors in addition.
+A checkpoint stores the model's tensors under their names without LoRA, and LoRA's tensors in addition. A prefix is part of the model.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from indexing.store.errors import InputError
+from retro.adapters.prefix import PREFIX
 from retro.adapters.settings import RETRIEVAL, LoraSettings, Weights
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
@@ -77,7 +78,7 @@ def _targeted(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
 
 
 def train_only(model: nn.Module, weights: Weights) -> None:
-    """Train only the parameters that `train.weights` names, and those of an adapter.
+    """Train only the parameters that `train.weights` names, and those of LoRA and of a prefix.
 
     Raises:
         InputError: the model has none of them.
@@ -118,7 +119,12 @@ def merge(model: Retro) -> Retro:
 
 
 def is_adapter(name: str) -> bool:
-    """True for parameters of an adapter."""
+    """True for parameters of LoRA or of a prefix."""
+    return is_lora(name) or PREFIX in name
+
+
+def is_lora(name: str) -> bool:
+    """True for parameters of LoRA."""
     return ".lora_" in name
 
 

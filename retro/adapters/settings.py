@@ -39,10 +39,12 @@ class LoraSettings:
 NO_LORA = LoraSettings()
 
 
-def check_trained(weights: Weights, lora: LoraSettings) -> None:
+def check_trained(weights: Weights, lora: LoraSettings, prefix_tokens: int) -> None:
     """Raise InputError if nothing is trained."""
-    if weights == "none" and not lora.rank:
-        raise InputError("train.weights = 'none' trains nothing without an adapter: set lora.rank.")
+    if weights == "none" and not lora.rank and not prefix_tokens:
+        raise InputError(
+            "train.weights = 'none' trains nothing without an adapter: set lora.rank or model.attention.prefix_tokens to 1 or more."
+        )
 
 
 def with_lora(sections: Mapping[str, Any]) -> dict[str, Any]:

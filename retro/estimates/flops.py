@@ -58,11 +58,13 @@ def forward_flops(settings: ModelSettings, num_tokens: int, k: int, retrieved_le
     # Experts that a token is sent to, and the router; not empty slots in queues.
     num_routers = len(s.expert_layers)
     num_feed_forwards = s.num_layers - num_routers + s.experts.per_token * num_routers
+    attention += 4 * t * s.attention.prefix_tokens * width
     total = s.num_layers * attention + num_feed_forwards * 2 * matrices * t * s.d_model * s.d_ffw
     total += 2 * t * s.d_model * (s.vocab_size + num_routers * s.experts.num_experts)
     num_chunks, r = t // m, retrieved_length or 2 * m
     if s.decoder_reads:  # each neighbor passes through the layers; a window's queries are those of the text
         neighbor = _attention(r, r, s.d_model, s.d_model, width, kv_width, 0) + 2 * matrices * r * s.d_model * s.d_ffw
+        neighbor += 4 * r * s.attention.prefix_tokens * width
         total += num_chunks * s.num_layers * k * (neighbor + 4 * m * r * width)
     if not (k and s.retrieval.cca_layers and num_chunks):
         return total
@@ -101,7 +103,7 @@ def training_flops(
     """
     whole, off = (forward_flops(settings, num_tokens, neighbors) for neighbors in (k, 0))
     weights = {"all": whole, "retrieval": whole - off, "none": 0}[trained]
-    if trained != "retrieval" or lora.rank:
+    if trained != "retrieval" or lora.rank or settings.attention.prefix_tokens:
         return 2 * whole + weights
     num_below = min(settings.retrieval.cca_layers, default=1) - 1
     layers = off - 2 * num_tokens * settings.d_model * settings.vocab_size  # without the output layer

@@ -56,8 +56,7 @@ def export_folder(
         InputError: the folder is not empty, the tokenizer is missing or does not fit the model,
             or huggingface_hub is not installed.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"to = {str(folder)!r} exists and is not empty: remove it, or name another folder.")
+    check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
@@ -79,6 +78,12 @@ def export_folder(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     sync_folder(folder.parent)
+
+
+def check_new(folder: Path) -> None:
+    """Raise InputError unless the folder is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"to = {str(folder)!r} exists and is not empty: remove it, or name another folder.")
 
 
 Written = tuple[dict[str, Any], dict[str, Tensor]]

@@ -5,7 +5,7 @@ Letters of the shape comments as in `retro.py`; in addition, G heads of keys and
 """
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,45 @@ class PerHead(nn.Module):
     def forward(self) -> Tensor:
         """[H, …]"""
         return self.weight
+
+
+class Prefix(nn.Module):
+    """Learned keys and values that every query reads in addition to those of the text (prefix tuning, Li & Liang 2021).
+
+    They are finished: no position is applied to them. With RoPE they can equal P tokens at the positions -P … -1; the other schemes
+    add nothing to their scores.
+    """
+
+    def __init__(self, num_tokens: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.keys, self.values = (PerHead(num_kv_heads, num_tokens, head_dim) for _ in range(2))
+
+    def forward(
+        self, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """Put P keys and values before those of the text [N, G, S, C].
+
+        Args:
+            k: keys.
+            v: values.
+            bias: as in `kernels.dot_product_attention`, for the text.
+            causal: as there.
+
+        Returns:
+            keys and values [N, G, P + S, C], and bias and causal for them.
+        """
+        keys, values = (part().to(k.dtype).expand(len(k), -1, -1, -1) for part in (self.keys, self.values))
+        if causal and bias is None:
+            bias = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).tril()
+        if bias is not None:
+            bias = F.pad(bias, (keys.shape[2], 0), value=bias.dtype == torch.bool)  # visible, or nothing is added
+        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2), bias, False
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw keys and values as large as those of tokens. Equal ones would stay equal in training."""
+        for part in (self.keys, self.values):
+            nn.init.normal_(part.weight)
 
 
 class LayerCache(Protocol):
@@ -66,6 +105,7 @@ class Attention(nn.Module):
         *,
         num_kv_heads: int = 0,
         smeared_tokens: int = 0,
+        prefix_tokens: int = 0,
         qk_norm: bool = False,
         scale: float | None = None,
         bias: str = "none",
@@ -81,6 +121,7 @@ class Attention(nn.Module):
             scheme: one of `settings.PositionScheme`.
             num_kv_heads: G; 0 = H.
             smeared_tokens: W, preceding tokens mixed into each key. Queries mix in as many, including their own.
+            prefix_tokens: P, learned keys and values that all queries read.
             qk_norm: apply RMSNorm to queries and keys before positions (Henry et al. 2020; Dehghani et al. 2023).
             scale: factor of the products of queries and keys; None = 1/sqrt(C).
             bias: one of `settings.Biases`.
@@ -97,6 +138,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.key_taps = PerHead(num_kv_heads, smeared_tokens + 1) if smeared_tokens else None
         self.query_taps = PerHead(num_heads, smeared_tokens) if smeared_tokens else None
+        self.prefix = Prefix(prefix_tokens, num_kv_heads, head_dim) if prefix_tokens else None
         if scheme == "transformer-xl":
             self.distance_proj = nn.Linear(query_width, width, bias=False)  # W_kR
             self.content_bias = PerHead(num_heads, 1, head_dim)  # u
@@ -191,8 +233,18 @@ class Attention(nn.Module):
             q = q + self.content_bias().to(q.dtype)  # after the scores of distances, which have a bias of their own
         elif isinstance(positions, AlibiPositions):
             bias = masked_bias((positions.distances * -self.slopes(q)).to(q.dtype), mask, causal)
-        y = dot_product_attention(q, k, v, bias, causal, self.scale)
+        y = dot_product_attention(q, *self.with_prefix(k, v, bias, causal), self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def with_prefix(
+        self, k: Tensor, v: Tensor, bias: Tensor | Bounds | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Any, bool]:
+        """Keys, values, bias and causal of `dot_product_attention`, with the prefix if there is one: see `Prefix.forward`."""
+        if self.prefix is None:
+            return k, v, bias, causal
+        assert not isinstance(bias, Bounds), "kernels that take bounds read no keys before the text"
+        keys, values, bias, causal = self.prefix(k, v, bias, causal)
+        return keys, values, bias, causal
 
     @torch.no_grad()
     def initialize_copying(self) -> None:

@@ -10,15 +10,16 @@ Letters of the shape comments as in `retro.py`.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from retro.model.attention import LayerCache
 from retro.model.inputs import Inputs
 from retro.model.kernels import Bounds, self_attention_mask
-from retro.model.masks import document_starts, neighbor_mask
+from retro.model.masks import document_positions, document_starts, neighbor_mask
 from retro.model.mixture_of_experts import Queues, queues_of
-from retro.model.positions import Positions, positions_of
-from retro.model.reader import CachedNeighbors, PackedNeighbors, neighbors_to_read
+from retro.model.positions import Positions, RopePositions, positions_of
+from retro.model.reader import CachedNeighbors, PackedNeighbors, neighbors_to_read, rotation_at
 from retro.model.settings import ModelSettings
 
 
@@ -97,13 +98,14 @@ class LayerPass(NamedTuple):
     ) -> "LayerPass":
         """The pass of whole sequences. Arguments as in `Retro.run_layers`."""
         num_tokens, m, documents = h.shape[1], settings.chunk_length, inputs.documents
-        at = range(num_tokens)
         reads = inputs.retrieves and settings.decoder_reads
         crosses = inputs.retrieves and settings.retrieval.cca_layers
         return cls(
-            positions=positions_of(*settings.self_scheme, at, at, h.device, rope=settings.rope),
-            # Bounds add nothing to scores, but attention to text and neighbors needs the sums of both.
-            mask=self_attention_mask(h, documents, m, settings.attention, bounds=not reads),
+            positions=_positions(num_tokens, documents, settings, h.device),
+            # Kernels that take bounds read no other keys than those of the text.
+            mask=self_attention_mask(
+                h, documents, m, settings.attention, bounds=not (reads or settings.attention.prefix_tokens)
+            ),
             starts=None if documents is None else document_starts(documents, m, num_tokens),
             reading=neighbors_to_read(inputs, settings, cached) if reads else None,
             cross=NeighborsOfSequences.of(inputs, settings) if crosses else None,
@@ -118,3 +120,13 @@ class LayerPass(NamedTuple):
         if self.caches:
             arguments["cache"] = self.caches[index]
         return arguments
+
+
+def _positions(num_tokens: int, documents: Tensor | None, settings: ModelSettings, device: torch.device) -> Positions:
+    """Positions of self-attention in rows: from the beginning of the row, but of each document if a rotary prefix precedes it."""
+    at = range(num_tokens)
+    positions = positions_of(*settings.self_scheme, at, at, device, rope=settings.rope)
+    if documents is None or not settings.attention.prefix_tokens or not isinstance(positions, RopePositions):
+        return positions
+    rotation = rotation_at(settings, document_positions(documents, settings.chunk_length, num_tokens))
+    return RopePositions(rotation, rotation)

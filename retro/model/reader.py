@@ -203,10 +203,9 @@ class ReadingAttention(Attention):
         (k, near_k), (v, near_v) = map(reading.unpack, self.project_keys_values(x))
         q, near_q = reading.unpack(self.project_queries(x))
         near_k, num_windows = self.rotate_keys(near_k, reading.positions), len(reading.readable)
-        near_q = rotate(near_q, reading.positions.query)
-        encoded = dot_product_attention(
-            *_by_head(near_q, near_k, near_v), bias=reading.mask, causal=True, scale=self.scale
-        )
+        encoded_q, encoded_k, encoded_v = _by_head(rotate(near_q, reading.positions.query), near_k, near_v)
+        read = self.with_prefix(encoded_k, encoded_v, reading.mask, True)
+        encoded = dot_product_attention(encoded_q, *read, self.scale)
         keys, values = (part.reshape(num_windows, -1, *part.shape[2:]) for part in (near_k, near_v))  # [W, K·R, G, C]
         neighbors = ReadNeighbors(keys, values, reading.readable, reading.rotation, reading.windows)
         y = self.attend_to_both(q, positions, self.rotate_keys(k, positions), v, mask, causal, neighbors)
@@ -245,9 +244,8 @@ class ReadingAttention(Attention):
         text_q, reads, windows = rotate(q, positions.query), rotate(q, neighbors.rotation), neighbors.windows
         if windows is not None:
             reads = windows.split(reads)
-        text, text_lse = dot_product_attention_with_lse(
-            *_by_head(text_q, k, v), mask=mask, causal=causal, scale=self.scale
-        )
+        text_q, k, v = _by_head(text_q, k, v)
+        text, text_lse = dot_product_attention_with_lse(text_q, *self.with_prefix(k, v, mask, causal), self.scale)
         readable = neighbors.readable[:, None, None]  # [W, 1, 1, K·R]
         near = _by_head(reads, neighbors.keys, neighbors.values)
         read, lse = dot_product_attention_with_lse(*near, mask=some_key(readable), causal=False, scale=self.scale)

@@ -165,6 +165,7 @@ def _self_attention(settings: ModelSettings) -> Residual:
         heads.positions,
         num_kv_heads=heads.kv_heads,
         smeared_tokens=heads.smeared_tokens,
+        prefix_tokens=heads.prefix_tokens,
         qk_norm=heads.qk_norm,
         scale=settings.attention_scale(heads.head_dim),
         bias=heads.bias,
@@ -263,9 +264,11 @@ class Retro(CopyingModel):
                 nn.init.zeros_(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        if self.settings.attention.smeared_tokens:
-            for layer in self.layers:  # after all weights are drawn: these are made of others
+        for layer in self.layers:  # after all other weights are drawn
+            if self.settings.attention.smeared_tokens:
                 layer.attention.block.initialize_copying()
+            if self.settings.attention.prefix_tokens:
+                layer.attention.block.prefix.initialize()
 
     def hidden(self, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""

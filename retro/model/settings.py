@@ -98,6 +98,10 @@ class AttentionSettings(_Section):
     many tokens, including their own, and attention begins by copying, so one head can find what followed several tokens. At most
     `chunk_length`. Not in the paper; small models gain 0.9% to 2.0% with 3 (docs/results/retrieval-gain.md)."""
 
+    prefix_tokens: NonNegativeInt = _setting(0, with_base="switch")
+    """Number of learned keys and values of each layer that every token reads in self-attention, before its document; 0 = none.
+    Prefix tuning (Li & Liang 2021) trains only these: `preset = "base"` and `train.weights = "none"`. Not in the paper."""
+
     def __post_init__(self) -> None:
         if self.num_heads % self.kv_heads:
             self.refuse("num_kv_heads", f"a divisor of {self.key}.num_heads = {self.num_heads}, or 0 for as many")

@@ -1,13 +1,14 @@
 """`train.init_from`: start a new run with the weights of a trained model.
 
 A RETRO can start from a baseline (encoder and cross-attention are new, and add nothing at first), a baseline from a RETRO (they
-are left out), and each from its own kind, with other data or settings. An adapter is loaded too.
+are left out), and each from its own kind, with other data or settings. LoRA and a prefix are loaded too.
 """
 
 import logging
 
 from indexing.store.errors import InputError
-from retro.adapters.adapters import add_adapter, is_adapter, stored_name
+from retro.adapters.adapters import add_adapter, is_lora, stored_name
+from retro.adapters.prefix import PREFIX, initialize_prefix
 from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings, Weights
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
@@ -38,8 +39,9 @@ def load_initial_weights(
             was trained with another tokenizer.
     """
     path, ours = checkpoint.path, model.state_dict()
-    theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_adapter(name)}
+    theirs = {name: one for name, one in index(checkpoint.weights).items() if not is_lora(name)}
     advice = f"model.preset = 'base' takes its model's settings; `retro inspect {path}` prints them."
+    _check_prefix(checkpoint, model)
     for name in ours:
         if name in theirs and theirs[name].shape != ours[name].shape:
             shapes = f"{list(theirs[name].shape)} there and {list(ours[name].shape)} in this model"
@@ -52,7 +54,7 @@ def load_initial_weights(
         )
     drawn = [name for name in ours if name not in theirs]
     trained = {"all": ("",), "retrieval": RETRIEVAL, "none": ()}[weights]
-    if untrained := [name for name in drawn if not name.startswith(trained)]:
+    if untrained := [name for name in drawn if not name.startswith(trained) and PREFIX not in name]:
         raise InputError(
             f"train.init_from: {path} lacks weights that this model has and that train.weights = {weights!r} does "
             f"not train: {', '.join(untrained)}. {_switch(untrained, 'false')}{advice}"
@@ -67,12 +69,24 @@ def load_initial_weights(
     for name in drawn:
         if name.startswith("cross.") and name.endswith(".o_proj.weight"):
             ours[name].zero_()
+    if any(PREFIX in name for name in drawn):
+        initialize_prefix(model)
     if not recorded and not set(checkpoint.datastores) & set(datastores):
         log.warning("%s was trained on another datastore: check that its tokenizer is the same", path)
     log.info("starting from %s: step %d, %d weights", path, checkpoint.step, len(theirs) - len(left_out))
     for words, names in (("drawn at random", drawn), ("left out", left_out)):
         if names:
             log.info("%s: %s", words, ", ".join(names))
+
+
+def _check_prefix(checkpoint: Checkpoint, model: Retro) -> None:
+    """Refuse a prefix of another length than the checkpoint's, if that has one."""
+    theirs, ours = (settings.attention.prefix_tokens for settings in (checkpoint.model, model.settings))
+    if theirs not in (0, ours):
+        raise InputError(
+            f"train.init_from: {checkpoint.path} has model.attention.prefix_tokens = {theirs}, this model {ours}: set it to {theirs}, "
+            "or start from a model without a prefix."
+        )
 
 
 def _switch(names: list[str], value: str) -> str:
@@ -103,7 +117,7 @@ def load_initial_adapter(checkpoint: Checkpoint | None, model: Retro, lora: Lora
                 f"{getattr(lora, key)!r}: set it to {getattr(theirs, key)!r}, or start from a file of `retro export`, which "
                 "merges LoRA."
             )
-    ours = {stored_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
+    ours = {stored_name(name): tensor for name, tensor in model.state_dict().items() if is_lora(name)}
     fill(ours, index(checkpoint.weights))
 
 

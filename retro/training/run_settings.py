@@ -60,11 +60,12 @@ class RunSettings:
     @property
     def retrieval_only(self) -> bool:
         """True if a sequence without neighbors has no gradient."""
-        return self.train.weights == "retrieval" and not self.lora.rank
+        adapts = self.lora.rank or self.model.attention.prefix_tokens
+        return self.train.weights == "retrieval" and not adapts
 
     def check(self) -> None:
         """Raise InputError for sections that do not fit together."""
-        check_trained(self.train.weights, self.lora)
+        check_trained(self.train.weights, self.lora, self.model.attention.prefix_tokens)
         if self.train.weights != "all" and not self.train.init_from:
             raise InputError(
                 f"train.weights = {self.train.weights!r}: the frozen weights would stay random. Name trained weights in "

@@ -49,7 +49,8 @@ class TrainSettings:
     and cross-attention, or have them although this model has none."""
     weights: Weights = "all"
     """Weights of the model to train: `all`; `retrieval`, encoder, chunked cross-attention and copying from neighbors of a frozen
-    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`)."""
+    decoder (RETROfit, section 4.3 of the paper); `none`, only an adapter (`lora.rank`) or a prefix
+    (`model.attention.prefix_tokens`)."""
     precision: Precision = "auto"
     """Precision of matrix products; weights stay float32. `auto`: bfloat16 if the hardware multiplies it fast, else float32.
     `tf32`: TensorFloat-32, NVIDIA GPUs since Ampere. `float16` uses dynamic loss scaling."""

@@ -55,6 +55,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
         "attention.smeared_tokens": 1,
     },
+    "prefix": {"attention.prefix_tokens": 3, "attention.num_kv_heads": 1},
     "learned": {
         "attention.positions": "learned",
         "attention.max_positions": 4 * T,

@@ -20,7 +20,7 @@ class ImportOptions:
     """Read a decoder and write it as one file, which other verbs accept as CHECKPOINT.
 
     MODEL is a local folder in Hugging Face format, a name on the Hugging Face Hub, or a `.gguf` file (Llama, Mistral, Qwen2,
-    Qwen3), whose tokenizer is written to a folder next to the output. A folder that `retro export` wrote is restored exactly; the
+    Qwen3), whose tokenizer is written to a folder next to the output; or a prefix of peft (PREFIX_TUNING), with the base that it names. A folder that `retro export` wrote is restored exactly; the
     other options then have no effect."""
 
     output: Path
@@ -43,6 +43,7 @@ def import_(source: str, options: ImportOptions) -> int:
     from retro.huggingface.export import is_exported, read_folder
     from retro.huggingface.gguf_file import write_folder
     from retro.huggingface.import_folder import WEIGHTS
+    from retro.huggingface.peft_prefix import CONFIG, adapter_config
 
     if options.output.suffix != ".safetensors":
         raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
@@ -64,6 +65,10 @@ def import_(source: str, options: ImportOptions) -> int:
         echo(f"{target}: tokenizer; for a datastore: --tokenizer.kind huggingface --tokenizer.path {target}")
         return 0
     folder = local_folder(source)
+    if (folder / CONFIG).is_file():
+        base = local_folder(str(adapter_config(folder).values.get("base_model_name_or_path", "")))
+        _import(base, base, options, prefix=folder)
+        return 0
     if is_exported(folder):
         state, tensors = read_folder(folder)
         write_exported(state, tensors, options.output)
@@ -95,10 +100,11 @@ def local_folder(source: str) -> Path:
         ) from error
 
 
-def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "") -> None:
-    """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`."""
+def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "", prefix: Path | None = None) -> None:
+    """Import a folder in Hugging Face format, whose tokenizer is later found in `kept`, with the prefix of a folder of peft."""
     from retro.huggingface.compare_logits import has_transformers, verify
     from retro.huggingface.import_folder import import_base, read_base
+    from retro.huggingface.peft_prefix import with_prefix
     from retro.inference.chat_template import template_in
 
     base = read_base(folder, options.chunk_length)
@@ -109,6 +115,8 @@ def _import(folder: Path, kept: Path, options: ImportOptions, stored_as: str = "
         )
     elif options.verify:
         echo("logits were not compared: transformers is not installed (pip install 'retro[transformer]')")
+    if prefix is not None:
+        base = with_prefix(base, prefix)
     import_base(
         replace(base, folder=kept), options.output, options.context, options.precision, template_in(folder), stored_as
     )

@@ -277,6 +277,8 @@ class ExportOptions:
     """Only for a folder: a Hugging Face tokenizer's folder to copy instead of the datastore's tokenizer."""
     max_shard_size: str = "5GB"
     """Only for a folder: maximum size of a file of weights."""
+    peft: bool = False
+    """Only for a folder: write only the prefix (`model.attention.prefix_tokens`), as an adapter of peft for the imported model."""
     overwrite: bool = False
     """Replace an existing file. A folder must be new or empty."""
 
@@ -295,6 +297,11 @@ def export(checkpoint: str, options: ExportOptions) -> int:
     if options.output.suffix == ".safetensors":
         write_file(opened, options.output)
         size = options.output.stat().st_size
+    elif options.peft:
+        from retro.huggingface.peft_prefix import write_prefix
+
+        write_prefix(opened, options.output)
+        size = sum(file.stat().st_size for file in options.output.iterdir())
     else:
         from retro.huggingface.export import export_folder
 

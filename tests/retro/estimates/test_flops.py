@@ -34,6 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grouped": {"attention.positions": "alibi", "attention.num_kv_heads": 1, "activation": "swiglu"},
     "learned": {"attention.positions": "learned", "attention.qk_norm": True, "init": "mup", "shared_embeddings": True},
     "reading": {"retrieval.reader": "decoder", "retrieval.cca_layers": (), "attention.num_kv_heads": 1},
+    "prefix": {"attention.prefix_tokens": 5, "attention.num_kv_heads": 1},
+    "reading, prefix": {"retrieval.reader": "decoder", "retrieval.cca_layers": (), "attention.prefix_tokens": 5},
     "biased": {"retrieval.positions": "alibi", "attention.bias": "all", "feed_forward_bias": True, "norm": "layer"},
 }
 

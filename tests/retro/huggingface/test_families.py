@@ -165,5 +165,7 @@ def test_our_decoders_are_written_as_their_family_or_rejected_with_the_reason() 
     )
     with pytest.raises(InputError, match=r"no family.*llama has no model.attention.smeared_tokens = 3"):
         config_of(updated(ours, {"attention.smeared_tokens": 3}), 512)
+    with pytest.raises(InputError, match=r"no family.*llama has no model.attention.prefix_tokens = 3"):
+        config_of(updated(ours, {"attention.prefix_tokens": 3}), 512)
     with pytest.raises(InputError, match="no family"):
         config_of(updated(ours, {"attention.positions": "alibi"}), 512)

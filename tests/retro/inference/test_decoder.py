@@ -189,6 +189,9 @@ def test_rows_may_read_fewer_neighbors_than_others_before_them(scheme: str) -> N
             "retrieval.positions": "rope",
             "attention.sliding_window": 1,
         },
+        {"attention.prefix_tokens": 3, "attention.positions": "transformer-xl", "attention.sliding_window": 3},
+        {"attention.prefix_tokens": 2, "attention.positions": "alibi", "retrieval.cca_layers": ()},
+        {"attention.prefix_tokens": 3, "scheme": "reading"},
     ],
 )
 def test_other_architectures_are_cached(changes: dict) -> None:

@@ -97,6 +97,7 @@ def test_every_setting_has_a_role_for_presets_and_bases() -> None:
     assert sum(map(len, roles.values())) == len(flatten(ModelSettings()))
     assert roles["switch"] == {
         "shared_embeddings",
+        "attention.prefix_tokens",
         "retrieval.reader",
         "copy_head.context",
         "copy_head.neighbors",

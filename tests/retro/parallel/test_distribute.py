@@ -87,11 +87,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "retrofit": {},
     "lora": {"shared_embeddings": True},
     "lora alone": {},
+    "prefix": {"attention.prefix_tokens": 3},
 }
 TUNED: dict[str, tuple[Weights, LoraSettings]] = {
     "retrofit": ("retrieval", NO_LORA),
     "lora": ("retrieval", LoraSettings(rank=2)),
     "lora alone": ("none", LoraSettings(rank=2)),
+    "prefix": ("none", NO_LORA),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "float16": ("float16", {"zero": 3}),
@@ -111,6 +113,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "retrofit-pipeline-tensor": ("retrofit", {"pipeline": 2, "tensor": 2}),
     "lora-pipeline-zero-2": ("lora", {"pipeline": 2, "zero": 2}),
     "lora-zero-3": ("lora alone", {"zero": 3}),
+    "prefix-pipeline-tensor": ("prefix", {"pipeline": 2, "tensor": 2}),
+    "prefix-zero-3": ("prefix", {"zero": 3, "activation_checkpointing": "full"}),
     "copying": ("copying", {}),
     "copying-zero-3": ("copying", {"zero": 3, "cpu_offload": True}),
     "copying-tensor": ("copying", {"tensor": 4}),
@@ -147,7 +151,7 @@ def run_of(
     weights, lora = TUNED.get(options, ("all", NO_LORA))
     settings = replace(config.train, precision=precision, weights=weights, **changes)
     if options in TUNED:
-        whole = options == "lora alone"  # always with retrieval
+        whole = options in ("lora alone", "prefix")  # always with retrieval
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
     config = replace(
         config,

@@ -28,6 +28,7 @@ from tests.retro.small_model import Together
 from tests.retro.training.runs import interrupt_after
 
 LORA = LoraSettings(rank=2, alpha=8.0, dropout=0.1)
+PREFIX = updated(ModelSettings(preset="base", chunk_length=16), {"attention.prefix_tokens": 3})
 
 
 @pytest.fixture(scope="module")
@@ -166,17 +167,21 @@ def test_a_frozen_decoder_reads_neighbors_in_every_sequence(config: Config, base
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["retrieval", "lora"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lora": LORA}, {"model": PREFIX, "weights": "none"}],
+    ids=["retrieval", "lora", "prefix"],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_without_the_initial_weights(
-    config: Config, retro: Checkpoint, tmp_path: Path, lora: LoraSettings
+    config: Config, retro: Checkpoint, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     start = tmp_path / "start.safetensors"
     export(retro, start)
-    straight = run(config, tmp_path / "straight", start, lora)
+    straight = run(config, tmp_path / "straight", start, **options)
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "stopped", start, lora, advance=interrupt_after(3 * 2 * 64))
+        run(config, tmp_path / "stopped", start, **options, advance=interrupt_after(3 * 2 * 64))
     start.unlink()
-    assert files(run(config, tmp_path / "stopped", start, lora)) == files(straight)
+    assert files(run(config, tmp_path / "stopped", start, **options)) == files(straight)
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +223,40 @@ def test_another_run_continues_an_adapter_and_rejects_another_rank(
     assert not (tmp_path / "without").exists()
 
 
-def test_cached_decoding_uses_the_adapter(adapted: Checkpoint) -> None:
-    model, tokens = checkpoints.load_model(adapted, torch.device("cpu")), torch.arange(40)
+@pytest.fixture(scope="module")
+def prefixed(config: Config, retro: Checkpoint) -> Checkpoint:
+    """The model with a trained prefix."""
+    outcome = run(config, config.run.with_name("prefix"), retro.path, model=PREFIX, weights="none")
+    return checkpoints.open_checkpoint(outcome.checkpoint)
+
+
+def test_only_a_prefix_is_trained_and_it_stays_part_of_the_exported_model(
+    retro: Checkpoint, prefixed: Checkpoint, tmp_path: Path
+) -> None:
+    before, after = tensors(retro), tensors(prefixed)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {name for name in after if name not in before} == {name for name in after if is_adapter(name)}
+    assert {name.partition("/")[2] for name in index(prefixed.training) if "/" in name} == set(after) - set(before)
+    export(prefixed, tmp_path / "model.safetensors")
+    exported = checkpoints.open_checkpoint(tmp_path / "model.safetensors")
+    assert torch.equal(logits_off(exported), logits_off(prefixed))
+    assert not torch.allclose(logits_off(prefixed), logits_off(retro), atol=1e-3)
+
+
+def test_another_run_continues_a_prefix_and_rejects_another_length(
+    config: Config, prefixed: Checkpoint, tmp_path: Path
+) -> None:
+    still = {"weights": "none", "lr": 1e-30}
+    found = run(config, tmp_path / "on", prefixed.path, model=PREFIX, **still)
+    assert torch.equal(logits_off(checkpoints.open_checkpoint(found.checkpoint)), logits_off(prefixed))
+    with pytest.raises(InputError, match=r"has model\.attention\.prefix_tokens = 3, this model 5: set it to 3"):
+        run(config, tmp_path / "longer", prefixed.path, model=updated(PREFIX, {"attention.prefix_tokens": 5}), **still)
+    assert not (tmp_path / "longer").exists()
+
+
+@pytest.mark.parametrize("kind", ["adapted", "prefixed"])
+def test_cached_decoding_uses_the_adapter(kind: str, request: pytest.FixtureRequest) -> None:
+    model, tokens = checkpoints.load_model(request.getfixturevalue(kind), torch.device("cpu")), torch.arange(40)
     decoder = Together(model, choose_placement("cpu", "float32"), 64)
     found = [decoder.read([part])[0] for part in (tokens[:30].numpy(), *tokens[30:, None].numpy())]
     with torch.no_grad():
