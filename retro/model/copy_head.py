@@ -311,7 +311,9 @@ def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
     # A candidate may have no probability: the smallest number instead of log 0, whose gradient would be NaN.
     added = copied.gather(2, following).clamp(min=_TINY).log()
     values = torch.logaddexp(log_p.gather(2, following), added)
-    if values.requires_grad:  # equal tokens have equal values, of which one is kept, and each has a part of the gradient
+    if (
+        values.requires_grad
+    ):  # equal tokens have equal values, of which one is kept, and each has a part of the gradient
         times = torch.zeros_like(log_p).scatter_add_(2, following, torch.ones_like(weights)).gather(2, following)
         values = values.detach() + (values - values.detach()) / times
     return log_p.scatter(2, following, values)
