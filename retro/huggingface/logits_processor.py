@@ -152,8 +152,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             return scores
         votes = self._votes_on(scores.device)
         self._texts = self._read([self._without_padding(row) for row in input_ids.cpu().numpy()], votes)
-        log_p = votes.mixed([text.row for text in self._texts], scores.float())
-        return log_p.masked_fill(scores == -torch.inf, -torch.inf)
+        return votes.mixed([text.row for text in self._texts], scores.float())
 
     @torch.no_grad()
     def mix(self, tokens: Tensor, logits: Tensor) -> Tensor:

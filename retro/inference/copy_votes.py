@@ -11,7 +11,7 @@ from indexing.suffixes.votes import COLUMNS
 from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
 from retro.model.copy_head import CopyHead
-from retro.model.copy_matches import Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_matches import LONGEST, Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
 from retro.model.copy_switch import START
 from retro.model.inputs import Inputs
@@ -56,22 +56,17 @@ class CopyVotes:
         rows = [row for row in rows for _ in range(1 + len(row.draft))]
         trust = torch.tensor([[row.trust] for row in rows], device=self._device)
         copy_strength = torch.tensor([[row.copy_strength] for row in rows], device=self._device)
-        width = max(map(len, histories))
-        padded = np.full((len(rows), width), -1, np.int64)
-        for tokens, history in zip(padded, histories, strict=True):
-            tokens[width - len(history) :] = history
-        tokens = self._put(padded)
         sources = dict[str, Source]()
         if head.context is not None:
-            sources["context"] = SourceMatches(context_matches_of_last(tokens))
+            sources["context"] = SourceMatches(context_matches_of_last(self._put(_padded(histories))))
         if head.neighbors is not None and any(row.neighbors for row in rows):
             neighbors, lengths = map(self._put, _last_neighbors(rows))
-            matches = neighbor_matches_of_last(tokens, neighbors, lengths, self._m)
-            sources["neighbors"] = SourceMatches(matches)
+            last = self._put(_padded([history[-LONGEST:] for history in histories]))
+            sources["neighbors"] = SourceMatches(neighbor_matches_of_last(last, neighbors, lengths, self._m))
         if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
             sources["datastore"] = DatastoreVotes.of(self._votes_of_last(rows, histories, self._datastore))
         self._votes = _Votes(logits, sources, trust, copy_strength)
-        evidence = head.evidence(sources, torch.zeros_like(tokens[:, :1]))
+        evidence = head.evidence(sources, torch.zeros((len(rows), 1), dtype=torch.int64, device=self._device))
         return head.mix(logits[:, None], sources, evidence, trust=trust, copy_strength=copy_strength)[:, 0]
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
@@ -124,6 +119,15 @@ class CopyVotes:
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
+
+
+def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Texts as rows that end in the last column, int64; -1 = no token."""
+    width = max(map(len, texts))
+    padded = np.full((len(texts), width), -1, np.int64)
+    for row, text in zip(padded, texts, strict=True):
+        row[width - len(text) :] = text
+    return padded
 
 
 def _last_neighbors(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

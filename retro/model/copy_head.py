@@ -186,7 +186,7 @@ class CopyHead(nn.Module):
             starts = document_starts(inputs.documents, self.chunk_length, inputs.tokens.shape[1])
         with torch.autocast(evidence.device.type, enabled=False):
             odds = self.log_odds(vocabulary.log_top, evidence)
-            each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds)]
+            each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds).unbind(-1)]
             trust = trust_of(-torch.stack(each, -1), starts)
             return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
 
@@ -222,10 +222,11 @@ class CopyHead(nn.Module):
                     found.append((candidates[0][:, tokens], candidates[1][:, tokens]))
             return _with_copied(mixed, *(torch.cat(parts, 2) for parts in zip(*found, strict=True))) if found else mixed
 
-    def _by_strength(self, odds: Tensor) -> list[Tensor]:
-        """Logs of the shares with each strength of copying: 4 times [B, T, 1 + 3 L]."""
+    def _by_strength(self, odds: Tensor) -> Tensor:
+        """Logs of the shares with each strength of copying: [B, T, 1 + 3 L, 4]."""
         finite, of_retrieval = odds.clamp(min=STRENGTHS[-1]), _of_retrieval(odds).float()
-        return [_shares(finite + strength * of_retrieval) for strength in STRENGTHS]
+        moved = finite[..., None] + of_retrieval[:, None] * odds.new_tensor(STRENGTHS)  # [B, T, 3 L, 4]
+        return F.pad(moved, (0, 0, 1, 0)).log_softmax(-2)
 
     def _trusted(self, odds: Tensor, trust: Tensor | None, copy_strength: Tensor | None = None) -> Tensor:
         """Logs of the shares of the vocabulary and all others, [B, T, 1 + 3 L], with trust [B, T, 4]."""
@@ -235,7 +236,7 @@ class CopyHead(nn.Module):
         shares = _shares(odds)
         if trust is None:
             return shares
-        mixed = torch.stack(self._by_strength(odds), -1) + trust.log()[:, :, None]
+        mixed = self._by_strength(odds) + trust.log()[:, :, None]
         # A token that retrieval has nothing for has the shares of OFF, to the bit.
         copies = (of_retrieval & (odds > -torch.inf)).any(-1, keepdim=True)
         return mixed.logsumexp(-1).where(copies, shares)
@@ -303,20 +304,21 @@ def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
 
 
 def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
-    """Add probabilities [B, T, S] of tokens [B, T, S] to log-probabilities [B, T, V]. A token can occur several times.
+    """Add probabilities [B, T, S] of tokens [B, T, S] to log-probabilities [B, T, V], which may be changed.
 
-    Few tokens can be copied, so only their logarithms are computed.
+    A token can occur several times. One that has no probability, since it is forbidden, gets none. Few tokens can be copied, so only their
+    logarithms are computed.
     """
     copied = torch.zeros_like(log_p).scatter_add_(2, following, weights)
     # A candidate may have no probability: the smallest number instead of log 0, whose gradient would be NaN.
     added = copied.gather(2, following).clamp(min=_TINY).log()
-    values = torch.logaddexp(log_p.gather(2, following), added)
-    if (
-        values.requires_grad
-    ):  # equal tokens have equal values, of which one is kept, and each has a part of the gradient
-        times = torch.zeros_like(log_p).scatter_add_(2, following, torch.ones_like(weights)).gather(2, following)
-        values = values.detach() + (values - values.detach()) / times
-    return log_p.scatter(2, following, values)
+    before = log_p.gather(2, following)
+    values = torch.logaddexp(before, added).where(before > -torch.inf, before)
+    if not values.requires_grad:
+        return log_p.scatter_(2, following, values)
+    # Equal tokens have equal values, of which one is kept, and each has a part of the gradient.
+    times = torch.zeros_like(log_p).scatter_add_(2, following, torch.ones_like(weights)).gather(2, following)
+    return log_p.scatter(2, following, values.detach() + (values - values.detach()) / times)
 
 
 def _mixed(nats: Tensor, shares: Tensor, evidence: Tensor) -> Tensor:
