@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -36,6 +37,7 @@ from retro.model.copy_head import CopyHead
 from retro.model.copying_model import mixed
 from retro.model.datastore_fit import check_tokens
 from retro.model.inputs import Inputs
+from retro.model.loss import TokenLosses
 from retro.model.settings import CopyHeadSettings
 from retro.model.transformers_model import losses_of_logits
 
@@ -150,9 +152,13 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             )
         if not self.copy_strength:
             return scores
-        votes = self._votes_on(scores.device)
-        self._texts = self._read([self._without_padding(row) for row in input_ids.cpu().numpy()], votes)
-        return votes.mixed([text.row for text in self._texts], scores.float())
+        self._texts = self._read([self._without_padding(row) for row in input_ids.cpu().numpy()])
+        return self.mix_rows([text.row for text in self._texts], scores)
+
+    @torch.no_grad()
+    def mix_rows(self, rows: Sequence[Row], scores: Tensor) -> Tensor:
+        """Mix the scores [N, V] of the tokens after N rows, as `__call__` does."""
+        return self._votes_on(scores.device).mixed(rows, scores.float())
 
     @torch.no_grad()
     def mix(self, tokens: Tensor, logits: Tensor) -> Tensor:
@@ -198,7 +204,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         first = int(real[0]) if len(real) else len(row) - 1
         return row[max(0, first - (self._pad_id == self._tokenizer.bos_id)) :].astype(np.int64)
 
-    def _read(self, texts: Sequence[np.ndarray], votes: CopyVotes) -> list[_Read]:
+    def _read(self, texts: Sequence[np.ndarray]) -> list[_Read]:
         """The texts of a step. One that continues a text of the step before has its trust and its neighbors."""
         known, trusts = {text.row.tokens.tobytes(): text for text in self._texts}, dict[bytes, tuple[float, ...]]()
         read = [self._continued(tokens, known) or self._begun(tokens) for tokens in texts]
@@ -207,7 +213,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         for text in read:
             if len(text.row.tokens) == text.prompt:
                 key = text.row.tokens.tobytes()  # several continuations have the same prompt
-                trusts[key] = text.row.trust = trusts.get(key) or self._trust(text.row, votes)
+                trusts[key] = text.row.trust = trusts.get(key) or self._trust(text.row)
         return read
 
     def _continued(self, tokens: np.ndarray, known: dict[bytes, _Read]) -> _Read | None:
@@ -229,7 +235,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         assert self._retriever is not None, "without neighbors, nothing is searched by chunks"
         return self._retriever.neighbors.find(chunks, self._k)
 
-    def _trust(self, row: Row, votes: CopyVotes) -> tuple[float, ...]:
+    def _trust(self, row: Row) -> tuple[float, ...]:
         """Trust in copying after a prompt: what the model would have gained from it in the prompt."""
         if self._model is None:
             return row.trust
@@ -237,8 +243,13 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
         tokens = torch.from_numpy(end.tokens)[None].to(self._model.device)  # [1, t]
         logits = self._model(input_ids=tokens, use_cache=False).logits
-        following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-        return votes.trust(end, losses_of_logits(logits, following.to(logits.device)))
+        following = F.pad(tokens[:, 1:], (0, 1))
+        return self._votes_on(logits.device).trust(end, losses_of_logits(logits, following.to(logits.device)))
+
+    @torch.no_grad()
+    def trust_after(self, tokens: np.ndarray, vocabulary: TokenLosses) -> tuple[float, ...]:
+        """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the last does not count."""
+        return self._votes_on(vocabulary.nats.device).trust(Row(tokens, self._search, slot=0), vocabulary)
 
     def _votes_on(self, device: torch.device) -> CopyVotes:
         """The votes, with the networks on a device."""

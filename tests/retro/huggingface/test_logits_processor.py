@@ -124,7 +124,7 @@ def test_beams_samples_and_continuations_run_with_one_trust_for_a_prompt(
     model, inputs, calls = models["llama"], encoded(tokenizer, passage[:200], passage[20:90]), list[int]()
     processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
     learn = processor._trust
-    monkeypatch.setattr(processor, "_trust", lambda row, votes: calls.append(len(row.tokens)) or learn(row, votes))
+    monkeypatch.setattr(processor, "_trust", lambda row: calls.append(len(row.tokens)) or learn(row))
     beams = generated(model, inputs, processor, num_beams=3, num_return_sequences=2)
     assert beams.shape == (4, NEW)
     assert tokenizer.decode(beams[0]) == passage[200 : 200 + NEW]
