@@ -1,17 +1,17 @@
 """The code in the recipes of CONTRIBUTING.md runs and is correct."""
 
-import codecs
-import csv
 import gzip
+import itertools
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from indexing.corpus import readers
+from indexing.corpus import documents, streams
 from indexing.embedding import settings as embedding_settings
 from indexing.index.exact_search import exact_search, in_ranges, recall, rerank
 from indexing.index.floats import to_float32
@@ -40,18 +40,18 @@ def test_embedder_recipe_returns_unit_vectors_independent_of_padding() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_reader_recipe_returns_the_requested_rows(tmp_path: Path, suffix: str) -> None:
-    rows = defined("_csv_rows", vars(readers) | {"codecs": codecs, "csv": csv})
-    data = b'id,text\r\na,"two\nlines"\r\nb,x\r\nc,y\r\n'
+    texts = defined("fortunes", vars(documents) | vars(streams) | {"itertools": itertools, "Iterator": Iterator})
+    data = b"a\nb\n%\nx\n%\ny\n"
     (tmp_path / "d").write_bytes(gzip.compress(data) if suffix else data)
-    file = readers.CorpusFile(str(tmp_path / "d"), f"d.csv{suffix}", len(data))
+    file = documents.CorpusFile(str(tmp_path / "d"), f"d.fortune{suffix}", len(data))
 
-    def read(start: int, stop: int | None) -> list[tuple[str, str]]:
-        request = readers.ReadRequest(file, readers.CorpusSettings(), pytest.fail, start, stop)
+    def read(start: int, stop: int | None) -> list[str]:
+        request = documents.ReadRequest(file, documents.CorpusSettings(), pytest.fail, start, stop)
         with (gzip.open if suffix else open)(file.path, "rb") as stream:
-            return [(document.id, document.text) for document in rows(stream, request)]
+            return [document.text for document in texts(stream, request)]
 
-    assert read(0, None) == [("a", "two\nlines"), ("b", "x"), ("c", "y")]
-    assert read(1, 2) == [("b", "x")]
+    assert read(0, None) == ["a\nb\n", "x\n", "y\n"]
+    assert read(1, 2) == ["x\n"]
 
 
 def test_search_recipe_finds_neighbors_and_omits_excluded_chunks(tmp_path: Path) -> None:
