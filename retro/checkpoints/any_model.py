@@ -180,8 +180,8 @@ def _from_pretrained(name: str, path: str, **options: Any) -> Any:
         path, options = str(Path(path).parent), options | {"gguf_file": Path(path).name}
     try:
         return getattr(transformers, name).from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except Exception as error:  # each reader of files has its own kinds
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(
             f"{path} is no checkpoint, and transformers cannot read it as a decoder ({reason}). Name a checkpoint, a folder in Hugging "
             "Face's format, a name on its Hub, or a .gguf file."

@@ -1,6 +1,7 @@
 """Any decoder of transformers is accepted where text is scored, and copies from a datastore there."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,11 @@ def test_what_does_not_fit_is_refused_in_a_line(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     phi, empty = str(folders["phi"]), save_tokenizer(tmp_path / "empty")
     (empty / "config.json").write_text('{"model_type": "unknown_family"}')
+    cut = shutil.copytree(folders["mamba"], tmp_path / "cut")
+    with open(cut / "model.safetensors", "r+b") as weights:
+        weights.truncate(5000)
     for arguments, words in (
+        (["eval", "perplexity", str(cut), "--datastore", str(datastore.folder)], "cut is no checkpoint"),
         (["eval", "perplexity", phi], "was trained on no datastore: name one"),
         (
             ["eval", "perplexity", phi, "--datastore", str(tiny_datastore.folder)],
