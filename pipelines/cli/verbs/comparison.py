@@ -95,6 +95,7 @@ class Comparison:
         scale, drawn = _BAR_CELLS / max(bar.end for bar in bars), []
         for bar in bars:
             solid, end = (round(scale * value) for value in (bar.interval or (bar.value, bar.value)))
+            solid = max(1, solid)  # the smallest value is seen, too
             drawn.append("█" * solid + "░" * (end - solid))
         header = "░ 95% interval" if bars[0].interval else ""
         cells = [
