@@ -22,7 +22,15 @@ from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.backends import read_object
-from retro.checkpoints.checkpoint import TRANSFORMERS, Checkpoint, load_model, load_weights, locate, open_checkpoint
+from retro.checkpoints.checkpoint import (
+    TRANSFORMERS,
+    Checkpoint,
+    load_model,
+    load_weights,
+    locate,
+    of_state,
+    open_checkpoint,
+)
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.model.copy_head import CopyHead
@@ -34,7 +42,8 @@ from retro.model.transformers_model import TransformersModel
 GGUF = ".gguf"
 _CONFIG = "config.json"
 _OURS = "retro"  # model_type of folders that `retro export` writes
-_LONGEST_CONTEXT = 2048
+LONGEST_CONTEXT = 2048
+"""Tokens that models from elsewhere read at most, unless a setting says otherwise."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -110,7 +119,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> Any:
 def _reference(path: Path) -> Checkpoint:
     config = _from_pretrained("AutoConfig", str(path))
     text = config.get_text_config()
-    length = min(getattr(text, "max_position_embeddings", None) or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    length = min(getattr(text, "max_position_embeddings", None) or LONGEST_CONTEXT, LONGEST_CONTEXT)
     model = ModelSettings(
         vocab_size=text.vocab_size,
         chunk_length=1,  # until a datastore is known: `for_datastore`
@@ -124,26 +133,8 @@ def _reference(path: Path) -> Checkpoint:
         "train": {"precision": "auto"},
         TRANSFORMERS: of_transformers,
     }
-    settings = json.loads(json.dumps(settings, default=str))
-    return Checkpoint(
-        path=path,
-        weights=(),
-        training=(),
-        fingerprint=fingerprint([of_transformers, config.to_dict(), _sizes(path)]),
-        step=0,
-        tokens=0,
-        model=model,
-        settings=settings,
-        datastores=[],
-        num_ids=text.vocab_size,
-        tokenizer="",
-        unlogged={},
-        best=None,
-        started_from=None,
-        scaler={},
-        skipped={"steps": 0, "batches": 0},
-        mesh_dims={},
-    )
+    state = {"step": 0, "tokens": 0, "settings": json.loads(json.dumps(settings, default=str)), "datastores": []}
+    return of_state(path, (), (), fingerprint([of_transformers, config.to_dict(), _sizes(path)]), state)
 
 
 def _sizes(path: Path) -> dict[str, int]:
@@ -176,10 +167,11 @@ def _from_pretrained(name: str, path: str, **options: Any) -> Any:
             f"{path} is read by the package transformers, which is not installed: pip install 'retro[transformer]'"
         ) from error
     transformers.utils.logging.disable_progress_bar()  # ours says what is loaded
+    folder = path
     if path.endswith(GGUF):
-        path, options = str(Path(path).parent), options | {"gguf_file": Path(path).name}
+        folder, options = str(Path(path).parent), options | {"gguf_file": Path(path).name}
     try:
-        return getattr(transformers, name).from_pretrained(path, **options)
+        return getattr(transformers, name).from_pretrained(folder, **options)
     except Exception as error:  # each reader of files has its own kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(

@@ -282,12 +282,17 @@ def read(folder: Path) -> Checkpoint:
         tuple(folder / name for name in sorted(manifest["files"]) if name.startswith(stem))
         for stem in ("model", "optimizer")
     )
-    return _checkpoint(folder, weights, training, manifest["fingerprint"], read_json(folder / "state.json"))
+    return of_state(folder, weights, training, manifest["fingerprint"], read_json(folder / "state.json"))
 
 
-def _checkpoint(
+def of_state(
     path: Path, weights: tuple[Path, ...], training: tuple[Path, ...], fingerprint: str, state: dict[str, Any]
 ) -> Checkpoint:
+    """A checkpoint from its metadata, which `write` describes.
+
+    Raises:
+        InputError: they are not complete, or do not fit the weights.
+    """
     _check_state(path, state)
     try:
         model, settings = from_json(state["settings"]["model"]), with_lora(state["settings"])
@@ -436,7 +441,7 @@ def _read_exported(file: Path) -> Checkpoint:
     if not whole:
         raise InputError(f"{file} has changed since it was written (checksum). Export or copy it again.")
     _check_version(file, state.get("format_version"))
-    return _checkpoint(file, (file,), (), str(state.get("fingerprint", "")), state)
+    return of_state(file, (file,), (), str(state.get("fingerprint", "")), state)
 
 
 def _check_version(path: Path, version: Any) -> None:

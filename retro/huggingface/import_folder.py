@@ -27,6 +27,7 @@ from indexing.tokenization.backends import read_object
 from indexing.tokenization.installation import install_tokenizer, sentencepiece_file
 from indexing.tokenization.metadata import HUGGINGFACE_MODEL, read_meta
 from indexing.tokenization.settings import TokenizerSettings
+from retro.checkpoints.any_model import LONGEST_CONTEXT
 from retro.checkpoints.single_file import write_exported
 from retro.checkpoints.tensor_files import check_size
 from retro.data.settings import DataSettings
@@ -38,7 +39,6 @@ from retro.model.settings import ModelSettings
 from retro.training.settings import TrainSettings
 
 WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LONGEST_CONTEXT = 2048
 _TABLES = ("embedding.weight", "head.weight")
 
 
@@ -149,7 +149,7 @@ def import_base(
         InputError: the file has another ending, or the context is longer than the table of positions or shorter than a chunk.
     """
     m = base.settings.chunk_length
-    context = (context or min(base.context, _LONGEST_CONTEXT)) // m * m
+    context = (context or min(base.context, LONGEST_CONTEXT)) // m * m
     if not context:
         raise InputError(
             f"context: at most {base.context} tokens, fewer than model.chunk_length = {m}. Set --chunk-length lower."

@@ -34,6 +34,7 @@ from retro.inference.copy_votes import CopyVotes
 from retro.inference.rows import Row, find_neighbors
 from retro.inference.verbatim_runs import open_sorted_prefixes
 from retro.model.copy_head import CopyHead
+from retro.model.copy_switch import START
 from retro.model.copying_model import mixed
 from retro.model.datastore_fit import check_tokens
 from retro.model.inputs import Inputs
@@ -116,7 +117,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             datastore: folder or URL of a datastore that was made with the tokenizer (`--tokenizer.kind huggingface`).
             tokenizer: the model's tokenizer, of transformers.
             model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right in the
-                prompt. Without it, copying begins as weak as in a text of which nothing is known.
+                prompt. None = little is copied.
             networks: file of `retro add-retrieval`, whose networks are used; empty = those that fit other text.
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
@@ -228,7 +229,11 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _begun(self, tokens: np.ndarray) -> _Read:
         """The text as a new prompt."""
-        return _Read(Row(tokens, self._search, slot=0, copy_strength=self.copy_strength, prompt=None), len(tokens))
+        return _Read(self.row(tokens, copy_strength=self.copy_strength), len(tokens))
+
+    def row(self, tokens: np.ndarray, trust: tuple[float, ...] = START, copy_strength: float = 1.0) -> Row:
+        """A text int64 [t] for `mix_rows`."""
+        return Row(tokens, self._search, slot=0, trust=trust, copy_strength=copy_strength, prompt=None)
 
     def _search(self, chunks: np.ndarray) -> tuple[np.ndarray, ...]:
         """Neighbors of chunks [n, m]; see `RetrieveNeighbors`."""
@@ -249,7 +254,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
     @torch.no_grad()
     def trust_after(self, tokens: np.ndarray, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the last does not count."""
-        return self._votes_on(vocabulary.nats.device).trust(Row(tokens, self._search, slot=0), vocabulary)
+        return self._votes_on(vocabulary.nats.device).trust(self.row(tokens), vocabulary)
 
     def _votes_on(self, device: torch.device) -> CopyVotes:
         """The votes, with the networks on a device."""

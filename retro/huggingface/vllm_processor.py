@@ -3,8 +3,8 @@
     vllm serve MODEL --logits-processors retro.huggingface.vllm_processor:CopyingLogitsProcessor \
         --additional-config '{"retro_datastore": "datastores/peps"}'
 
-A processor never sees the logits of a prompt. So how strong copying is comes with a request: `trust_of` finds it in the `prompt_logprobs` of an
-earlier one. Without it, copying begins as weak as in a text of which nothing is known.
+A processor never sees the logits of a prompt. So a request says how strong copying is: `trust_of` finds it in the `prompt_logprobs` of an
+earlier one. A request that does not say it copies little.
 
 `extra_args` of a request (`vllm_xargs` over HTTP):
     retro_trust      from `trust_of`
@@ -38,15 +38,10 @@ class _Request:
     trust: tuple[float, ...]
     copy_strength: float
 
-    def row(self) -> Row:
+    def row(self, processor: DatastoreLogitsProcessor) -> Row:
         """Its last tokens, which decide what is copied."""
         tokens = [*self.prompt[-LONGEST:], *self.output[-LONGEST:]][-LONGEST:]
-        return Row(np.array(tokens, np.int64), _nothing, 0, trust=self.trust, copy_strength=self.copy_strength)
-
-
-def _nothing(chunks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The search of a row that copies from the whole datastore only; it is never called."""
-    raise NotImplementedError
+        return processor.row(np.array(tokens, np.int64), self.trust, self.copy_strength)
 
 
 class CopyingLogitsProcessor(LogitsProcessor):
@@ -95,7 +90,8 @@ class CopyingLogitsProcessor(LogitsProcessor):
         """Mix the logits [N, V]."""
         if copying := {at: request for at, request in self._requests.items() if request.copy_strength}:
             at = torch.tensor([*copying], device=logits.device)
-            logits[at] = self._processor.mix_rows([one.row() for one in copying.values()], logits[at]).to(logits.dtype)
+            rows = [request.row(self._processor) for request in copying.values()]
+            logits[at] = self._processor.mix_rows(rows, logits[at]).to(logits.dtype)
         return logits
 
 

@@ -316,7 +316,7 @@ def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
     values = torch.logaddexp(before, added).where(before > -torch.inf, before)
     if not values.requires_grad:
         return log_p.scatter_(2, following, values)
-    # Equal tokens have equal values, of which one is kept, and each has a part of the gradient.
+    # A token that occurs n times is written n times with the same value, so each of these has 1/n of the gradient.
     times = torch.zeros_like(log_p).scatter_add_(2, following, torch.ones_like(weights)).gather(2, following)
     return log_p.scatter(2, following, values.detach() + (values - values.detach()) / times)
 
