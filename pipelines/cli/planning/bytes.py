@@ -15,7 +15,7 @@ from indexing.neighbors.index_search import COMPLETING_BYTES
 from indexing.neighbors.settings import Method
 from indexing.ngrams.search import search_bytes
 from indexing.store.errors import InputError
-from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
+from indexing.suffixes.order import RUN_BYTES
 
 NUM_SPLITS = 3
 _NPY_HEADER = 128
@@ -184,8 +184,7 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
         "neighbors": base + _searched_bytes(size, layout, searched),
-        "suffixes": base
-        + SORTING_BYTES[layout.token_bytes] * min(size.train_chunks * layout.chunk_length, GROUP_POSITIONS),
+        "suffixes": base + RUN_BYTES * size.train_chunks * layout.chunk_length / size.shards,
     }
 
 
