@@ -26,7 +26,6 @@ PACKAGES = (
     "docstring-parser",
     "typeguard",
     "faiss-cpu>=1.12,<2",
-    "pydivsufsort>=0.0.20,<0.1",
     "gguf>=0.17",
     "retro-pytorch==0.3.9",
 )

@@ -184,7 +184,7 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
         "neighbors": base + _searched_bytes(size, layout, searched),
-        "suffixes": base + RUN_BYTES * size.train_chunks * layout.chunk_length / size.shards,
+        "suffixes, runs": base + RUN_BYTES * size.train_chunks * layout.chunk_length / size.shards,
     }
 
 
