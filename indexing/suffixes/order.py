@@ -157,6 +157,8 @@ class Prefixes:
 
     def positions(self, first: int, stop: int, step: int = 1) -> np.ndarray:
         """The positions of every `step`-th of the rows [first, stop): [n] int64."""
+        if len(self._positions) == 1:
+            return _as_numbers(self._positions[0][first:stop:step])
         read = [np.empty(0, np.int64)]
         for start, end, stored in zip(self.rows, self.rows[1:], self._positions, strict=False):
             begin = (

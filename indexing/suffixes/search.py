@@ -72,18 +72,19 @@ class _Tokens:
     def __init__(self, split: Split) -> None:
         self._starts = (np.asarray(split.tokens.starts) * split.chunk_length).tolist()
         self._split, self._chunk_length = split, split.chunk_length
-        self._open: dict[int, tuple[memoryview, memoryview, memoryview]] = {}
-        self._format = _view(split.tokens.shard(0)).format
+        self._open: dict[int, tuple[int, memoryview, memoryview, memoryview]] = {}
+        self._several, self._format = len(self._starts) > 2, _view(split.tokens.shard(0)).format
 
     def _shard(self, position: int) -> tuple[int, memoryview, memoryview, memoryview]:
         """The first position of the shard of a position, its tokens, lengths of chunks, and first chunks of documents."""
-        starts = self._starts
-        number = bisect.bisect_right(starts, position) - 1 if len(starts) > 2 else 0
-        if number not in self._open:
-            split = self._split
-            tokens, lengths = _view(split.tokens.shard(number).reshape(-1)), _view(split.lengths.shard(number))
-            self._open[number] = tokens, lengths, _view(split.document_offsets.shard(number))
-        return starts[number], *self._open[number]
+        number = bisect.bisect_right(self._starts, position) - 1 if self._several else 0
+        return self._open.get(number) or self._opened(number)
+
+    def _opened(self, number: int) -> tuple[int, memoryview, memoryview, memoryview]:
+        split = self._split
+        tokens, lengths = _view(split.tokens.shard(number).reshape(-1)), _view(split.lengths.shard(number))
+        self._open[number] = self._starts[number], tokens, lengths, _view(split.document_offsets.shard(number))
+        return self._open[number]
 
     def _first(self, end: int, offsets: memoryview) -> int:
         """The first position of the document of a position, both counted from the first one of its shard."""

@@ -87,9 +87,12 @@ class ShardText:
         """The next token of the same document, [n] int64; -1 = none."""
         after = np.minimum(positions + 1, len(self.tokens) - 1)
         chunks, places = np.divmod(after, self.chunk_length)
-        begins = (places == 0) & (self.offsets[np.searchsorted(self.offsets, chunks)] == chunks)
-        same = (after > positions) & (places < self.lengths[chunks]) & ~begins
-        return np.where(same, self.tokens[after].astype(np.int64), -1)
+        none = (places >= self.lengths[chunks]) | (after == positions)
+        if len(first := np.flatnonzero(places == 0)):  # of a chunk, and perhaps of the next document
+            none[first] |= self.offsets[np.searchsorted(self.offsets, chunks[first])] == chunks[first]
+        following = self.tokens[after].astype(np.int64)
+        following[none] = -1
+        return following
 
 
 class Texts:
@@ -127,6 +130,9 @@ class Texts:
     def by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray | slice]]:
         """The shards of positions [n], in order, each with the rows of those in it."""
         if not len(positions):
+            return
+        if len(self.starts) == 2:
+            yield 0, slice(None)
             return
         first, last = np.searchsorted(self.starts, (positions.min(), positions.max()), side="right") - 1
         if first == last:
