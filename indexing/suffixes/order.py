@@ -71,6 +71,11 @@ def planned_orders(generations: Sequence[range], tokens: Sequence[int]) -> list[
     return orders
 
 
+def num_parts(tokens: int) -> int:
+    """The parts of an order of so many tokens."""
+    return max(1, -(-tokens // PART_TOKENS))
+
+
 def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
     return sum(tokens[shards.start : shards.stop])
 

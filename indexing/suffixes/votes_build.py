@@ -22,14 +22,36 @@ from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.order import LONGEST, Prefixes, blocks, order_of, stored_orders, write_run
+from indexing.suffixes.order import LONGEST, RANGE_TOKENS, Prefixes, blocks, order_of, stored_orders, write_run
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, spread, vote_dtype
 
 FAN_OUT = 128
 """Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
+_MOST_RANGES = 8
+"""Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
+_LEAST_TASKS = 64
+"""With fewer ranges each is a task."""
 _BLOCK = 1 << 16
 _HELD_OUT = tuple(name for name in SPLITS if name != "train")
+
+
+# --- tasks ---------------------------------------------------------------------------------------------------------
+
+
+def num_ranges(tokens: int) -> int:
+    """The ranges of the prefixes of so many training tokens."""
+    return max(1, -(-tokens // RANGE_TOKENS))
+
+
+def ranges_of_task(ranges: int) -> int:
+    """How many ranges one task finds the votes of."""
+    return max(1, min(_MOST_RANGES, ranges // _LEAST_TASKS))
+
+
+def shards_of_block(shards: int) -> int:
+    """How many shards one block collects the votes of; 1: shards collect them from the ranges, without blocks."""
+    return -(-shards // FAN_OUT)
 
 
 # --- prefixes ------------------------------------------------------------------------------------------------------

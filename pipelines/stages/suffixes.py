@@ -14,9 +14,8 @@ from indexing.store.files import MANIFEST
 from indexing.store.paths import names_at, parts_of, path_of
 from indexing.suffixes.order import (
     ALL_HEADS,
-    PART_TOKENS,
-    RANGE_TOKENS,
     cuts,
+    num_parts,
     part_path,
     planned_orders,
     shards_of,
@@ -28,7 +27,15 @@ from indexing.suffixes.order import VERSION as ORDER_VERSION
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
-from indexing.suffixes.votes_build import FAN_OUT, write_block, write_held_out, write_ranges, write_shard
+from indexing.suffixes.votes_build import (
+    num_ranges,
+    ranges_of_task,
+    shards_of_block,
+    write_block,
+    write_held_out,
+    write_ranges,
+    write_shard,
+)
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
@@ -36,10 +43,6 @@ from pipelines.stages.shards import Shard, finished, run_shards
 
 _PREFIX_RUNS = f"{SUFFIXES}/runs"
 _HELD_OUT, _RANGES, _BLOCKS = TEMPORARY_VOTES = tuple(f"{VOTES}/{name}" for name in ("held-out", "ranges", "blocks"))
-_MOST_RANGES = 8
-"""Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
-_LEAST_TASKS = 64
-"""With fewer ranges each is a task."""
 
 # --- suffixes: exact matches of any length -------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class _Order:
     @cached_property
     def parts(self) -> list[tuple[str, Recipe]]:
         """The path and the recipe of each part."""
-        count = max(1, -(-self.size // PART_TOKENS))
+        count = num_parts(self.size)
         recipe = partial(Recipe, "suffixes", ORDER_VERSION, inputs={"chunks": self._chunks(self.shards)})
         return [(part_path(self.shards, part), recipe({"part": part, "parts": count})) for part in range(count)]
 
@@ -170,7 +173,7 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
     deleted, made_from = deletions_of(datastore), finished(folder, datastore.manifest["artifacts"][SUFFIXES])
     recipe = partial(Recipe, "votes", VERSION, inputs={SUFFIXES: made_from})
     numbers = all_shards(folder)
-    block = -(-len(numbers) // FAN_OUT)  # shards of a block; one: no block is made
+    block = shards_of_block(len(numbers))
     ranges = list[Path]()
 
     def shard_of(shard: int) -> Shard:
@@ -217,9 +220,9 @@ def _ranges(datastore: Datastore, recipe: Callable[..., Recipe], executor: Execu
     ]
     _remove_others(folder, held_out)
     run_shards(folder, "sparse", "shards", held_out_task, held_out, executor, name="votes, held-out documents")
-    inner = cuts(Texts(train), all_shards(folder), -(-tokens // RANGE_TOKENS))
+    inner = cuts(Texts(train), all_shards(folder), num_ranges(tokens))
     borders = [0, *(head for head in sorted(set(inner)) if head), ALL_HEADS]
-    together = max(1, min(_MOST_RANGES, (len(borders) - 1) // _LEAST_TASKS))
+    together = ranges_of_task(len(borders) - 1)
     groups = [borders[first : first + together + 1] for first in range(0, len(borders) - 1, together)]
     shards = [
         Shard(

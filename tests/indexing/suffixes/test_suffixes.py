@@ -139,7 +139,6 @@ def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
     part: int, size: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order, "PART_TOKENS", part)
-    monkeypatch.setattr(suffixes, "PART_TOKENS", part)
     monkeypatch.setattr(order, "RANGE_TOKENS", size)
     monkeypatch.setattr(order, "ROWS_OF_HEAD", 16)
     monkeypatch.setattr(order, "position_bytes", lambda positions: width)

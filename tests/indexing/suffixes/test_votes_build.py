@@ -12,6 +12,7 @@ from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import SPLITS, Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
+from indexing.suffixes import votes_build
 from indexing.suffixes.order import LONGEST, stored_orders
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import (
@@ -228,7 +229,7 @@ def rebuilt(datastore: Datastore, folder: Path) -> Datastore:
 def test_several_ranges_give_nearly_the_same_votes(
     datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suffixes, "RANGE_TOKENS", 1500)
+    monkeypatch.setattr(votes_build, "RANGE_TOKENS", 1500)
     cut = rebuilt(datastore, tmp_path)
     one, other = (as_columns(split.votes.read(0, split.num_chunks)) for split in (datastore.train, cut.train))
     assert (one[..., 0] == other[..., 0]).mean() > 0.95
@@ -238,11 +239,11 @@ def test_several_ranges_give_nearly_the_same_votes(
 def test_tasks_of_several_ranges_and_blocks_of_shards_give_the_same_votes(
     datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suffixes, "RANGE_TOKENS", 700)
+    monkeypatch.setattr(votes_build, "RANGE_TOKENS", 700)
     one = rebuilt(datastore, tmp_path / "one")
     assert len(one.train.chunk_rows) == 2
-    monkeypatch.setattr(suffixes, "_LEAST_TASKS", 3)
-    monkeypatch.setattr(suffixes, "FAN_OUT", 1)
+    monkeypatch.setattr(votes_build, "_LEAST_TASKS", 3)
+    monkeypatch.setattr(votes_build, "FAN_OUT", 1)
     other = rebuilt(datastore, tmp_path / "other")
     assert contents(one.folder / "votes") == contents(other.folder / "votes")
 
