@@ -1,7 +1,7 @@
 """Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
 
     block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
-                     → the lists of these n-grams, sorted by chunk → sums of idf, sorted → chunks with the greatest sums
+                     → the lists of these n-grams → sums of idf by chunk → chunks with the greatest sums
 
 An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
 entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document

@@ -21,7 +21,7 @@ from retro.inference.language_model import Scores
 from retro.server import schemas
 from retro.server.service import ScoreKey, Service
 
-_MOST_DOCUMENTS = 4096  # examples come from the first held-out documents
+_MOST_DOCUMENTS = 1024  # examples come from the first held-out documents, whose neighbors are compared by embeddings
 _QUANTILES = 0.1, 0.5  # of the documents' distances, between which they are chosen: the nearest ones are mostly copies
 _FARTHEST = 4.0  # squared distance of unit vectors
 _READ = 64  # passages that the candidates are chosen from

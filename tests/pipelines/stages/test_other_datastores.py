@@ -19,7 +19,7 @@ from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
-from tests.conftest import build_local, tiny_config, write_corpus
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.verification.contents import check_contents
 
 
@@ -76,6 +76,21 @@ def test_neighbors_are_the_exact_nearest_of_both_datastores(both: Config, other:
         vectors = train.embeddings.gather(stored[rows, places] & (2**CHUNK_ID_BITS - 1)).astype(np.float32)
         assert np.allclose(((vectors - queries[rows]) ** 2).sum(1), distances[rows, places], atol=1e-5)
     assert 0.05 < (stored >> CHUNK_ID_BITS == 1).mean() < 0.95
+
+
+def test_merged_neighbors_of_an_append_equal_those_of_one_search(
+    tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, other: Config
+) -> None:
+    config = with_extra(tmp_path, tiny_corpus, tiny_datastore, other.datastore)
+    added = write_corpus(tmp_path / "added.jsonl", 30, seed=5)
+    config = replace(config, corpus=replace(config.corpus, paths=(str(tiny_corpus), str(added))))
+    train = build_local(config, append=True).train
+    first = train.neighbor_ids.shard(0)
+    assert (first >> CHUNK_ID_BITS == 1).any()
+    assert (first[first >> CHUNK_ID_BITS == 0] >= tiny_datastore.train.num_chunks).any()
+    merged = contents(config.datastore)
+    build_local(config, only="neighbors", rebuild=True)
+    assert contents(config.datastore) == merged
 
 
 def test_batches_contain_the_tokens_of_the_other_datastore(both: Config, other: Config) -> None:
