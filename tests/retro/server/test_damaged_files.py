@@ -148,8 +148,7 @@ def test_truncated_neighbors_are_503_without_a_path_of_the_server(
     retriever = Retriever.open(folder)
     settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
     with TestClient(make_app(retriever, None, settings)) as client:
-        for name in ("ids", "distances"):
-            truncated(folder / f"neighbors/00000/valid/{name}.npy")
+        truncated(folder / "neighbors/00000/valid/ids.npy")
         answer = client.get("/examples")
         assert answer.status_code == 503
         assert "neighbors/00000/valid/" in answer.json()["error"]["message"]
