@@ -15,8 +15,8 @@
 --kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
 processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other work on the machine
 changes less than wall time; of a killed run, those of its first process. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
-`summary` prints a table of all sizes, the exponents of CPU seconds, and the plan against the measurement, to which the
-start of each process adds some seconds.
+`summary` prints a table of all sizes, the exponents of CPU seconds, and the seconds of the plan against the measured ones, to which the
+start of each process adds some.
 """
 
 import argparse
@@ -125,34 +125,22 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
 def plan(file: str, out: Path) -> dict[str, Any]:
     """Plan the datastore."""
     cost = measured("plan", "datastore", file, "--output", str(out))
-    made, sample = (read_json(out)[key] for key in ("plan", "measured"))
-    times = {
-        step["name"]: {
-            "seconds": step["seconds"],
-            "cpu_seconds": step["seconds"] * _rate(sample["large"], step["name"]),
-        }
-        for step in made["steps"]
-    }
-    return {**cost, "steps": times, "bytes": made["bytes"]}
-
-
-def _rate(sample: dict[str, Any], name: str) -> float:
-    """CPU seconds of a step in each second of a sample."""
-    return float(sample["cpu_seconds"][name] / max(sample["seconds"][name], 1e-9))
+    made = read_json(out)["plan"]
+    return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
 
 
 def stage(name: str, file: str, folder: Path, *, killed: bool) -> dict[str, Any]:
     """Run one stage, after a first run that is killed in the middle of the planned time if `killed`."""
     first = None
     if killed:
-        half = planned(read_json(folder / "scale.json"), name, "seconds") / 2
+        half = planned(read_json(folder / "scale.json"), name) / 2
         first = measured("index", file, "--stage", name, kill_after=half)
     return {**measured("index", file, "--stage", name), "killed": first}
 
 
-def planned(results: dict[str, Any], name: str, key: str = "cpu_seconds") -> float:
-    """The CPU seconds of a stage in the plan, or its `seconds`."""
-    return float(sum(results["plan"]["steps"][step][key] for step in STAGES[name]))
+def planned(results: dict[str, Any], name: str) -> float:
+    """The seconds of a stage in the plan."""
+    return float(sum(results["plan"]["steps"].get(step, 0.0) for step in STAGES[name]))
 
 
 def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
@@ -327,7 +315,7 @@ def summary(out: Path) -> None:
     say(markdown(Table(header, rows)))
     compared = []
     for name in STAGES:
-        ratios = [f"{planned(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes]
+        ratios = [f"{planned(each, name) / each[name]['seconds']:.2f}" if name in each else "" for each in sizes]
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
         ratios = [
