@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--shard-tokens", type=float, default=15e6, help="of a shard of 64 MiB of text")
     parser.add_argument("--token-bytes", type=int, choices=(2, 4), default=2)
     parser.add_argument(
-        "--cpu", type=float, nargs=2, default=[1.3, 6.3], help="CPU microseconds a token: suffixes and votes"
+        "--cpu", type=float, nargs=2, default=[1.0, 2.8], help="CPU microseconds a token: suffixes and votes"
     )
     parser.add_argument("--machines", type=int, default=32)
     parser.add_argument("--cores", type=int, default=64, help="of a machine")

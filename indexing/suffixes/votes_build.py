@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from indexing.machine import compiled
 from indexing.progress import Advance
 from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.order import LONGEST, RANGE_TOKENS, Prefixes, blocks, order_of, stored_orders, write_run
+from indexing.suffixes.order import LONGEST, RANGE_TOKENS, Prefixes, order_of, stored_orders, write_run
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, spread, vote_dtype
 
@@ -32,7 +33,6 @@ _MOST_RANGES = 8
 """Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
 _LEAST_TASKS = 64
 """With fewer ranges each is a task."""
-_BLOCK = 1 << 16
 _HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
@@ -86,14 +86,20 @@ def _voting_documents(texts: Texts, positions: np.ndarray) -> np.ndarray:
 # --- ranges --------------------------------------------------------------------------------------------------------
 
 
-def _common(window: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Equal last tokens of two prefixes, [n] int64; 0 with -1 in `others`."""
-    lengths = np.zeros(len(rows), np.int64)
-    for block in blocks(len(rows), _BLOCK):
-        one, other = window[rows[block]], window[others[block]]
-        differs = (one != other) | (one == 0)
-        lengths[block] = np.where(differs.any(1), differs.argmax(1), window.shape[1])
-    return np.where(others < 0, 0, lengths)
+def _common(window: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Equal last tokens of the first prefixes of a range and of others: rows [n] of these → [n] int64; 0 with -1."""
+    lengths = np.zeros(len(others), np.int64)
+    compiled(_compare)(window, others, lengths)
+    return lengths
+
+
+def _compare(window: np.ndarray, others: np.ndarray, lengths: np.ndarray) -> None:
+    for row in range(len(others)):
+        other, length = others[row], 0
+        if other >= 0:
+            while length < window.shape[1] and window[row, length] == window[other, length] != 0:
+                length += 1
+        lengths[row] = length
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,10 @@ def votes_in_range(
     """
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
-    sides = np.stack([_common(window, rows, before), _common(window, rows, after)])
+    sides = np.stack([_common(window, before), _common(window, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
-    common, voters_before = _common(window, rows[:-1], rows[1:]), np.append(0, np.cumsum(voting))
-    poll = _Poll(
+    common, voters_before = _common(window, rows[1:]), np.append(0, np.cumsum(voting))
+    poll = (
         np.concatenate([own[voters], *(match.own for match in cut)]),
         np.concatenate([following[voters], *(match.following for match in cut)]).astype(np.int32),
         own,
@@ -152,7 +158,9 @@ def votes_in_range(
         same = matched & (low == longer[0]) & (high == longer[1])
         numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
         new = np.flatnonzero(matched & ~same)
-        numbers[new, level] = poll.numbers(new, low[new], high[new], size[new], candidates)
+        counted = np.zeros((len(new), 1 + KEPT), np.uint8)
+        compiled(_count)(new, low[new], high[new], size[new], *poll, candidates, counted)
+        numbers[new, level] = counted
         longer = np.where(matched, (low, high), 0)
     return packed(length, candidates, numbers, tokens)
 
@@ -181,93 +189,74 @@ def _voters_of(
     return low, high, size
 
 
-@dataclass(frozen=True)
-class _Poll:
-    """The voters of a range and its rows.
+def _count(
+    rows: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    size: np.ndarray,
+    documents: np.ndarray,
+    following: np.ndarray,
+    own: np.ndarray,
+    nearest: np.ndarray,
+    candidates: np.ndarray,
+    numbers: np.ndarray,
+) -> None:
+    """Count the votes of one length of match for some rows.
 
-    Attributes:
-        documents, following: of the voters in order, int64 and int32.
-        own: document of each row.
-        nearest: the token that follows the nearest prefix of another document for each row, int32.
+    Args:
+        rows: [n].
+        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly.
+        high: the one after the last voter, [n] int64.
+        size: the number of voters, [n] int64.
+        documents: of the voters in order, int64.
+        following: the tokens after the voters, int32; -1 = none.
+        own: document of every row of the range.
+        nearest: the token that follows the nearest prefix of another document, of every row, int32.
+        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
+        numbers: [n, 4] uint8, receives size code and shares.
     """
-
-    documents: np.ndarray
-    following: np.ndarray
-    own: np.ndarray
-    nearest: np.ndarray
-
-    def numbers(
-        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, size: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray:
-        """Size code and shares of one length of match for some rows [n], whose voters are [low, high): [n, 4] uint8. See `count`."""
-        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
-        step = np.maximum(1, -(-(high - low) // SAMPLED))
-        drawn = -(-(high - low) // step)
-        for least, most in pairwise((-1, 2, 4, 8, 16, SAMPLED)):  # most matches occur a few times only
-            own_size = np.flatnonzero((drawn > least) & (drawn <= most))
-            for block in blocks(len(own_size), _BLOCK):
-                at = own_size[block]
-                found = self.found(rows[at], low[at], high[at], step[at], most)
-                numbers[at] = self.count(rows[at], found, size[at], drawn[at], candidates)
-        return numbers
-
-    def found(self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
-        """The tokens after every `step`-th voter of [low, high) for some rows [n], at most `most`: [n, most] int32; -1 = no vote."""
-        voters = low[:, None] + step[:, None] * np.arange(most)
-        votes = voters < high[:, None]
-        voters[~votes] = 0
-        votes &= self.documents[voters] != self.own[rows, None]
-        return np.where(votes, self.following[voters], -1)
-
-    def count(
-        self, rows: np.ndarray, found: np.ndarray, size: np.ndarray, drawn: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray:
-        """Count the votes of one length of match.
-
-        Args:
-            rows: [n].
-            found: the tokens after the sampled voters, [n, s].
-            size: number of voters, [n].
-            drawn: number of those that were sampled, [n].
-            candidates: of all rows, [all, 3]; those of `rows` are completed.
-
-        Returns:
-            size code and shares, [n, 4] uint8.
-        """
-        counted = np.count_nonzero(found >= 0, axis=1)
-        total = size * counted // np.maximum(1, drawn)
-        none = np.flatnonzero(counted == 0)  # most occurrences are in the own document
-        found[none, 0] = self.nearest[rows[none]]
-        counted[none] = total[none] = found[none, 0] >= 0
-        kept = candidates[rows]
-        open_rows = np.flatnonzero(kept[:, -1] < 0)
-        kept[open_rows] = _with_most_frequent(kept[open_rows], found[open_rows])
-        candidates[rows] = kept
-        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
-        # The exponent is 1 + log2, rounded down, and 0 for 0.
-        numbers[:, 0] = np.minimum(np.frexp(total)[1], LARGEST_SIZE)
-        for place in range(KEPT):
-            votes = np.count_nonzero(found == kept[:, place, None], axis=1) * (kept[:, place] >= 0)
-            numbers[:, 1 + place] = SHARES * votes // np.maximum(1, counted)
-        return numbers
-
-
-def _with_most_frequent(candidates: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Candidates [n, 3], completed with the most frequent tokens that were found, [n, s] (-1 = none)."""
-    ordered = np.sort(found, axis=1)
-    begins = np.ones(ordered.shape, dtype=bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    sizes = np.bincount(np.cumsum(begins.ravel()) - 1) if begins.size else np.zeros(0, np.int64)
-    left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
-    rows, filled = np.arange(len(found)), np.count_nonzero(candidates >= 0, axis=1)
-    for _ in range(min(KEPT, found.shape[1])):  # enough, even if the candidates of longer matches come first
-        best = left.argmax(axis=1)  # the first of several has the smallest id
-        token = ordered[rows, best]
-        new = np.flatnonzero((left[rows, best] > 0) & (filled < KEPT) & (candidates != token[:, None]).all(axis=1))
-        candidates[new, filled[new]] = token[new]
-        filled[new] += 1
-        left[rows, best] = 0
-    return candidates
+    found = np.empty(SAMPLED, np.int32)
+    for i in range(len(rows)):
+        row, drawn, counted = rows[i], 0, 0
+        for voter in range(low[i], high[i], max(1, -(-(high[i] - low[i]) // SAMPLED))):
+            drawn += 1
+            if documents[voter] != own[row] and following[voter] >= 0:
+                place = counted
+                while place > 0 and found[place - 1] > following[voter]:  # in order of ids
+                    found[place] = found[place - 1]
+                    place -= 1
+                found[place] = following[voter]
+                counted += 1
+        total = size[i] * counted // max(1, drawn)
+        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
+            found[0] = nearest[row]
+            counted = total = 1
+        filled = 0
+        while filled < KEPT and candidates[row, filled] >= 0:
+            filled += 1
+        while filled < KEPT:
+            best, most, first = np.int32(-1), 0, 0
+            while first < counted:  # of equally frequent ones the smallest id
+                stop, known = first, False
+                while stop < counted and found[stop] == found[first]:
+                    stop += 1
+                for place in range(filled):
+                    known = known or candidates[row, place] == found[first]
+                if not known and stop - first > most:
+                    best, most = found[first], stop - first
+                first = stop
+            if best < 0:
+                break
+            candidates[row, filled] = best
+            filled += 1
+        while total > 0 and numbers[i, 0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
+            numbers[i, 0] += 1
+            total >>= 1
+        for place in range(filled):
+            votes = 0
+            for at in range(counted):
+                votes += found[at] == candidates[row, place]
+            numbers[i, 1 + place] = SHARES * votes // max(1, counted)
 
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
