@@ -103,7 +103,7 @@ def stored_orders(split: Split) -> list[tuple[range, list[Path]]]:
     for name in (name for part in parts_of(datastore.manifest["artifacts"].get(FOLDER, [])) for name in names_at(part)):
         if (shards := shards_of(name)) is None:
             raise InputError(
-                f"An older version wrote {split.folder / name}. Run `retro index CONFIG --stage {FOLDER}`."
+                f"An older version wrote {split.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
             )
         orders.setdefault(shards, []).append(split.folder / name)
     if sum(map(len, orders)) != len(split.chunk_rows):

@@ -202,7 +202,7 @@ def test_orders_of_an_older_version_name_the_stage_to_run_which_replaces_them(
     manifest = read_json(folder / "manifest.json")
     manifest["artifacts"][FOLDER] = f"{FOLDER}/00000"
     write_checked(folder / "manifest.json", manifest)
-    with pytest.raises(InputError, match=r"suffixes/00000.* --stage suffixes"):
+    with pytest.raises(InputError, match=r"suffixes/00000\. Run `retro index CONFIG`"):
         SuffixIndex.open(folder)
     config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
     build_local(replace(config, datastore=folder), only="suffixes")
