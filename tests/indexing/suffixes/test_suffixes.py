@@ -325,6 +325,18 @@ def test_appended_documents_have_an_order_that_is_merged_when_it_has_grown(tmp_p
     assert_equal_to_a_search_through_the_text(few.train, opened)  # the files that it reads are removed, and still open
 
 
+def test_documents_that_are_deleted_before_between_and_after_merges_do_not_occur(tmp_path: Path) -> None:
+    for documents in (60, 20, 30):
+        grown = appended(tmp_path, documents)
+        delete_documents(
+            grown.folder, [str(row["id"]) for row in grown.train.metadata([1, grown.train.num_documents - 2])]
+        )
+        split = Datastore.open(grown.folder).train
+        assert len(split.deleted_documents) >= 2
+        assert_equal_to_a_search_through_the_text(split)
+    assert len(stored_orders(split)) == 1
+
+
 def test_a_merge_that_was_killed_leaves_the_old_orders_and_is_finished_by_the_next_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
