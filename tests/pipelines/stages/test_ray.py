@@ -246,6 +246,14 @@ def test_stages_that_reserve_the_same_share_workers_but_not_what_a_stage_has_loa
     wait_until(lambda: not is_running(first[0][0]))
 
 
+def test_workers_end_with_their_executor(executor) -> None:
+    other = RayExecutor(executor.settings)
+    (process,) = other.map("chunk", lambda *, advance: os.getpid(), [Task("chunks/0", (), 1)], lambda _: None)
+    assert is_running(process)
+    del other
+    wait_until(lambda: not is_running(process))
+
+
 def test_worker_that_dies_between_stages_is_replaced_and_no_task_is_blamed(executor, caplog) -> None:
     def work(*, advance: Callable[[int], None]) -> int:
         return os.getpid()
