@@ -3,6 +3,7 @@
     python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3]     # TOML file of a finished datastore
     python -m benchmarks.speed.index_stages neighbors CONFIG               # by the method of the stored neighbors
     python -m benchmarks.speed.index_stages growth [--sizes 25000 100000]  # random vectors
+    python -m benchmarks.speed.index_stages executors CONFIG [--rounds 1]  # TOML file of any datastore; its corpus should be small
 
 `stages` compares `chunk` with the bare tokenizer on the same texts, `embed` with the bare forward pass of the same
 model (a lexical embedder has none), `add` with bare `faiss` on the same vectors, and `neighbors` (without the own
@@ -15,11 +16,15 @@ float16.
 `growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time
 in the number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is
 measured separately.
+
+`executors` builds new datastores by `retro index`, in this process and on Ray, and prints the seconds of each stage. Without
+RAY_ADDRESS a cluster starts for each build.
 """
 
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, add_minutes, budget, median_seconds, memory_bytes, say, seconds, write
+from benchmarks.common import Budget, add_minutes, budget, markdown, median_seconds, memory_bytes, say, seconds, write
 from indexing.corpus.chunks import chunk_shard
 from indexing.corpus.scan import read_slice
 from indexing.embedding.embedder import open_embedder
@@ -47,9 +52,10 @@ from indexing.machine import keep_freed_memory
 from indexing.neighbors.index_search import QueryChunks, neighbors_of
 from indexing.neighbors.settings import NeighborSettings, stored_settings
 from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
-from indexing.store.files import NpyWriter
+from indexing.store.files import NpyWriter, checksum, read_json
 from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
+from pipelines.cli.results import Table
 from pipelines.cli.settings.load import load
 from pipelines.config import Config
 from pipelines.stages.generations import read_plan
@@ -365,10 +371,51 @@ def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArr
     return ShardedArray(paths, rows)
 
 
+# --- executors -------------------------------------------------------------------------------------------------------
+
+
+def executors(config: Path, rounds: int, limit: Budget) -> dict[str, Any]:
+    """Build the same datastore by each executor in turn; returns the median seconds of each stage and of the whole command.
+
+    Raises:
+        RuntimeError: their files differ.
+    """
+    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in ("local", "ray")}
+    for _ in limit.rounds(rounds):
+        with tempfile.TemporaryDirectory() as work:
+            for kind, stages_of_kind in taken.items():
+                for stage, took in index_seconds(config, kind, Path(work) / kind).items():
+                    stages_of_kind.setdefault(stage, []).append(took)
+            local, ray = (checksums(Path(work) / kind) for kind in taken)
+            if local != ray:
+                raise RuntimeError(f"{config}: the executors built different files")
+    medians = {kind: {stage: statistics.median(took) for stage, took in of.items()} for kind, of in taken.items()}
+    rows = [[stage, *(f"{medians[kind][stage]:.1f}" for kind in medians)] for stage in medians["local"]]
+    say(markdown(Table(["seconds", *medians], rows)))
+    return {"config": str(config), "rounds": rounds, "seconds": medians}
+
+
+def checksums(datastore: Path) -> dict[str, str]:
+    """The checksum of every file but the reports, which contain times."""
+    files = (path for path in datastore.rglob("*") if path.is_file() and path.stem != "report")
+    return {str(path.relative_to(datastore)): checksum(path) for path in files}
+
+
+def index_seconds(config: Path, kind: str, datastore: Path) -> dict[str, float]:
+    """Build a datastore in a separate process; returns the seconds of each stage, and of the whole command."""
+    options = ["--datastore", str(datastore), "--executor.kind", kind]
+    command = [sys.executable, "-m", "pipelines.cli", "index", str(config), *options]
+    whole = seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+    took: dict[str, float] = {}
+    for step in read_json(datastore / "report.json")["build"]:
+        took[step["stage"]] = took.get(step["stage"], 0.0) + step["seconds"]
+    return took | {"whole command": whole}
+
+
 def main() -> None:
     """Run one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["stages", "neighbors", "growth", "one"])
+    parser.add_argument("part", choices=["stages", "neighbors", "growth", "executors", "one"])
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -388,6 +435,8 @@ def main() -> None:
         print(json.dumps(one(options.sizes[0], options.dimension, options.shards[0])))
     elif options.part == "growth":
         write(options.output, growth(options.sizes, options.dimension, options.shards, limit))
+    elif options.part == "executors":
+        write(options.output, executors(options.config, options.rounds, limit))
     else:
         config = load(Config, options.config, [], verb="index")
         measured = partial(stages, num_queries=options.queries) if options.part == "stages" else stored_neighbors

@@ -24,12 +24,14 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     _check_uv()
+    where = address or os.environ.get("RAY_ADDRESS", "")
+    if not where:  # a new cluster, for this process alone: its workers run at the priority of this process
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
+        require_answer(where)
         ray.init(address=address or None, log_to_driver=False, include_dashboard=False)
     # Ray raises many types, and `Exception` itself if a process of its own does not start in time.
     except Exception as error:
-        where = address or os.environ.get("RAY_ADDRESS", "")
         raise InputError(
             f"executor.ray_address: no Ray cluster at {where or 'this machine'}: {error}\nA cluster with token "
             "authentication needs RAY_AUTH_MODE=token and the token in this environment too (docs/how-to/run-on-a-cluster.md)."

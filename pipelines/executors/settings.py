@@ -44,7 +44,7 @@ class ExecutorChoice:
 @settings
 class ExecutorSettings(ExecutorChoice):
     """Where stages and training run. `local`: one shard after another in this process, with all threads, and training in this
-    process or those of torchrun. `ray`: a pool of workers for each stage, and training by several workers. What a worker reserves
+    process or those of torchrun. `ray`: a pool of workers, and training by several workers. What a worker reserves
     is set by stage in `[executor.resources]`, or `--executor.resources.embed.gpus 1`."""
 
     num_threads: Annotated[int, Field(ge=0, lt=2**15)] = 0

@@ -7,13 +7,18 @@ not depend on the executor.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from indexing.progress import Advance
 from indexing.store.errors import InputError
 from pipelines.executors.settings import ExecutorSettings, StageName
 
 log = logging.getLogger("retro")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_kept: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,33 @@ class LocalExecutor:
         """See `Executor.map`."""
         if self.num_threads:
             use_threads(self.num_threads)
-        for task in tasks:
-            try:
-                result = function(*task.arguments, advance=advance)
-            except Exception as error:
-                log_failure(task.name, error)
-                raise
-            yield result
+        try:
+            for task in tasks:
+                try:
+                    result = function(*task.arguments, advance=advance)
+                except Exception as error:
+                    log_failure(task.name, error)
+                    raise
+                yield result
+        finally:
+            forget_stage()
+
+
+def kept_for_stage(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the last result of a function, such as a loaded model, until the worker runs another stage."""
+    cached = lru_cache(maxsize=1)(function)
+    _kept.append(cached)
+    return cached  # type: ignore[return-value]  # which names no arguments
+
+
+def forget_stage() -> None:
+    """Drop what functions keep for a stage: memory, and artifacts that a repair replaces under the same fingerprint."""
+    for cached in _kept:
+        cached.cache_clear()
 
 
 def use_threads(num_threads: int) -> None:
-    """Set the threads of torch and Faiss in this process. Ray sets OMP_NUM_THREADS=1 in a worker and does not reset it."""
+    """Set the threads of torch and Faiss in this process. Ray sets OMP_NUM_THREADS=1 in its processes."""
     import faiss
     import torch
 

@@ -1,7 +1,7 @@
 """The `embed` stage: chunks → embedder → embeddings."""
 
 import shutil
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from indexing.store.retrieval_set import check_tokenizer, embedder_identity
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor
+from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.shards import Shard, chunks_in_shards, finished, former_setting, prefixed, run_shards
 from pipelines.terminal.progress import progress
@@ -40,7 +40,6 @@ def run_embed(config: Config, executor: Executor) -> Artifacts:
         arguments = (folder, embedder.fingerprint, folder / chunks.paths, config.embedder)
         return Shard(path_of("embeddings", shard), recipe, arguments, sizes[shard])
 
-    _open_embedder.cache_clear()  # from an earlier build in this process: a repaired embedder has the same fingerprint
     return run_shards(folder, "embed", "chunks", embed_task, map(shard_of, all_shards(folder)), executor)
 
 
@@ -97,9 +96,9 @@ def _embedder_files(datastore: Datastore, settings: EmbedderSettings) -> dict[st
     return files
 
 
-@lru_cache(maxsize=1)
+@kept_for_stage
 def _open_embedder(folder: Path, _: str, settings: EmbedderSettings) -> Embedder:
-    """Cached for the shards of one worker, so that a model is loaded once. The fingerprint in the key detects another embedder."""
+    """The fingerprint in the key detects another embedder."""
     return open_embedder(folder / "embedder", Tokenizer.open(folder / "tokenizer").decode, settings)
 
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from indexing.store.errors import InputError
 from indexing.store.paths import path_of
 from indexing.store.retrieval_set import RetrievalSet, open_others
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor
+from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.choices import search_method
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.index import TUNED
@@ -67,12 +67,8 @@ def run_neighbors(config: Config, executor: Executor) -> Artifacts:
     for generation, stop in zip(own, stops, strict=True):
         kept += sum(train.chunk_rows[shard] for shard in generation.shards) if stop < len(own) else 0
         shards += [_shard(config, method, shard, own[:stop], others, sizes[shard]) for shard in generation.shards]
-    try:
-        made = run_shards(
-            folder, "neighbors", "chunks", neighbor_task, shards, executor, before=partial(_warn, config, kept)
-        )
-    finally:  # the report opens the index again, and a repaired one has the same fingerprint
-        _open_searched.cache_clear()
+    warn = partial(_warn, config, kept)
+    made = run_shards(folder, "neighbors", "chunks", neighbor_task, shards, executor, before=warn)
     for shard in shards:
         remove(_before(folder / shard.path))
     return made
@@ -193,9 +189,9 @@ def _set_aside(out: Path, recipes: list[Recipe]) -> int:
     return made_by(_before(out), recipes[:-1])
 
 
-@lru_cache(maxsize=1)
+@kept_for_stage
 def _open_searched(searched: tuple[SearchedShards, ...], method: Method) -> list[OpenIndex]:
-    """Cached for the shards of one worker. The fingerprints in the key detect another index."""
+    """The fingerprints in the key detect another index."""
     opened = []
     for part in searched:
         train = Datastore.open(part.folder).train

@@ -65,20 +65,23 @@ class IndexOptions(Config):
 
 def index(options: IndexOptions) -> int:
     """`retro index CONFIG`."""
-    from pipelines.cli.reports.datastore import summary_table, write_index_report
     from pipelines.executors.factory import make_executor
+
+    executor = make_executor(options.executor)  # a worker on Ray starts during these imports
+    from pipelines.cli.reports.datastore import summary_table, write_index_report
     from pipelines.stages.table import build
 
     config = replace(options, corpus=replace(options.corpus, strict=options.corpus.strict or options.strict))
     view = StagesView()
     datastore = build(
         config,
-        make_executor(config.executor),
+        executor,
         only=options.stage,
         rebuild=options.rebuild,
         append=options.append,
         view=view,
     )
+    del executor  # and its workers
     _warn_if_little_is_held_out(datastore, config.corpus.split)
     if datastore.has("neighbors"):
         print_rows(summary_table(write_index_report(datastore, view.steps)).rows)

@@ -80,3 +80,13 @@ def test_ray_that_does_not_start_in_time_is_reported(ray_outside: None, monkeypa
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(InputError, match=r"no Ray cluster at this machine: The current node timed out during startup"):
         connect("")
+
+
+def test_workers_of_a_cluster_that_starts_here_run_at_the_priority_of_the_command(
+    ray_outside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for address, is_own in (("auto", False), ("", True)):
+        monkeypatch.delenv("RAY_worker_niceness", raising=False)
+        with pytest.raises(InputError):
+            connect(address)
+        assert ("RAY_worker_niceness" in os.environ) == is_own

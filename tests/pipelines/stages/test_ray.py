@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from indexing.store.errors import InputError
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors import ray_pool
+from pipelines.executors import tasks as executing
 from pipelines.executors.factory import make_executor
 from pipelines.executors.ray_pool import RayExecutor
 from pipelines.executors.settings import ExecutorSettings, Resources
@@ -213,6 +215,71 @@ def test_shard_that_kills_its_workers_fails_by_name_and_other_shards_finish(exec
         list(executor.map("chunk", work, tasks, lambda _: None))
     assert caplog.text.count("chunks/1: its worker died; the task is started again") == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_stages_that_reserve_the_same_share_workers_but_not_what_a_stage_has_loaded(executor, cluster) -> None:
+    settings = executor.settings
+
+    def work(*, advance: Callable[[int], None]) -> tuple[int, str]:
+        if not hasattr(executing, "loaded"):
+            executing.loaded = executing.kept_for_stage(lambda: uuid.uuid4().hex)  # type: ignore[attr-defined]
+        return os.getpid(), executing.loaded()
+
+    few = Resources(workers=1)
+    executor.settings = replace(settings, resources={"chunk": few, "embed": few, "add": replace(few, cpus=0.5)})
+    tasks = [Task(f"{number}", (), 1) for number in range(2)]
+    stages: tuple[Any, ...] = ("chunk", "embed", "add")
+    first, second, other = (list(executor.map(stage, work, tasks, lambda _: None)) for stage in stages)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert second[0][0] == first[0][0]
+    assert second[0][1] != first[0][1]
+    assert other[0][0] != first[0][0]
+    wait_until(lambda: not is_running(first[0][0]))
+
+
+def test_workers_end_with_their_executor(executor) -> None:
+    other = RayExecutor(executor.settings)
+    (process,) = other.map("chunk", lambda *, advance: os.getpid(), [Task("chunks/0", (), 1)], lambda _: None)
+    assert is_running(process)
+    del other
+    wait_until(lambda: not is_running(process))
+
+
+def test_worker_that_dies_between_stages_is_replaced_and_no_task_is_blamed(executor, caplog) -> None:
+    def work(*, advance: Callable[[int], None]) -> int:
+        return os.getpid()
+
+    task = [Task("chunks/0", (), 1)]
+    (process,) = executor.map("chunk", work, task, lambda _: None)
+    os.kill(process, signal.SIGKILL)
+    (other,) = executor.map("chunk", work, task, lambda _: None)
+    assert other != process
+    assert "its worker died" not in caplog.text
+
+
+def test_idle_workers_free_what_they_reserve(executor, monkeypatch) -> None:
+    monkeypatch.setattr(ray_pool, "_IDLE_SECONDS", 0.5)
+
+    def work(free: int, *, advance: Callable[[int], None]) -> int:
+        import ray
+
+        end = time.monotonic() + PATIENCE
+        while (now := ray.available_resources().get("CPU", 0)) != free and time.monotonic() < end:
+            time.sleep(0.05)
+        return now
+
+    for free in ([0, 0], [1]):  # as long as two tasks run, no CPU is free
+        tasks = [Task(f"chunks/{number}", (each,), 1) for number, each in enumerate(free)]
+        assert list(executor.map("chunk", work, tasks, lambda _: None)) == free
 
 
 def test_progress_is_counted_once_and_stragglers_and_failures_are_named(
