@@ -11,7 +11,6 @@ held-out documents are sorted among the others and vote for nothing. The text af
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,15 +63,13 @@ def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
         write_run(work / name, datastore.split(name), shard)
 
 
-@lru_cache(maxsize=1)
-def _opened(folder: Path, fingerprint: str, held_out: Path) -> tuple[Datastore, list[Prefixes]]:
-    """The orders of the training documents and the runs of the held-out ones. A worker opens them once for all of its ranges."""
-    datastore = Datastore.open(folder)
+def open_prefixes(datastore: Datastore, held_out: Path) -> list[Prefixes]:
+    """Open the orders of the training documents, and the runs of the held-out ones in the folder that has those of each shard."""
     runs = [Prefixes(texts, parts) for texts in [Texts(datastore.train)] for _, parts in stored_orders(datastore.train)]
     for name in _HELD_OUT:
         texts = Texts(datastore.split(name))
         runs += [Prefixes(texts, [held_out / shard_name(shard) / name]) for shard in range(len(texts.starts) - 1)]
-    return datastore, runs
+    return runs
 
 
 def _voting_documents(texts: Texts, positions: np.ndarray) -> np.ndarray:
@@ -285,7 +282,7 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
 
 
 def write_ranges(
-    work: Path, datastore: Datastore, held_out: Path, borders: Sequence[int], advance: Advance
+    work: Path, datastore: Datastore, runs: Sequence[Prefixes], borders: Sequence[int], advance: Advance
 ) -> dict[str, int]:
     """Write the votes of all prefixes with heads in the ranges between these borders, by source.
 
@@ -298,9 +295,8 @@ def write_ranges(
     Returns:
         the number of training tokens.
     """
-    opened, runs = _opened(datastore.folder, datastore.fingerprint, held_out)
     sources, positions, votes = zip(
-        *(_range(opened, runs, first, stop) for first, stop in pairwise(borders)), strict=True
+        *(_range(datastore, runs, first, stop) for first, stop in pairwise(borders)), strict=True
     )
     source = np.concatenate(sources)
     order, count = np.argsort(source, kind="stable"), len(SPLITS) * len(datastore.train.chunk_rows)

@@ -14,6 +14,7 @@ from indexing.store.files import MANIFEST
 from indexing.store.paths import path_of
 from indexing.suffixes.order import (
     ALL_HEADS,
+    Prefixes,
     cuts,
     num_parts,
     part_path,
@@ -30,6 +31,7 @@ from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
 from indexing.suffixes.votes_build import (
     num_ranges,
+    open_prefixes,
     ranges_of_task,
     shards_of_block,
     write_block,
@@ -38,7 +40,7 @@ from indexing.suffixes.votes_build import (
     write_shard,
 )
 from pipelines.config import Config
-from pipelines.executors.tasks import Executor
+from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.shards import Shard, finished, run_shards
 
@@ -261,7 +263,12 @@ def range_votes_task(
     work: Path, datastore: Datastore, held_out: Path, borders: list[int], *, advance: Advance
 ) -> dict[str, Any]:
     """Find the votes of the prefixes of consecutive ranges."""
-    return write_ranges(work, datastore, held_out, borders, advance)
+    return write_ranges(work, datastore, _open_prefixes(datastore.folder, held_out), borders, advance)
+
+
+@kept_for_stage
+def _open_prefixes(folder: Path, held_out: Path) -> list[Prefixes]:
+    return open_prefixes(Datastore.open(folder), held_out)
 
 
 def block_votes_task(work: Path, ranges: list[Path], shards: range, *, advance: Advance) -> None:
