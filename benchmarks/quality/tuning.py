@@ -90,11 +90,11 @@ def imported(folder: Path, options: argparse.Namespace) -> dict[str, str]:
 def trained_here(folder: Path, source: Path, options: argparse.Namespace) -> dict[str, str]:
     """Settings of a RETRO that this trains on the passages."""
     (passages,) = source.glob("passages*")
-    model = {"corpus.paths": str(passages), "model.preset": "small", "data.k": "2"}
+    model = {"corpus.paths": str(passages), "model.preset": "tiny", "data.k": "2"}
     run = folder / "retro"
     train = {
         "run": str(run), "data.sequence-length": "512", "train.batch-size": "4", "train.steps": str(options.pretraining_steps),
-        "train.warmup-steps": "10", "train.lr": "2e-3", "train.eval-every": "0", "train.checkpoint-every": "100",
+        "train.warmup-steps": "10", "train.lr": "2e-3", "train.eval-every": "0", "train.eval-tokens": "1000", "train.checkpoint-every": "100",
     }  # fmt: skip
     datastore = {"datastore": str(folder / "datastore")}
     verb(folder, "index", datastore | model)
@@ -150,7 +150,7 @@ def main() -> None:
     parser = model_parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pretraining-steps", type=int, default=200, help="of 2,048 tokens, for the small RETRO")
+    parser.add_argument("--pretraining-steps", type=int, default=100, help="of 2,048 tokens, for the small RETRO")
     parser.add_argument("--characters", type=int, default=600, help="of the passage in an example; Chinese needs fewer")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
