@@ -4,10 +4,13 @@ Building the site runs no cell and needs no package: mkdocs-jupyter would bring 
 """
 
 import json
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from mkdocs.structure.files import File
+
+_WIDTH = 86  # characters that fit into a block of code
 
 
 class Notebook(File):
@@ -38,10 +41,10 @@ def markdown_of(notebook: str) -> str:
 def _parts(cell: dict[str, Any]) -> Iterator[str]:
     source = "".join(cell["source"])
     yield f"```python\n{source}\n```" if cell["cell_type"] == "code" else source
-    for output in cell.get("outputs", ()):
+    outputs = cell.get("outputs", ())
+    if printed := "".join(line for output in outputs for line in output.get("text", ())):
+        lines = (textwrap.fill(line, _WIDTH) if len(line) > _WIDTH else line for line in printed.splitlines())
+        yield "\n".join(["```text", *lines, "```"])
+    for output in outputs:
         if html := output.get("data", {}).get("text/html"):
-            # Backticks would begin code, also inside HTML.
-            yield "".join(html).replace("`", "&#96;")
-        else:
-            text = output.get("text") or output["data"]["text/plain"]
-            yield f"```text\n{''.join(text).rstrip()}\n```"
+            yield "".join(html).replace("`", "&#96;")  # backticks begin code, also inside HTML

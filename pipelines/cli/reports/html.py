@@ -84,7 +84,7 @@ def write_report(
 class Fragment:
     """A part of a page, which a notebook shows. It loads nothing."""
 
-    html: str
+    html: str = field(repr=False)
 
     def _repr_html_(self) -> str:
         return self.html

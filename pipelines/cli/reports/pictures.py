@@ -6,7 +6,7 @@ lines, distributions or bars ─► drawn once for each theme ─► `Picture`: 
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
@@ -48,8 +48,8 @@ class Picture:
     """
 
     title: str
-    light: str
-    dark: str
+    light: str = field(repr=False)
+    dark: str = field(repr=False)
 
     def uri(self, theme: str) -> str:
         """The picture in a theme as a data URI, for `<img src>`. So ids in it belong to it, and a page loads nothing."""
