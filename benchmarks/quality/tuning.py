@@ -38,13 +38,13 @@ METHODS: dict[str, dict[str, str]] = {
 }
 RETRO_METHODS: dict[str, dict[str, str]] = {
     **BEFORE,
-    "all weights, 3e-4": {"train.weights": "all", "train.lr": "3e-4"},
     "all weights, 1e-3": {"train.weights": "all", "train.lr": "1e-3"},
-    "retrieval, 1e-3": {"train.weights": "retrieval", "train.lr": "1e-3"},
     "LoRA of rank 8, 3e-3": {"train.weights": "none", "train.lr": "3e-3", **LORA},
-    "LoRA of rank 8, 1e-2": {"train.weights": "none", "train.lr": "1e-2", **LORA},
     "16 prefix tokens, 1e-2": {"train.weights": "none", "train.lr": "1e-2", **PREFIX},
+    "retrieval, 1e-3": {"train.weights": "retrieval", "train.lr": "1e-3"},
     "16 prefix tokens, 5e-2": {"train.weights": "none", "train.lr": "5e-2", **PREFIX},
+    "LoRA of rank 8, 1e-2": {"train.weights": "none", "train.lr": "1e-2", **LORA},
+    "all weights, 3e-4": {"train.weights": "all", "train.lr": "3e-4"},
 }
 """Name and learning rate → settings of `retro finetune`."""
 
