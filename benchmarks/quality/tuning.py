@@ -2,11 +2,11 @@
 
     retro import MODEL --output base.safetensors
     python -m benchmarks.quality.tuning base.safetensors FOLDER ... --output RUNS [--steps 40]
-    python -m benchmarks.quality.tuning retro FOLDER ... --output RUNS
+    python -m benchmarks.quality.tuning tiny-retro FOLDER ... --output RUNS
     python -m benchmarks.quality.tuning summary --output RUNS
 
 Each FOLDER has passages (`id`, `text`) and questions (`question`, `answers`, `positive_ids`), as in the project's shared data. An example is the
-part of the passage around the answer, the question and the answer. An imported model has retrieval OFF. With `retro`, a small RETRO is first
+part of the passage around the answer, the question and the answer. An imported model has retrieval OFF. With `tiny-retro`, a small RETRO is first
 trained on the passages, whose datastore it also reads while it is fine-tuned. Finished runs are kept, so the benchmark resumes.
 """
 
@@ -25,7 +25,7 @@ from pipelines.cli.results import Table
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.evaluation.question_sets import read_questions
 
-RETRO = "retro"
+RETRO = "tiny-retro"
 LORA = {"lora.rank": "8"}
 PREFIX = {"model.attention.prefix-tokens": "16"}
 BEFORE = {"before": {"train.weights": "none", "lora.rank": "1", "train.lr": "1e-30", "train.steps": "1", "train.eval-every": "1", "train.warmup-steps": "0"}}  # fmt: skip
