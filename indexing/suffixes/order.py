@@ -97,14 +97,8 @@ def stored_orders(split: Split) -> list[tuple[range, list[Path]]]:
     Raises:
         InputError: the datastore has none, one is missing or damaged, or an older version wrote them.
     """
-    datastore = Datastore.open(split.folder)
-    datastore.require(FOLDER)
     orders: dict[range, list[Path]] = {}
-    for name in (name for part in parts_of(datastore.manifest["artifacts"].get(FOLDER, [])) for name in names_at(part)):
-        if (shards := shards_of(name)) is None:
-            raise InputError(
-                f"An older version wrote {split.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
-            )
+    for name, shards in recorded_parts(Datastore.open(split.folder)):
         orders.setdefault(shards, []).append(split.folder / name)
     if sum(map(len, orders)) != len(split.chunk_rows):
         raise InputError(f"{split.folder} has other shards than when it was opened. Open it again.")
@@ -112,6 +106,22 @@ def stored_orders(split: Split) -> list[tuple[range, list[Path]]]:
         for folder in folders:
             read_manifest(folder)
     return list(orders.items())
+
+
+def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
+    """The parts of orders that the manifest of a datastore names, each with the shards of its order.
+
+    Raises:
+        InputError: the stage is not finished, or an older version ran it.
+    """
+    datastore.require(FOLDER)
+    paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
+    for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
+        if (shards := shards_of(name)) is None:
+            raise InputError(
+                f"An older version wrote {datastore.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
+            )
+        yield name, shards
 
 
 # --- read -------------------------------------------------------------------------------------------------------------

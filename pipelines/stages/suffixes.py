@@ -11,13 +11,14 @@ from indexing.store.artifact import Artifacts, Recipe, made_by, remove
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
-from indexing.store.paths import names_at, parts_of, path_of
+from indexing.store.paths import path_of
 from indexing.suffixes.order import (
     ALL_HEADS,
     cuts,
     num_parts,
     part_path,
     planned_orders,
+    recorded_parts,
     shards_of,
     write_part,
     write_run,
@@ -146,9 +147,7 @@ def suffixes_task(
 
 def remove_other_orders(datastore: Path) -> None:
     """Remove orders that the datastore's manifest does not name: those of an older version, and those that were merged into others."""
-    named = {
-        name for part in parts_of(Datastore.open(datastore).manifest["artifacts"][SUFFIXES]) for name in names_at(part)
-    }
+    named = {name for name, _ in recorded_parts(Datastore.open(datastore))}
     for path in (datastore / SUFFIXES).glob("[0-9]*"):
         if path.relative_to(datastore).as_posix() not in named:
             remove(path)
@@ -170,7 +169,7 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
             f"{folder} has a vocabulary of {datastore.manifest['vocab_size']:,}; the stage 'votes' stores token ids below "
             f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
         )
-    deleted, made_from = deletions_of(datastore), finished(folder, datastore.manifest["artifacts"][SUFFIXES])
+    deleted, made_from = deletions_of(datastore), finished(folder, [name for name, _ in recorded_parts(datastore)])
     recipe = partial(Recipe, "votes", VERSION, inputs={SUFFIXES: made_from})
     numbers = all_shards(folder)
     block = shards_of_block(len(numbers))

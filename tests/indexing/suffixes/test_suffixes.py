@@ -191,8 +191,9 @@ def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:
         assert sorted_again <= sum(tokens) * np.log(sum(tokens)) / np.log(1.5)
 
 
-def test_orders_of_an_older_version_name_the_stage_to_run_which_replaces_them(
-    datastore: Datastore, tmp_path: Path
+@pytest.mark.parametrize("recorded", [f"{FOLDER}/00000", None])
+def test_orders_of_an_older_version_name_the_command_that_replaces_them(
+    recorded: str | None, datastore: Datastore, tmp_path: Path
 ) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
@@ -200,11 +201,15 @@ def test_orders_of_an_older_version_name_the_stage_to_run_which_replaces_them(
     with create(folder / FOLDER / "00000", Recipe("suffixes", 3)):
         pass
     manifest = read_json(folder / "manifest.json")
-    manifest["artifacts"][FOLDER] = f"{FOLDER}/00000"
+    if recorded:
+        manifest["artifacts"][FOLDER] = recorded
+    else:
+        del manifest["artifacts"]
     write_checked(folder / "manifest.json", manifest)
-    with pytest.raises(InputError, match=r"suffixes/00000\. Run `retro index CONFIG`"):
-        SuffixIndex.open(folder)
     config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    for opened in (SuffixIndex.open, lambda folder: build_local(replace(config, datastore=folder), only="votes")):
+        with pytest.raises(InputError, match=r"suffixes\b.* Run `retro index CONFIG`"):
+            opened(folder)
     build_local(replace(config, datastore=folder), only="suffixes")
     suffixes = {name: data for name, data in contents(folder).items() if name.startswith("suffixes/")}
     assert suffixes == {name: data for name, data in contents(datastore.folder).items() if name.startswith("suffixes/")}
