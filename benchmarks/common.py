@@ -100,7 +100,7 @@ def add_minutes(parser: argparse.ArgumentParser, default: float = MINUTES) -> No
 def model_parser(about: str) -> argparse.ArgumentParser:
     """A parser for measurements of a trained model: the model or the word `summary`, a folder for the figures, `--minutes`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", help="the imported model, or the word summary")
+    parser.add_argument("base", help="the model, or the word summary")
     parser.add_argument("--output", type=Path, required=True, help="folder of the figures")
     add_minutes(parser)
     return parser

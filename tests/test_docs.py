@@ -1,5 +1,6 @@
 """Documentation: links resolve, and the commands and settings of the text exist."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = {DOCS / path: text for path, text in pages().items()}
 """Pages that exist on the site only."""
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 OPTIONS = {verb: set(leaf_types(row.load()[1])) for verb, row in VERBS.items()}
 KEYS = set(leaf_types(Config))
@@ -40,8 +42,11 @@ def name(path: Path) -> str:
 
 
 def prose(path: Path) -> str:
-    """The text without its code blocks."""
+    """The text without its code blocks; of a notebook, its Markdown."""
     text = GENERATED.get(path) or path.read_text()
+    if path in NOTEBOOKS:
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -56,7 +61,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN, *GENERATED], ids=name)
+@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN, *GENERATED, *NOTEBOOKS], ids=name)
 def test_links_resolve(path: Path) -> None:
     generated = GENERATED if path in GENERATED else {}  # a link from a written page must work on GitHub too
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", prose(path)):
@@ -67,9 +72,9 @@ def test_links_resolve(path: Path) -> None:
 
 
 def test_every_page_is_in_the_table_of_contents_and_in_the_navigation() -> None:
-    contents = set(re.findall(r"\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
-    navigation = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
-    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN[2:]}
+    contents = set(re.findall(r"\(([\w/-]+\.(?:md|ipynb))\)", (DOCS / "index.md").read_text()))
+    navigation = set(re.findall(r": ([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    written = {path.relative_to(DOCS).as_posix() for path in (*WRITTEN[2:], *NOTEBOOKS)}
     indexes = {"reference/settings.md", "reference/commands.md"}
     assert contents | {"index.md"} == written == navigation - indexes
 
@@ -112,7 +117,9 @@ def test_the_architecture_page_shows_every_folder() -> None:
 
 def test_no_two_pages_of_the_site_have_the_same_address() -> None:
     """MkDocs writes `a.md` and `a/index.md` to `a/index.html`, and one of them is lost."""
-    addresses = [path.with_suffix("").as_posix().removesuffix("/index") for path in (*WRITTEN[2:], *GENERATED)]
+    addresses = [
+        path.with_suffix("").as_posix().removesuffix("/index") for path in (*WRITTEN[2:], *NOTEBOOKS, *GENERATED)
+    ]
     assert len(addresses) == len(set(addresses))
 
 

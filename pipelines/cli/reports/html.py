@@ -1,10 +1,11 @@
 """Reports: one HTML file, which loads nothing from other places.
 
 figures, tables, pictures, examples (plain data) → templates/report.html → one file, written atomically
+colored passages → templates/fragment.html → a part of a notebook
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -75,14 +76,31 @@ def write_report(
         sections: in order.
         figures: label, value and note of the numbers at the top.
     """
+    html = _rendered("report.html", title=title, subtitle=subtitle, sections=sections, figures=figures)
+    write_bytes(path, html.encode("utf-8", errors="replace"))
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of a page, which a notebook shows. It loads nothing."""
+
+    html: str = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def colored_text(passages: Iterable["ColoredPassage"]) -> Fragment:
+    """Passages with the colors of their tokens, and their sources."""
+    return Fragment(_rendered("fragment.html", passages=[*passages]))
+
+
+def _rendered(template: str, **values: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
     environment.filters |= {"marked": marked, "mark": mark}
-    html = environment.get_template("report.html").render(
-        title=title, subtitle=subtitle, sections=sections, figures=figures, shades=_SHADES, themes=THEMES
-    )
-    write_bytes(path, html.encode("utf-8", errors="replace"))
+    return environment.get_template(template).render(**values, shades=_SHADES, themes=THEMES)
 
 
 def marked(text: str, other: str) -> Any:

@@ -6,7 +6,8 @@ lines, distributions or bars ─► drawn once for each theme ─► `Picture`: 
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,12 +48,22 @@ class Picture:
     """
 
     title: str
-    light: str
-    dark: str
+    light: str = field(repr=False)
+    dark: str = field(repr=False)
 
     def uri(self, theme: str) -> str:
         """The picture in a theme as a data URI, for `<img src>`. So ids in it belong to it, and a page loads nothing."""
         return f"data:image/svg+xml;base64,{base64.b64encode(getattr(self, theme).encode()).decode()}"
+
+    @property
+    def html(self) -> str:
+        """The picture in the theme of the reader."""
+        dark = f'<source media="(prefers-color-scheme: dark)" srcset="{self.uri("dark")}">'
+        return f'<picture>{dark}<img src="{self.uri("light")}" alt="{escape(self.title)}"></picture>'
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return self.html
 
 
 class PlotLine(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 
 from indexing.progress import during
 from indexing.store.files import write_bytes
-from pipelines.cli.reports.html import Section, write_report
+from pipelines.cli.reports.html import Fragment, Section, colored_text, write_report
 from pipelines.cli.reports.pictures import Bar, Picture, bar_chart
 from pipelines.cli.results import Table
 from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, one_line
@@ -73,6 +73,11 @@ class Comparison:
     def chart(self) -> Picture:
         """The bars as a picture."""
         return bar_chart(self.bars, "Bits per byte of held-out text")
+
+    @property
+    def colored_text(self) -> Fragment:
+        """The passages, for a notebook."""
+        return colored_text(self.passages.values())
 
     @property
     def table(self) -> Table:

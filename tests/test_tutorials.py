@@ -1,0 +1,80 @@
+"""The notebook of docs/tutorials: it runs, with a tiny model in place of the one that it names, and becomes a page of the site."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexing.store.datastore import Datastore
+from tests.conftest import write_corpus
+from tests.retro.huggingface.any_models import save_model
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "tutorials" / "any_model.ipynb"
+
+
+def run_cell(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does; returns the value of its last line."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, str(NOTEBOOK), "exec"), names)
+    return eval(ast.unparse(last), names) if last else None
+
+
+def write_texts(folder: Path, corpus: Path) -> Path:
+    """Write the documents of a corpus as text files."""
+    folder.mkdir()
+    for line in corpus.read_text().splitlines():
+        document = json.loads(line)
+        (folder / f"{document['id']}.txt").write_text(document["text"])
+    return folder
+
+
+def test_the_page_of_the_site_shows_what_a_cell_printed_and_drew() -> None:
+    pytest.importorskip("mkdocs")
+    from docs.render_notebooks import markdown_of
+
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["one\n", "word " * 30]},
+        {"output_type": "execute_result", "data": {"text/html": ["<b>a `code`</b>"], "text/plain": ["B()"]}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {"cell_type": "code", "source": ["x = 1\n", "x"], "outputs": outputs},
+    ]
+    title, code, printed, drawn = markdown_of(json.dumps({"cells": cells})).split("\n\n")
+    assert title == "# Title\ntext"
+    assert code == "```python\nx = 1\nx\n```"
+    assert printed.splitlines()[:2] == ["```text", "one"]
+    assert printed.split().count("word") == 30
+    assert max(map(len, printed.splitlines())) < 90
+    assert drawn == "<b>a &#96;code&#96;</b>"
+
+
+def test_the_stored_outputs_are_of_a_run_that_reached_the_end() -> None:
+    code = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
+    assert set(kinds) == {"stream", "execute_result"}
+    assert kinds.count("execute_result") == 2
+
+
+@pytest.mark.slow
+def test_the_notebook_ends_in_a_chart_and_a_colored_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 200, num_paragraphs=20)
+    shown = []
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            shown.append(run_cell("".join(cell["source"]), names))
+        if cell["metadata"].get("tags") == ["parameters"]:
+            model, text = save_model(tmp_path / "tiny", "gpt_neox"), write_texts(tmp_path / "text", corpus)
+            names |= {"MODEL": str(model), "TEXT": text, "MINUTES": 0.05}
+    chart, colored = (value._repr_html_() for value in shown if value is not None)
+    assert Datastore.open("any-model/datastore").valid.num_documents > 1
+    assert "retrieval ON" in names["comparison"].chart.light
+    assert 'src="data:image/svg+xml;base64,' in chart
+    assert 'class="up2"' in colored
