@@ -124,7 +124,7 @@ def dot_product_attention(
     """
     if isinstance(bias, Bounds):
         return _within_bounds(q, k, v, bias, scale)
-    if k.dtype != q.dtype:
+    if k.dtype != product_dtype(q):
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
@@ -158,7 +158,7 @@ def dot_product_attention_with_lse(
         causal: hide later keys (Q = S). A mask must hide them too.
         scale: None = 1/sqrt(C).
     """
-    if k.dtype != q.dtype:
+    if k.dtype != product_dtype(q):
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
