@@ -216,7 +216,7 @@ def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | N
     num_groups, num_queries = k.shape[1], q.shape[2]
     queries = q[0].unflatten(0, (num_groups, -1)).flatten(1, 2)  # [G, (H / G)·Q, C]
     copies = -(-_LEAST_QUERIES // queries.shape[1])
-    scores = torch.bmm(queries.repeat(1, copies, 1) if copies > 1 else queries, k[0].transpose(1, 2))
+    scores = torch.bmm(torch.cat([queries] * copies, dim=1) if copies > 1 else queries, k[0].transpose(1, 2))
     scores = scores.mul_(scale or q.shape[3] ** -0.5).unflatten(1, (-1, num_queries))  # [G, H / G, Q, S]
     scores = scores.masked_fill_(~bias[0], -math.inf) if bias.dtype == torch.bool else scores.add_(bias[0])
     y = torch.bmm(scores.softmax(-1).flatten(1, 2), v[0])[:, : queries.shape[1]]
