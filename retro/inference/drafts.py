@@ -83,7 +83,7 @@ class Acceptance:
         rates: share of right tokens after matches of 1, 2 to 3, 4 to 7, and more tokens. The last ones count most.
     """
 
-    rates: list[float] = field(default_factory=lambda: [0.05, 0.3, 0.5, 0.7])
+    rates: list[float] = field(default_factory=lambda: [0.05, 0.15, 0.3, 0.6])
 
     def worth_reading(self, match: Match, cost: float) -> int:
         """Number of proposed tokens whose probability of being right is larger than their cost, in passes."""

@@ -77,17 +77,25 @@ def matches(length: int) -> Match:
 
 def test_drafts_of_a_text_grow_while_they_are_right_end_after_errors_and_begin_again_with_right_proposals() -> None:
     text = Acceptance()
-    assert [text.worth_reading(matches(length), TOKEN_COST) for length in (1, 2, 4, 8, 16)] == [0, 1, 3, 6, 6]
+    assert [text.worth_reading(matches(length), TOKEN_COST) for length in (1, 2, 4, 8, 16)] == [0, 1, 1, 4, 4]
     for _ in range(4):
         text.update(matches(8), range(LONGEST_DRAFT))
     assert text.worth_reading(matches(64), TOKEN_COST) == LONGEST_DRAFT
     for _ in range(20):
         text.update(matches(8), [9])
     assert text.worth_reading(matches(8), TOKEN_COST) == 0
-    assert text.worth_reading(matches(4), TOKEN_COST) == 3, "matches of other lengths have their own rate"
+    assert text.worth_reading(matches(4), TOKEN_COST) == 1, "matches of other lengths have their own rate"
     for _ in range(3):  # no draft was read: each step compares one token
         text.update(matches(8), [0])
     assert text.worth_reading(matches(8), TOKEN_COST) > 0
+
+
+def test_a_text_whose_short_matches_are_wrong_reads_few_tokens_of_them() -> None:
+    text, wrong = Acceptance(), 0
+    for length in [1, 2, 3, 2, 5, 1, 3, 4] * 6:
+        wrong += text.worth_reading(matches(length), TOKEN_COST)
+        text.update(matches(length), [9])
+    assert wrong * TOKEN_COST < 0.03 * 48, "passes that were lost, of one for each token"
 
 
 def test_a_text_learns_up_to_the_first_wrong_token() -> None:
