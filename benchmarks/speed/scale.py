@@ -9,17 +9,18 @@
 `retro index --stage` for every stage, in a process of its own. Then it measures:
 
 - 100 training steps of the preset `tiny`,
-- 1,000 single queries,
+- 1,000 single queries, and 1,000 tokens of held-out documents that a model would copy for, also with nothing of the files in memory,
 - an appended file of 1% of the text, and the deletion of a document.
 
 --kill names stages whose process is killed by SIGKILL in the middle of the planned time, and started again. Memory is that of all
 processes of a stage, without files that are only mapped. CPU seconds are those of all threads, which other work on the machine
 changes less than wall time; of a killed run, those of its first process. Each finished step is in OUTPUT/PARTS/scale.json and is not repeated.
-`summary` prints a table of all sizes, the exponents of CPU seconds, and the plan against the measurement, to which the
-start of each process adds some seconds.
+`summary` prints a table of all sizes, the exponents of CPU seconds, and the seconds of the plan against the measured ones, to which the
+start of each process adds some.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -44,6 +45,7 @@ from indexing.corpus.documents import CorpusSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
 from indexing.store.files import read_json, write_bytes, write_json
+from indexing.suffixes.search import SuffixIndex
 from pipelines.cli.results import Table
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
@@ -60,9 +62,11 @@ STAGES = {
     "sparse": ("sparse",),
     "ngrams": ("ngrams", "ngrams, merge"),
     "neighbors": ("neighbors",),
+    "suffixes": ("suffixes, runs", "suffixes"),
+    "votes": ("votes, held-out documents", "votes", "votes, collect"),
 }
 """Stages, and the steps of the plan in each."""
-_QUERIES = 1000
+_QUERIES, _COLD_TOKENS = 1000, 50
 _APPENDED = 0.01  # share of the text
 
 
@@ -85,6 +89,8 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
     steps: dict[str, Callable[[], Any]] = {"plan": partial(plan, file, folder / "plan.json")}
     for name in options.stages:
         steps[name] = partial(stage, name, file, folder, killed=name in options.kill)
+    if "suffixes" in options.stages:
+        steps["tokens"] = partial(token_times, config.datastore)
     steps["bytes"] = partial(artifact_bytes, config.datastore)
     if "neighbors" in options.stages:
         steps |= {
@@ -93,7 +99,9 @@ def build(folder: Path, options: argparse.Namespace, limit: Budget) -> None:
             "append": partial(append, folder, files, config, options.stages),
             "delete": partial(delete, config.datastore),
         }
-    left = [name for name in steps if name not in results or (name == "bytes" and "neighbors" not in results[name])]
+    left = [
+        name for name in steps if name not in results or (name == "bytes" and options.stages[-1] not in results[name])
+    ]
     for name in limit.each(left, "step"):
         say(name)
         results[name] = steps[name]()
@@ -106,7 +114,6 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
     return Config(
         datastore=folder / "datastore",
         run=folder / "run",
-        skip_stages=("suffixes", "votes"),
         corpus=CorpusSettings(paths=tuple(map(str, files))),
         chunks=ChunkSettings(chunk_length=64),
         model=replace(PRESETS["tiny"], copy_head=NO_COPY_HEAD),
@@ -118,34 +125,22 @@ def scale_config(folder: Path, files: list[Path]) -> Config:
 def plan(file: str, out: Path) -> dict[str, Any]:
     """Plan the datastore."""
     cost = measured("plan", "datastore", file, "--output", str(out))
-    made, sample = (read_json(out)[key] for key in ("plan", "measured"))
-    times = {
-        step["name"]: {
-            "seconds": step["seconds"],
-            "cpu_seconds": step["seconds"] * _rate(sample["large"], step["name"]),
-        }
-        for step in made["steps"]
-    }
-    return {**cost, "steps": times, "bytes": made["bytes"]}
-
-
-def _rate(sample: dict[str, Any], name: str) -> float:
-    """CPU seconds of a step in each second of a sample."""
-    return float(sample["cpu_seconds"][name] / max(sample["seconds"][name], 1e-9))
+    made = read_json(out)["plan"]
+    return {**cost, "steps": {step["name"]: step["seconds"] for step in made["steps"]}, "bytes": made["bytes"]}
 
 
 def stage(name: str, file: str, folder: Path, *, killed: bool) -> dict[str, Any]:
     """Run one stage, after a first run that is killed in the middle of the planned time if `killed`."""
     first = None
     if killed:
-        half = planned(read_json(folder / "scale.json"), name, "seconds") / 2
+        half = planned(read_json(folder / "scale.json"), name) / 2
         first = measured("index", file, "--stage", name, kill_after=half)
     return {**measured("index", file, "--stage", name), "killed": first}
 
 
-def planned(results: dict[str, Any], name: str, key: str = "cpu_seconds") -> float:
-    """The CPU seconds of a stage in the plan, or its `seconds`."""
-    return float(sum(results["plan"]["steps"][step][key] for step in STAGES[name]))
+def planned(results: dict[str, Any], name: str) -> float:
+    """The seconds of a stage in the plan."""
+    return float(sum(results["plan"]["steps"].get(step, 0.0) for step in STAGES[name]))
 
 
 def measured(*arguments: str, kill_after: float | None = None) -> dict[str, float]:
@@ -223,6 +218,52 @@ def query_times(folder: Path) -> dict[str, float]:
     return {"queries": len(warm), "p50_ms": statistics.median(warm), "p99_ms": float(np.quantile(warm, 0.99))}
 
 
+def token_times(folder: Path) -> dict[str, float]:
+    """What a token of a generation costs to copy from the whole datastore: CPU microseconds with the files in memory; milliseconds, and
+    reads of the disk, with nothing of them in memory."""
+    texts = held_out_texts(Datastore.open(folder), 2 * _QUERIES)
+    index, times = SuffixIndex.open(folder), []
+    for text in texts:
+        started = time.process_time()
+        index.votes(text, len(text) - 1)
+        times.append(1e6 * (time.process_time() - started))
+    cold, reads = [], []
+    for text in texts[:_COLD_TOKENS]:
+        del index
+        gc.collect()  # a mapped page stays in memory
+        forget(folder)
+        index = SuffixIndex.open(folder)
+        started, faults = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        index.votes(text, len(text) - 1)
+        cold.append(1e3 * (time.perf_counter() - started))
+        reads.append(resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults)
+    return {
+        "tokens": sum(Datastore.open(folder).manifest["splits"]["train"]["tokens"]),
+        "p50_us": statistics.median(times[len(times) // 2 :]),
+        "cold_p50_ms": statistics.median(cold),
+        "cold_reads": statistics.median(reads),
+    }
+
+
+def held_out_texts(datastore: Datastore, count: int) -> list[np.ndarray]:
+    """Up to `count` texts of held-out documents: of two chunks in a row, up to a random token of the second one."""
+    random, valid, m = np.random.default_rng(0), datastore.valid, datastore.chunk_length
+    rows = random.permutation(valid.num_chunks)
+    inner = rows[valid.documents_of(rows)[1] < rows][:count]
+    lengths = valid.lengths.gather(inner)
+    return [
+        valid.tokens.read(row - 1, row + 1).reshape(-1)[: m + random.integers(1, length + 1)]
+        for row, length in zip(inner.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from memory, unless they are mapped."""
+    for path in folder.rglob("*.npy"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def append(folder: Path, files: list[Path], config: Config, stages: Iterable[str]) -> dict[str, Any]:
     """Append a file of the next documents, stage by stage."""
     parts = len(config.corpus.paths)
@@ -274,7 +315,7 @@ def summary(out: Path) -> None:
     say(markdown(Table(header, rows)))
     compared = []
     for name in STAGES:
-        ratios = [f"{planned(each, name) / whole_seconds(each[name]):.2f}" if name in each else "" for each in sizes]
+        ratios = [f"{planned(each, name) / each[name]['seconds']:.2f}" if name in each else "" for each in sizes]
         compared.append([name, *ratios])
     for name in sizes[0]["plan"]["bytes"]:
         ratios = [
@@ -284,7 +325,7 @@ def summary(out: Path) -> None:
         compared.append([f"{name}: bytes", *ratios])
     say(markdown(Table(["planned / measured", *header[1:-1]], compared)))
     for each in sizes:
-        say(json.dumps({name: each.get(name) for name in ("train", "queries", "append", "delete")}))
+        say(json.dumps({name: each.get(name) for name in ("train", "queries", "tokens", "append", "delete")}))
         say(", ".join(f"{name} {each[name]}" for name in measured_on()))
 
 

@@ -1,11 +1,12 @@
 """Exact distances of stored embeddings: re-rank candidates, search exhaustively, measure recall."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from indexing.index.floats import to_float32
 from indexing.machine import for_each
+from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import ShardedArray
 
@@ -60,6 +61,12 @@ def distances_to(queries: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) 
 
     for_each(fill, np.split(pairs, range(step, len(pairs), step)))
     return distances.reshape(ids.shape)
+
+
+def stored_distances(split: Split, chunks: np.ndarray, retrieval: RetrievalSet, ranks: Sequence[int]) -> np.ndarray:
+    """Squared L2 distances [n, ranks] float32 of chunks [n] of a split to their stored neighbors of some ranks; +inf for none."""
+    ids = split.neighbor_ids.gather(chunks)[:, ranks]
+    return distances_to(to_float32(split.embeddings.gather(chunks)), ids, retrieval)
 
 
 def order_by_distance(distances: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

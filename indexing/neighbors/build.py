@@ -8,15 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
+from indexing.index.exact_search import rerank
 from indexing.index.floats import to_float32
 from indexing.neighbors.index_search import QueryChunks
-from indexing.neighbors.search import NeighborSearch
+from indexing.neighbors.search import Nearest, NeighborSearch
 from indexing.progress import Advance, status
 from indexing.store.datastore import Split
 from indexing.store.files import NpyWriter
+from indexing.store.retrieval_set import CHUNK_ID_BITS, RetrievalSet, neighbor_ids
 from indexing.store.sharded_array import open_array
 
-_BLOCK_ROWS = 65_536  # chunks per block, so that reading the index once per block costs little
+BLOCK_ROWS = 65_536
+"""Chunks per block, so that reading the index once per block costs little."""
 
 
 def neighbor_shard(
@@ -25,41 +28,34 @@ def neighbor_shard(
     rows: tuple[int, int],
     search: NeighborSearch,
     *,
-    before: Path | None = None,
+    before: tuple[Path, RetrievalSet] | None = None,
     advance: Advance,
 ) -> dict[str, int]:
-    """Write `work/ids.npy` [n, stored] int64 and `work/distances.npy` [n, stored] float32 for the chunks `rows` of a split.
+    """Write `work/ids.npy` [n, stored] int64 for the chunks `rows` of a split.
 
     Args:
         work: folder to write to.
         split: the split of the chunks, in datastore 0. Own documents are excluded in this datastore only.
         rows: first and stop of the chunk ids.
         search: indexes and rules.
-        before: folder with the same two files from a search of other indexes, to merge with this search; None with order or
-            n-grams.
+        before: folder with the same file from a search of other indexes, to merge with this search, and the chunks that it names; None
+            with order or n-grams.
         advance: called with the number of finished chunks.
 
     Returns:
         counts: queries, neighbors found, chunks with too few neighbors, chunks with none, queries searched again.
     """
     work.mkdir(parents=True, exist_ok=True)
-    stored, step = search.settings.stored, _block_rows(search)
+    stored = search.settings.stored
     counts = {"queries": 0, "neighbors": 0, "short": 0, "empty": 0, "deeper": 0}
-    earlier = [open_array(before / f"{name}.npy") for name in ("ids", "distances")] if before else None
-    with (
-        NpyWriter(work / "ids.npy", np.int64, (stored,)) as id_file,
-        NpyWriter(work / "distances.npy", np.float32, (stored,)) as distance_file,
-    ):
-        for start in range(*rows, step):
-            stop = min(start + step, rows[1])
+    with NpyWriter(work / "ids.npy", np.int64, (stored,)) as file:
+        for start in range(*rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, rows[1])
             status("searching for chunks %s to %s", f"{start:,}", f"{stop:,}")
-            block = slice(start - rows[0], stop - rows[0])
-            ids, distances, deeper = search.find(
-                _query_chunks(split, start, stop),
-                earlier=(earlier[0][block], earlier[1][block]) if earlier else None,
-            )
-            id_file.append(ids)
-            distance_file.append(distances)
+            chunks = _query_chunks(split, start, stop)
+            earlier = _earlier(chunks.vectors, *before, start - rows[0]) if before else ()
+            ids, deeper = search.find(chunks, earlier=earlier)
+            file.append(ids)
             present = (ids >= 0).sum(axis=1)
             counts["queries"] += len(ids)
             counts["neighbors"] += int(present.sum())
@@ -70,25 +66,20 @@ def neighbor_shard(
     return counts
 
 
+def _earlier(vectors: np.ndarray, folder: Path, retrieval: RetrievalSet, first: int) -> list[Nearest]:
+    """The neighbors in each datastore that an earlier search found for the chunks from row `first` on, with embeddings [n, d]."""
+    vectors, ids, results = to_float32(vectors), open_array(folder / "ids.npy")[first : first + len(vectors)], []
+    for number, split in enumerate(retrieval.splits):
+        of_split = np.where(ids >> CHUNK_ID_BITS == number, ids & ((1 << CHUNK_ID_BITS) - 1), -1)
+        distances, ordered = rerank(vectors, of_split, split.embeddings)
+        results.append((neighbor_ids(number, ordered), distances))
+    return results
+
+
 def _query_chunks(split: Split, start: int, stop: int) -> QueryChunks:
     """The chunks [start, stop) of a split in datastore 0."""
     return QueryChunks(
-        to_float32(split.embeddings.read(start, stop)),
+        split.embeddings.read(start, stop),
         (split.tokens.read(start, stop), split.lengths.read(start, stop)),
         own=split.documents_of(np.arange(start, stop, dtype=np.int64))[1:] if split.name == "train" else None,
     )
-
-
-def ngram_block_rows(dimension: int) -> int:
-    """Chunks per block of a search by n-grams: up to 512 MB of float32 embeddings.
-
-    Every block reads the embeddings of its neighbors, which are anywhere in the datastore, and may read the index.
-    """
-    return max(_BLOCK_ROWS, min(8 * _BLOCK_ROWS, 2**27 // dimension))
-
-
-def _block_rows(search: NeighborSearch) -> int:
-    """Chunks per block."""
-    if search.by_ngrams is not None:
-        return ngram_block_rows(search.by_ngrams.retrieval.own.embeddings.row_shape[0])
-    return _BLOCK_ROWS

@@ -7,12 +7,13 @@ left with fewer neighbors than `neighbors.stored` are searched again with more c
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from indexing.index.exact_search import IdRanges, rerank
+from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.settings import Method, NeighborSettings
@@ -71,7 +72,7 @@ class QueryChunks:
     """Chunks whose neighbors are searched.
 
     Attributes:
-        vectors: [n, d] float32, embeddings rounded to float16 as the stored ones.
+        vectors: [n, d], embeddings rounded to float16 as the stored ones: float16, or float32.
         tokens: tokens [n, m] and lengths [n]; only a search by embeddings that accepts near copies does without.
         own: ids of each chunk's own document, in the datastore itself; None for chunks outside of it.
         live: skip chunks of deleted documents. Stored neighbors keep them: batches skip them when they are read.
@@ -109,6 +110,7 @@ def neighbors_of(
         ids [n, settings.per_index] int64 (-1 = none), distances of the same shape, float32 (+inf), and the number of queries
         searched again.
     """
+    chunks = replace(chunks, vectors=to_float32(chunks.vectors))
     nprobe = index.nprobe if nprobe is None else nprobe
     depth = settings.candidates if index.by_codes else settings.precise_candidates
     ids, distances = _search_once(chunks, index, train, settings, depth, nprobe)
@@ -158,7 +160,7 @@ def _search_once(
     if settings.rerank != "none" or not index.by_codes:
         distances, ids = rerank(chunks.vectors, ids, train.embeddings)
     else:
-        # Keep the index's order, but store exact distances.
+        # Keep the order of the index, with exact distances for a merge.
         ids = np.take_along_axis(ids, present_first(ids, depth), 1)
         distances = _exact_distances(chunks.vectors, ids, train)
     width = settings.per_index

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from indexing.index.exact_search import distances_to, in_ranges, order_by_distance
+from indexing.index.floats import to_float32
 from indexing.neighbors.index_search import Index, QueryChunks, neighbors_of, too_similar
 from indexing.neighbors.settings import NeighborSettings
 from indexing.ngrams.search import NgramIndex
+from indexing.similarity.candidates import present_first
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
@@ -59,29 +61,26 @@ class NeighborSearch:
     by_ngrams: NgramIndex | None = None
 
     def find(
-        self, chunks: QueryChunks, k: int | None = None, earlier: Nearest | None = None
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+        self, chunks: QueryChunks, k: int | None = None, earlier: Sequence[Nearest] = ()
+    ) -> tuple[np.ndarray, int]:
         """Find the neighbors of some chunks.
 
         Args:
             chunks: the queries.
             k: neighbors to return, the first of the stored ones; None = all.
-            earlier: results [n, stored] of a search of other indexes, to merge with this search; None with order or n-grams.
+            earlier: results [n, stored] of searches of other indexes, to merge with this search; none with order or n-grams.
 
         Returns:
-            ids [n, k] int64 of the retrieval set (-1 = none), distances [n, k] float32 (+inf), and the number of queries searched
-            again.
+            ids [n, k] int64 of the retrieval set (-1 = none), and the number of queries searched again.
         """
         k = self.settings.stored if k is None else k
         if self.by_ngrams is not None:
             return self._find_by_ngrams(chunks, self.by_ngrams, k)
         results, deeper = self._search_indexes(chunks)
-        if earlier is not None:
-            results.append(earlier)
         if self.order is None:
-            return *merge_nearest(results, k), deeper
+            return merge_nearest([*results, *earlier], k)[0], deeper
         assert chunks.tokens is not None
-        return *self.order.best(chunks.tokens[0], *merge_nearest(results, self.settings.candidates), k), deeper
+        return self.order.best(chunks.tokens[0], merge_nearest(results, self.settings.candidates)[0], k), deeper
 
     def _search_indexes(self, chunks: QueryChunks, most_lists: int | None = None) -> tuple[list[Nearest], int]:
         """The nearest chunks in every index, and the number of queries searched again. It visits at most `most_lists` at first."""
@@ -94,7 +93,7 @@ class NeighborSearch:
             deeper += again
         return results, deeper
 
-    def _find_by_ngrams(self, chunks: QueryChunks, by_ngrams: NgramIndex, k: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _find_by_ngrams(self, chunks: QueryChunks, by_ngrams: NgramIndex, k: int) -> tuple[np.ndarray, int]:
         """`find` for candidates by n-grams. Chunks with fewer than `stored` of them get the nearest in a few lists after them."""
         assert chunks.tokens is not None
         stored, candidates, retrieval = self.settings.stored, self.settings.candidates, by_ngrams.retrieval
@@ -102,22 +101,17 @@ class NeighborSearch:
         def condition(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
             return self._allowed(chunks, rows, ids, retrieval)
 
-        ids, sums = by_ngrams.search(*chunks.tokens, candidates, stored, condition, own=chunks.own is not None)
-        # The candidate with the greatest sum is first, and those by embeddings are last.
-        ranks = np.where(ids >= 0, -sums, np.float32(np.inf))
+        ids = by_ngrams.search(*chunks.tokens, candidates, stored, condition, own=chunks.own is not None)
         starved = np.flatnonzero(ids[:, stored - 1] < 0)
         if len(starved) and self.indexes:
-            near, distances = merge_nearest(self._search_indexes(chunks.take(starved), _FEW_LISTS)[0], stored)
+            near, _ = merge_nearest(self._search_indexes(chunks.take(starved), _FEW_LISTS)[0], stored)
             near = np.where((near[:, :, None] == ids[starved, None, :]).any(axis=2), -1, near)
-            joined_ranks, joined_ids = order_by_distance(
-                np.concatenate([ranks[starved], distances], axis=1), np.concatenate([ids[starved], near], axis=1)
-            )
-            ranks[starved], ids[starved] = joined_ranks[:, :candidates], joined_ids[:, :candidates]
+            joined = np.concatenate([ids[starved], near], axis=1)
+            ids[starved] = np.take_along_axis(joined, present_first(joined, candidates), 1)
         if self.order is not None:
-            ids, _ = self.order.best(chunks.tokens[0], ids, ranks, k)
-            return ids, distances_to(chunks.vectors, ids, retrieval), len(starved)
-        distances, ids = order_by_distance(distances_to(chunks.vectors, ids, retrieval), ids)
-        return ids[:, :k], distances[:, :k], len(starved)
+            return self.order.best(chunks.tokens[0], ids, k), len(starved)
+        distances = distances_to(to_float32(chunks.vectors), ids, retrieval)
+        return order_by_distance(distances, ids)[1][:, :k], len(starved)
 
     def _allowed(self, chunks: QueryChunks, rows: np.ndarray, ids: np.ndarray, retrieval: RetrievalSet) -> np.ndarray:
         """Candidates [r, c] of the chunks `rows`, with -1 for those of the own document, of deleted documents, and for near copies."""

@@ -1,7 +1,7 @@
 """Find chunks that share rare n-grams of tokens: candidates for neighbors, in time that grows with the number of chunks.
 
     block of queries → bigrams and 4-grams → document frequencies → the rarest of each query
-                     → the lists of these n-grams, sorted by chunk → sums of idf, sorted → chunks with the greatest sums
+                     → the lists of these n-grams → sums of idf by chunk → chunks with the greatest sums
 
 An n-gram counts if at most 256 chunks hold it. A query reads the lists of its 32 rarest n-grams, the rarest first, until they have 512
 entries. So what it reads does not grow with the datastore. This is the inverted-index join of Elsayed et al. (2008), "Pairwise document
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from indexing.machine import for_each
+from indexing.machine import compiled, for_each
 from indexing.ngrams.index import MOST_CHUNKS, NgramLists, changes, ngrams, within
-from indexing.similarity.candidates import Condition, allowed_first
+from indexing.similarity.candidates import Condition, present_first
 from indexing.store.retrieval_set import RetrievalSet
 
 _RAREST = 32  # n-grams of a query
@@ -27,11 +27,12 @@ _WORKERS = 4  # threads, each with a part of these queries
 _ENTRIES = 2**25  # entries of lists read at a time
 _RESULTS = 2**23  # candidates at a time
 _FEW_ROWS = 1024  # queries at a time that request all chunks
-_UNIT = 256.0  # idf is rounded to this fraction, so that sums are exact
-_SORTED_ROWS = 256  # queries sorted at a time, so that their entries stay in the cache
-_IDF_BITS = 14  # of the idf of an n-gram, at most 64
-_RANK_BITS = 12  # of the number of a chunk among those of a query
-_HIGHEST = np.uint32((1 << (32 - _RANK_BITS)) - 1)  # no sum is larger
+_UNIT = 256.0  # idf is counted in this fraction
+_TABLE = 2048  # slots for the sums of a query, more than twice `_FULL_DEPTH`
+_FACTOR = 0x1E3779B97F4A7C15  # of the hash of a chunk
+_CHUNK_BITS = 44  # of a chunk in a key
+_HIGHEST = (1 << (62 - _CHUNK_BITS)) - 1  # no sum of `_RAREST` idf is larger
+_NONE = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class NgramIndex:
 
     def search(
         self, tokens: np.ndarray, lengths: np.ndarray, k: int, enough: int, condition: Condition, *, own: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> np.ndarray:
         """Find the chunks with the greatest sum of idf over the rarest n-grams that they share with a query.
 
         One and a half times k chunks are requested, since the condition may exclude some. If it leaves fewer than `enough`, all
@@ -72,16 +73,15 @@ class NgramIndex:
             own: whether the queries are chunks of the index, so that an n-gram of one chunk is only the query's own.
 
         Returns:
-            ids [n, k] int64 of the retrieval set, best first, of equal sums the first in the retrieval set (-1 = none), and sums
-            [n, k] float32 (0).
+            ids [n, k] int64 of the retrieval set, best first, of equal sums the first in the retrieval set; -1 = none.
         """
         ids = np.full((len(tokens), k), -1, dtype=np.int64)
-        sums = np.zeros((len(tokens), k), dtype=np.float32)
 
         def fill(rows: np.ndarray, queries: "_Queries", depth: int) -> np.ndarray:
             """Fill `rows`; returns those of `queries` that have fewer than enough candidates although there may be more."""
-            hits, best = self._best(queries, depth)
-            ids[rows], sums[rows] = allowed_first(condition, rows, hits, best, k)
+            hits = self._best(queries, depth)
+            allowed = condition(rows, hits)
+            ids[rows] = np.take_along_axis(allowed, present_first(allowed, k), 1)
             return np.flatnonzero((hits[:, -1] >= 0) & (ids[rows, enough - 1] < 0))
 
         workers = _workers(len(tokens))
@@ -98,7 +98,7 @@ class NgramIndex:
                     fill(start + rows[some], part.take(some), max(k, _FULL_DEPTH))
 
         for_each(search_block, range(0, len(tokens), max(1, step)), workers)
-        return ids, sums
+        return ids
 
     def _queries(self, tokens: np.ndarray, lengths: np.ndarray, least: int) -> "_Queries":
         """The rarest n-grams of some chunks, each in at least `least` chunks of the index."""
@@ -125,22 +125,15 @@ class NgramIndex:
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[rarest], minlength=len(tokens)))])
         return _Queries(distinct, frequencies, postings, offsets, columns[rarest])
 
-    def _best(self, queries: "_Queries", depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none, and sums [n, depth] float32, 0."""
+    def _best(self, queries: "_Queries", depth: int) -> np.ndarray:
+        """The best chunks of queries: ids [n, depth] int64 of the retrieval set, -1 = none."""
         hashes, postings, columns = queries.used()
         idf = np.log((self.num_chunks + 1) / queries.frequencies[queries.columns])
-        rarity = np.rint(idf * _UNIT).astype(np.int64)
         lists, chunks = self._read(hashes, postings)
-        positions = np.full((len(queries), depth), -1, dtype=np.int64)
-        sums = np.zeros((len(queries), depth), dtype=np.float32)
-        for start in range(0, len(queries), _SORTED_ROWS):
-            block = slice(start, start + _SORTED_ROWS)
-            offsets = queries.offsets[start : start + _SORTED_ROWS + 1]
-            some = slice(offsets[0], offsets[-1])
-            positions[block], sums[block] = _largest(
-                offsets - offsets[0], columns[some], rarity[some], lists, chunks, depth
-            )
-        return np.where(positions < 0, -1, self.retrieval.ids_at(np.maximum(positions, 0))), sums / np.float32(_UNIT)
+        keys = np.full((len(queries), depth), _NONE, dtype=np.int64)
+        compiled(_largest)(queries.offsets, columns, np.rint(idf * _UNIT).astype(np.int64), lists, chunks, keys)
+        keys.sort(axis=1)
+        return np.where(keys == _NONE, -1, self.retrieval.ids_at(keys & ((1 << _CHUNK_BITS) - 1)))
 
     def _read(self, hashes: np.ndarray, postings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read the lists of n-grams, hashes [n] uint64 in order, `postings` [lists, 2, n] as in `_Queries`: offsets [n + 1] int64, and
@@ -169,12 +162,14 @@ def _workers(queries: int) -> int:
 
 
 def _largest(
-    queries: np.ndarray, columns: np.ndarray, rarity: np.ndarray, lists: np.ndarray, chunks: np.ndarray, depth: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The chunks with the largest sums of idf for each query: two sorts of integers, of the entries of each query and of its sums.
-
-    A sparse product would have a sum for each chunk of the datastore. With 25 million chunks these do not fit into the cache, and it is
-    slower (docs/results/scale.md).
+    queries: np.ndarray,
+    columns: np.ndarray,
+    rarity: np.ndarray,
+    lists: np.ndarray,
+    chunks: np.ndarray,
+    best: np.ndarray,
+) -> None:
+    """Add up the idf of the n-grams that chunks share with each query, in a table of hashes, and keep the largest sums in a heap.
 
     Args:
         queries: [n + 1] int64, the first of `columns` and of `rarity` of each query.
@@ -182,41 +177,39 @@ def _largest(
         rarity: int64, their idf.
         lists: [n-grams + 1] int64, the first of `chunks` of each n-gram.
         chunks: int64, the chunks of one n-gram after another.
-        depth: chunks for each query.
-
-    Returns:
-        chunks [n, depth] int64, the largest sum first, of equal sums the first chunk, -1 = none, and their sums [n, depth] int64, 0.
+        best: [n, depth] int64 of `_NONE`, receives keys of the best chunks: the larger the sum the smaller, then by the chunk.
     """
-    sizes = lists[columns + 1] - lists[columns]
-    before = np.concatenate([[0], np.cumsum(sizes)])
-    borders = before[queries]  # of the entries of each query
-    entries = chunks[np.repeat(lists[columns] - before[:-1], sizes) + np.arange(before[-1])]
-    keys = entries.view(np.uint64) << np.uint64(_IDF_BITS)
-    keys |= np.repeat(rarity.astype(np.uint64), sizes)
-    keys = _sorted_rows(keys, np.diff(borders))
-    keys = keys[keys != np.iinfo(np.uint64).max]
-    entries, idf = keys >> np.uint64(_IDF_BITS), keys & np.uint64((1 << _IDF_BITS) - 1)
-    is_first = changes(entries)
-    is_first[borders[:-1][np.diff(borders) > 0]] = True
-    first = np.flatnonzero(is_first)
-    sums = np.add.reduceat(idf, first).astype(np.uint32)
-    starts = np.searchsorted(first, borders)
-    counts = np.diff(starts)
-    ranks = (_HIGHEST - sums) << np.uint32(_RANK_BITS) | within(counts).astype(np.uint32)
-    ranks = _sorted_rows(ranks, counts, depth)[:, :depth]
-    present = ranks != np.iinfo(np.uint32).max
-    best = np.full(ranks.shape, -1, dtype=np.int64)
-    best[present] = entries[first][(starts[:-1, None] + (ranks & np.uint32((1 << _RANK_BITS) - 1)))[present]]
-    return best, np.where(present, _HIGHEST - (ranks >> np.uint32(_RANK_BITS)), 0)
-
-
-def _sorted_rows(values: np.ndarray, sizes: np.ndarray, width: int = 0) -> np.ndarray:
-    """Lists of unsigned integers one after another, lengths [n] int64, each sorted in a row: [n, at least `width`], filled with the
-    largest integer."""
-    rows = np.full((len(sizes), max(width, sizes.max(initial=0))), np.iinfo(values.dtype).max, dtype=values.dtype)
-    rows[np.arange(rows.shape[1]) < sizes[:, None]] = values
-    rows.sort(axis=1)
-    return rows
+    table, sums = np.full(_TABLE, -1, dtype=np.int64), np.zeros(_TABLE, dtype=np.int64)
+    slots, depth = np.empty(_TABLE, dtype=np.int64), best.shape[1]
+    for query in range(len(best)):
+        used = 0
+        for place in range(queries[query], queries[query + 1]):
+            for entry in range(lists[columns[place]], lists[columns[place] + 1]):
+                chunk = chunks[entry]
+                slot = (chunk * _FACTOR >> 32) & (_TABLE - 1)
+                while table[slot] != chunk and table[slot] >= 0:
+                    slot = (slot + 1) & (_TABLE - 1)
+                if table[slot] < 0:
+                    table[slot], sums[slot] = chunk, 0
+                    slots[used] = slot
+                    used += 1
+                sums[slot] += rarity[place]
+        heap = best[query]  # the largest key is first
+        for number in range(used):
+            slot = slots[number]
+            key = (_HIGHEST - sums[slot]) << _CHUNK_BITS | table[slot]
+            table[slot] = -1
+            if key >= heap[0]:
+                continue
+            hole, child = 0, 1
+            while child < depth:
+                if child + 1 < depth and heap[child + 1] > heap[child]:
+                    child += 1
+                if heap[child] <= key:
+                    break
+                heap[hole] = heap[child]
+                hole, child = child, 2 * child + 1
+            heap[hole] = key
 
 
 @dataclass(frozen=True)

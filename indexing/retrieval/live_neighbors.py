@@ -8,7 +8,7 @@ import numpy as np
 
 from indexing.embedding.lexical import token_weights
 from indexing.embedding.settings import Embedder, NotFinite
-from indexing.index.exact_search import IdRanges
+from indexing.index.exact_search import IdRanges, distances_to
 from indexing.index.floats import to_float32
 from indexing.index.product_search import ProductIndex
 from indexing.index.sharded import MEMORY, ShardedIndex
@@ -103,7 +103,8 @@ class LiveNeighbors:
         ]
         with torch.inference_mode(False):  # which the threads of a search do not inherit from generation
             search = NeighborSearch(searched, settings, self.order, self.by_ngrams)
-            ids, distances, _ = search.find(QueryChunks(vectors, (chunks, lengths), live=True), k)
+            ids, _ = search.find(QueryChunks(vectors, (chunks, lengths), live=True), k)
+            distances = distances_to(vectors, ids, self.retrieval)
         return Ranked.by_distance(ids, distances, tuple(missing))
 
     def _rank_others(self, chunks: np.ndarray, k: int, excluded: Sequence[int]) -> Ranked:

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from indexing.index.exact_search import order_by_distance
-from indexing.machine import for_each
+from indexing.machine import compiled, for_each
+from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 
-_PAIRS = 4096  # pairs of chunk and candidate scored at a time, so that they stay in the cache
-_READ_PAIRS = 32_768  # pairs whose tokens are read at a time
-_TABLE = 2**18  # masks of tokens at a time, 2 MB: five chunks with a vocabulary of 50,000
-_WORD = 64  # tokens of a chunk in a mask
-_BITS = np.uint8(1) << np.arange(8, dtype=np.uint8)  # of a byte, the lowest first
+_READ_PAIRS = 32_768  # pairs of chunk and candidate whose tokens are read at a time
 _SEEN = np.float32(0.5)  # what a token loses of its weight for each neighbor that contains it
 
 
@@ -36,82 +32,91 @@ class SharedTokens:
     weights: np.ndarray
     retrieval: RetrievalSet
 
-    def best(self, tokens: np.ndarray, ids: np.ndarray, distances: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Choose k candidates of each chunk, one after another; of equal scores the nearest, then the smallest id.
+    def best(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
+        """Choose k candidates of each chunk, one after another; of equal scores the first.
 
         Args:
             tokens: [n, m], the chunks.
             ids: [n, c] int64, candidates; -1 = none.
-            distances: [n, c] float32, their distances; +inf for none.
             k: at most c.
 
         Returns:
-            ids [n, k] (-1 = none) and distances [n, k] (+inf).
+            ids [n, k], -1 = none.
         """
-        distances, ids = order_by_distance(distances, ids)
         chosen = np.empty((len(ids), k), dtype=np.int64)
         rows = max(1, _READ_PAIRS // max(1, ids.shape[1]))
 
         def choose(start: int) -> None:
             block = slice(start, start + rows)
-            chosen[block] = self._choose(np.asarray(tokens[block]), ids[block], k)
+            chosen[block] = self._columns(np.asarray(tokens[block]), ids[block], k)
 
         for_each(choose, range(0, len(ids), rows))
-        return np.take_along_axis(ids, chosen, 1), np.take_along_axis(distances, chosen, 1)
+        return np.take_along_axis(ids, chosen, 1)
 
-    def _choose(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
+    def _columns(self, tokens: np.ndarray, ids: np.ndarray, k: int) -> np.ndarray:
         """Columns [n, k] of the chosen candidates; missing ones are last."""
-        (n, m), columns = tokens.shape, np.empty((len(ids), k), dtype=np.int64)
+        (n, m), c = tokens.shape, ids.shape[1]
         positions = np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)
-        weights = self.weights[tokens.T] * positions[:, None]  # [m, n]
-        bits = self._shared(tokens, ids)
-        step = max(1, _PAIRS // max(1, ids.shape[1]))
-        for start in range(0, n, step):
-            block = slice(start, start + step)
-            # Pairs are adjacent, so that each operation runs over long rows.
-            shared = (bits[:, None, block] & _BITS[:, None, None]) != 0
-            shared = shared.reshape(-1, *shared.shape[2:])[:m].astype(np.float32)
-            columns[block] = _best_columns(shared, weights[:, block].copy(), ids[block] >= 0, k)
+        candidates, columns = self.retrieval.tokens(ids.ravel()).reshape(n, c, m), np.empty((n, k), dtype=np.int64)
+        if candidates.max(initial=0) >= len(self.weights):  # compiled code would read beyond the array
+            raise InputError(
+                f"chunks contain tokens above the vocabulary of {len(self.weights):,}: a file is damaged. `retro verify DATASTORE` names it."
+            )
+        places = np.zeros(len(self.weights), dtype=np.uint32)
+        compiled(_choose)(
+            tokens.astype(candidates.dtype), candidates, ids >= 0, self.weights[tokens] * positions, places, columns
+        )
         return columns
 
-    def _shared(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Which tokens of the chunks [n, m] are in the candidates [n, c]: uint8 [⌈m/64⌉ · 8, n, c], one bit for each token, the lowest
-        bit first; 0 for a candidate of -1.
 
-        For each token of the vocabulary, a table has the bits of its places in a chunk. The masks of a candidate's tokens are joined.
-        """
-        (n, m), c = tokens.shape, ids.shape[1]
-        candidates = self.retrieval.tokens(ids.ravel()).reshape(n, c * m)
-        words = np.zeros((-(-m // _WORD), n, c), dtype="<u8")
-        step = max(1, min(n, _TABLE // len(self.weights)))  # chunks at a time
-        table = np.zeros((step, len(self.weights)), dtype="<u8")
-        for start in range(0, n, step):
-            block, rows = slice(start, start + step), np.arange(min(step, n - start))[:, None]
-            positions = candidates[block] + rows * len(self.weights)
-            for word, first in zip(words, range(0, m, _WORD), strict=True):
-                some = tokens[block, first : first + _WORD]
-                np.bitwise_or.at(table, (rows, some), np.uint64(1) << np.arange(some.shape[1], dtype=np.uint64))
-                word[block] = np.bitwise_or.reduce(table.ravel()[positions].reshape(-1, c, m), axis=2)
-                table[rows, some] = 0
-        words[:, ids < 0] = 0
-        in_bytes = np.moveaxis(words.view(np.uint8).reshape(*words.shape, 8), -1, 1)  # [words, 8, n, c]
-        return np.ascontiguousarray(in_bytes).reshape(-1, n, c)
-
-
-def _best_columns(shared: np.ndarray, weights: np.ndarray, present: np.ndarray, k: int) -> np.ndarray:
-    """Columns [n, k] of candidates [n, c], chosen one after another.
+def _choose(
+    tokens: np.ndarray,
+    candidates: np.ndarray,
+    present: np.ndarray,
+    weights: np.ndarray,
+    places: np.ndarray,
+    columns: np.ndarray,
+) -> None:
+    """Choose candidates one after another.
 
     Args:
-        shared: [m, n, c] float32, whether candidate c of chunk n contains the chunk's token m.
-        weights: [m, n] float32 of the tokens; they are changed.
+        tokens: [n, m].
+        candidates: [n, c, m], their tokens.
         present: [n, c], false for a missing candidate.
-        k: columns.
+        weights: [n, m] float32 of the tokens; they are changed.
+        places: [vocabulary] uint32, zeros.
+        columns: [n, k] int64, receives the chosen candidates.
     """
-    rows, columns = np.arange(len(present)), np.empty((len(present), k), dtype=np.int64)
-    excluded = np.where(present, np.float32(0), np.float32(-1))
-    for rank in range(k):
-        # einsum, not matmul: BLAS rounds differently with other numbers of threads.
-        best = (np.einsum("tnc,tn->nc", shared, weights) + excluded).argmax(axis=1)
-        columns[:, rank], excluded[rows, best] = best, -np.inf
-        weights *= 1 - _SEEN * shared[:, rows, best]
-    return columns
+    (n, m), c = tokens.shape, present.shape[1]
+    shared = np.empty((m + 1, c), dtype=np.float32)  # 1 if a candidate contains a token; row 0: other tokens
+    scores, penalties = np.empty(c, dtype=np.float32), np.empty(c, dtype=np.float32)
+    for row in range(n):
+        for t in range(m):  # of equal tokens the first
+            if places[tokens[row, t]] == 0:
+                places[tokens[row, t]] = t + 1
+        for t in range(m + 1):
+            for j in range(c):
+                shared[t, j] = 0
+        for j in range(c):
+            penalties[j] = 0 if present[row, j] else 1
+            if present[row, j]:
+                for i in range(m):
+                    shared[places[candidates[row, j, i]], j] = 1
+        for rank in range(columns.shape[1]):
+            for j in range(c):
+                scores[j] = 0
+            for t in range(m):  # in this order, since sums of floats depend on it
+                weight, place = weights[row, t], places[tokens[row, t]]
+                for j in range(c):
+                    scores[j] += weight * shared[place, j]
+            best = 0
+            for j in range(c):
+                scores[j] -= penalties[j]
+                if scores[j] > scores[best]:
+                    best = j
+            columns[row, rank] = best
+            penalties[best] = np.inf
+            for t in range(m):
+                weights[row, t] *= 1 - _SEEN * shared[places[tokens[row, t]], best]
+        for t in range(m):
+            places[tokens[row, t]] = 0

@@ -8,10 +8,10 @@
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
-      suffixes/00000/               positions.npy
+      suffixes/00000-00000-00000/   positions.npy heads.npy
       ngrams/00000/                 hashes.npy offsets.npy chunks.npy
       votes/00000/                  train.npy valid.npy test.npy
-      neighbors/00000/{train,valid,test}/  ids.npy distances.npy
+      neighbors/00000/{train,valid,test}/  ids.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
       deleted.json                  ids and chunks of deleted documents, if there are any
@@ -127,11 +127,6 @@ class Split:
     def neighbor_ids(self) -> ShardedArray:
         """[chunks, stored k] int64, best first by `neighbors.rerank` (nearest only with `embeddings`); -1 where there is none."""
         return self._array("neighbors", f"{self.name}/ids")
-
-    @cached_property
-    def neighbor_distances(self) -> ShardedArray:
-        """[chunks, stored k] float32 squared L2 distances of `neighbor_ids`, +inf where there is no neighbor."""
-        return self._array("neighbors", f"{self.name}/distances")
 
     @cached_property
     def materialized_tokens(self) -> ShardedArray:

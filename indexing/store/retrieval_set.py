@@ -81,6 +81,8 @@ class RetrievalSet:
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """The ids [...] int64 of the chunks at these positions in the concatenation of all datastores."""
+        if len(self.splits) == 1:
+            return positions
         starts = np.cumsum([0, *(split.num_chunks for split in self.splits)], dtype=np.int64)
         numbers = np.searchsorted(starts, positions, side="right") - 1
         return neighbor_ids(numbers, positions - starts[numbers])

@@ -80,14 +80,14 @@ class ShardedArray:
         present = np.flatnonzero(counts)
         if len(present) == 1:
             rows = ids - self.starts[present[0]]
-            return self._map_for(int(present[0]), rows)[rows]
+            return self._map_for(int(present[0]), rows).take(rows, axis=0)
         first = self.shard(int(present[0]) if len(present) else 0)
         out = np.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
         # Small unsigned integers are sorted in linear time.
         order = np.argsort(shards.astype(np.min_scalar_type(len(self.paths))), kind="stable")
         for shard, places in zip(present, np.split(order, np.cumsum(counts[present])), strict=False):
             rows = ids[places] - self.starts[shard]
-            out[places] = self._map_for(int(shard), rows)[rows]
+            out[places] = self._map_for(int(shard), rows).take(rows, axis=0)
         return out
 
     def _map_for(self, shard: int, rows: np.ndarray) -> np.ndarray:

@@ -5,19 +5,17 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
-from indexing.store.files import NpyWriter
-from indexing.store.sharded_array import open_array
-from indexing.suffixes.build import FOLDER, ROWS_OF_HEAD, document_starts, first_positions, head, stored_groups
-from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, LONGEST, SAMPLED, SHARES, spread, within_limit
+from indexing.suffixes.order import ALL_HEADS, LONGEST, Prefixes, stored_orders, write_chosen
+from indexing.suffixes.texts import Texts
+from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, spread, within_limit
 
 _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
@@ -35,16 +33,18 @@ class Match:
 
     Attributes:
         length: tokens; 0 if even the last token occurs nowhere.
-        ranges: for each group of shards the rows [first, stop) of its sorted prefixes that end in these tokens.
+        ranges: for each order the rows [first, stop) of the prefixes that end in these tokens, or in the last 64 of them.
+        ends: of a match of more than 64 tokens where it ends, outside of documents that were deleted then: positions [n] int64.
     """
 
     length: int
     ranges: tuple[tuple[int, int], ...]
+    ends: np.ndarray | None = None
 
     @property
     def count(self) -> int:
         """How often it occurs, some deleted documents included."""
-        return sum(stop - first for first, stop in self.ranges)
+        return sum(stop - first for first, stop in self.ranges) if self.ends is None else len(self.ends)
 
 
 @dataclass(frozen=True)
@@ -62,93 +62,110 @@ class Place:
     last: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Sorted prefixes of a group of shards (`positions`) with their heads, the starts of its documents and shards, and of each shard its
-    tokens and the lengths of its chunks.
+class _Tokens:
+    """Reads single tokens of a split by position.
 
     Memory views and lists: Python reads a single number from them several times as fast as from an array. Texts are lists of token ids,
     backwards and not empty.
     """
 
-    positions: memoryview
-    heads: memoryview
-    starts: list[int]
-    shard_starts: list[int]
-    tokens: list[memoryview]
-    lengths: list[memoryview]
-    first_chunk: int
-    chunk_length: int
+    def __init__(self, split: Split) -> None:
+        self._starts = (np.asarray(split.tokens.starts) * split.chunk_length).tolist()
+        self._split, self._chunk_length = split, split.chunk_length
+        self._open: dict[int, tuple[int, memoryview, memoryview, memoryview]] = {}
+        self._several, self._format = len(self._starts) > 2, _view(split.tokens.shard(0)).format
 
-    def backwards(self, row: int, text: list[int]) -> list[int]:
-        """The last tokens of a sorted prefix backwards, as many as `text` has or the document allows."""
-        end = self.positions[row]
-        start = self.starts[bisect.bisect_right(self.starts, end) - 1]
-        shard = bisect.bisect_right(self.shard_starts, end) - 1
-        base = self.shard_starts[shard]
-        return self.tokens[shard][max(start, end + 1 - len(text)) - base : end + 1 - base].tolist()[::-1]
+    def _shard(self, position: int) -> tuple[int, memoryview, memoryview, memoryview]:
+        """The first position of the shard of a position, its tokens, lengths of chunks, and first chunks of documents."""
+        number = bisect.bisect_right(self._starts, position) - 1 if self._several else 0
+        return self._open.get(number) or self._opened(number)
 
-    def of_documents(self, chosen: np.ndarray, file: Path) -> "_Group":
-        """The prefixes of some of the documents, [documents] bool, which stay in order; their positions are written to a file."""
-        with NpyWriter(file, np.uint32) as positions:
-            for first in range(0, len(self.positions), _BLOCK):
-                block = np.asarray(self.positions[first : first + _BLOCK])
-                positions.append(block[chosen[np.searchsorted(self.starts, block, side="right") - 1]])
-        part = replace(self, positions=_view(open_array(file)))
-        width = 8 // self.tokens[0].itemsize
-        heads = [head(part.backwards(row, [0] * width), width) for row in range(0, len(part.positions), ROWS_OF_HEAD)]
-        return replace(part, heads=_view(np.array(heads, np.uint64)))
+    def _opened(self, number: int) -> tuple[int, memoryview, memoryview, memoryview]:
+        split = self._split
+        tokens, lengths = _view(split.tokens.shard(number).reshape(-1)), _view(split.lengths.shard(number))
+        self._open[number] = self._starts[number], tokens, lengths, _view(split.document_offsets.shard(number))
+        return self._open[number]
+
+    def _first(self, end: int, offsets: memoryview) -> int:
+        """The first position of the document of a position, both counted from the first one of its shard."""
+        return int(offsets[bisect.bisect_right(offsets, end // self._chunk_length) - 1]) * self._chunk_length
+
+    def backwards(self, position: int, count: int) -> list[int]:
+        """The last tokens up to a position backwards, as many as are asked for or the document allows."""
+        base, tokens, _, offsets = self._shard(position)
+        end = position - base
+        return tokens[max(self._first(end, offsets), end + 1 - count) : end + 1].tolist()[::-1]
+
+    def ending(self, text: list[int]) -> memoryview:
+        """The last tokens of a text, forwards, as `ends_in` compares them."""
+        return _view(np.array(text[::-1], self._format))
+
+    def ends_in(self, position: int, ending: memoryview) -> bool:
+        """Whether the text up to a position ends in some tokens."""
+        base, tokens, _, offsets = self._shard(position)
+        end = position - base
+        first = end + 1 - len(ending)
+        return first >= 0 and tokens[first : end + 1] == ending and first >= self._first(end, offsets)
+
+    def next_token(self, position: int) -> int:
+        """The token after a position in the same document; -1 = none."""
+        base, tokens, lengths, offsets = self._shard(position)
+        chunk, place = divmod(position + 1 - base, self._chunk_length)
+        if chunk == len(lengths) or place >= lengths[chunk]:
+            return -1
+        begins = place == 0 and offsets[bisect.bisect_left(offsets, chunk)] == chunk  # the next document
+        return -1 if begins else int(tokens[position + 1 - base])
+
+
+class _Order:
+    """Searches an order. Rows are those of `prefixes`."""
+
+    def __init__(self, prefixes: Prefixes, tokens: _Tokens) -> None:
+        self.prefixes, self._position, self._tokens = prefixes, prefixes.position, tokens
+        self._head_tokens, self._bits = prefixes.texts.head_tokens, 64 // prefixes.texts.head_tokens
+        self._chunk_length = prefixes.texts.split.chunk_length
+
+    def head(self, backwards: list[int]) -> int:
+        """The head of a text: its last tokens, each plus 1, as one number; 0 before it begins."""
+        number = 0
+        for token in backwards[: self._head_tokens]:
+            number = number << self._bits | token + 1
+        return number << self._bits * max(0, self._head_tokens - len(backwards))
 
     def living(self, positions: np.ndarray, deleted: np.ndarray) -> np.ndarray:
         """Which of some positions [n] are outside of deleted ranges of chunks [n, 2]: [n] bool."""
         living = np.empty(len(positions), bool)
         for start in range(0, len(positions), _BLOCK):
             block = slice(start, start + _BLOCK)
-            chunks = positions[block].astype(np.int64) // self.chunk_length + self.first_chunk
-            living[block] = ~inside(chunks, deleted)
+            living[block] = ~inside(positions[block] // self._chunk_length, deleted)
         return living
 
     def neighbors_of(self, row: int, deleted: np.ndarray) -> Iterator[int]:
         """The last row before a place in the order, and the first one from it on, that are outside of deleted ranges of chunks [n, 2]."""
-        rows, stop, size = len(self.positions), row, 1
+        rows, stop, size = len(self.prefixes), row, 1
         while stop > 0:  # most neighbors are alive, so the steps double
             first = max(0, stop - size)
-            if len(alive := np.flatnonzero(self.living(self.sorted_positions[first:stop], deleted))):
+            if len(alive := np.flatnonzero(self.living(self.prefixes.positions(first, stop), deleted))):
                 yield first + int(alive[-1])
                 break
             stop, size = first, min(2 * size, _BLOCK)
         first, size = row, 1
         while first < rows:
             stop = min(rows, first + size)
-            if len(alive := np.flatnonzero(self.living(self.sorted_positions[first:stop], deleted))):
+            if len(alive := np.flatnonzero(self.living(self.prefixes.positions(first, stop), deleted))):
                 yield first + int(alive[0])
                 break
             first, size = stop, min(2 * size, _BLOCK)
 
     def longest(self, text: list[int], deleted: np.ndarray) -> tuple[int, int]:
-        """Length of the longest match of a text outside of deleted ranges of chunks [n, 2], and a row at whose side the matches are."""
-        rows, wanted = range(len(self.positions)), head(text, 8 // self.tokens[0].itemsize)
-        first = max(0, bisect.bisect_left(self.heads, wanted) - 1) * ROWS_OF_HEAD
-        stop = min(len(rows), bisect.bisect_right(self.heads, wanted) * ROWS_OF_HEAD)
-        row = bisect.bisect_left(rows, text, first, stop, key=lambda at: self.backwards(at, text))
+        """Length of the longest match of at most 64 tokens outside of deleted ranges of chunks [n, 2], and a row at whose side the matches
+        are. `text` has at most 64 tokens."""
+        rows, wanted, count, backwards = range(len(self.prefixes)), self.head(text), len(text), self._tokens.backwards
+        position = self._position
+        first, stop = self.prefixes.head_before(wanted) + 1, self.prefixes.head_from(wanted + 1)
+        row = bisect.bisect_left(rows, text, first, stop, key=lambda at: backwards(position(at), count))
         near = self.neighbors_of(row, deleted) if len(deleted) else (at for at in (row - 1, row) if 0 <= at < len(rows))
-        return max((_common(self.backwards(at, text), text) for at in near), default=0), row
-
-    @cached_property
-    def sorted_positions(self) -> np.ndarray:
-        """`positions` as an array, to read many at once."""
-        return np.asarray(self.positions)
-
-    @cached_property
-    def _tokens(self) -> list[np.ndarray]:
-        return [np.asarray(tokens) for tokens in self.tokens]
-
-    @cached_property
-    def _last_tokens(self) -> np.ndarray:
-        """The positions of the last tokens of the documents, [documents] int64."""
-        last_chunks = np.array(self.starts[1:], np.int64) // self.chunk_length - 1
-        lengths = np.concatenate([np.asarray(lengths, np.int64) for lengths in self.lengths])
-        return last_chunks * self.chunk_length + lengths[last_chunks] - 1
+        return max((_common(backwards(position(at), count), text) for at in near), default=0), row
 
     def ranges_of(self, text: list[int], length: int, row: int) -> list[tuple[int, int]]:
         """For each of `LENGTHS` the rows [first, stop) of the prefixes whose last tokens, of this number, are those of the text.
@@ -161,112 +178,80 @@ class _Group:
             row: its row, see `longest`.
         """
         ranges, found, longest = [(row, row)] * len(LENGTHS), (row, row), min(length, LENGTHS[-1])
-        ending = self.ending(text[:longest])
+        ending = self._tokens.ending(text[:longest])
         for level, size in reversed([*enumerate(LENGTHS)]):
             if size <= length:
-                ranges[level] = found = self.range_around(ending[longest - size :], *found)
+                ranges[level] = found = self._range_around(text[:size], ending[longest - size :], *found)
         return ranges
 
-    def ending(self, text: list[int]) -> memoryview:
-        """The last tokens of a text, forwards, as `range_around` compares them."""
-        return _view(np.array(text[::-1], self.tokens[0].format))
+    def range_around(self, text: list[int], row: int) -> tuple[int, int]:
+        """The rows [first, stop) of the prefixes that end in a text, around a place in the order, see `longest`."""
+        return self._range_around(text, self._tokens.ending(text), row, row)
 
-    def range_around(self, ending: memoryview, first: int, stop: int) -> tuple[int, int]:
-        """The rows [first, stop) of the prefixes that have an ending: all around some of these rows, or next to a row if none is known."""
-        before = first > 0 and self.ends_in(first - 1, ending)
-        after = stop < len(self.positions) and self.ends_in(stop, ending)
-        width = 8 // self.tokens[0].itemsize
-        smallest = above = None  # the heads of these rows, if the ending is not longer than a head
-        if len(ending) <= width and (before or after):
-            smallest = head(ending.tolist()[::-1], width)
-            above = smallest + (1 << 64 // width * (width - len(ending)))
+    def _range_around(self, text: list[int], ending: memoryview, first: int, stop: int) -> tuple[int, int]:
+        """The rows [first, stop) of the prefixes that have an ending: all around some of these rows, or next to a row if none is known.
+
+        A text that is not longer than a head has all heads between two numbers.
+        """
+        before = first > 0 and self._ends_in(first - 1, ending)
+        after = stop < len(self.prefixes) and self._ends_in(stop, ending)
+        low = high = None
+        if len(text) <= self._head_tokens and (before or after):
+            low = self.head(text)
+            high = low + (1 << self._bits * (self._head_tokens - len(text)))
         if before:
-            first = self._first(ending, first - 1, smallest)
+            first = self._first(ending, first - 1, low)
         if after:
-            stop = self._stop(ending, stop + 1, above)
+            stop = self._stop(ending, stop + 1, high)
         return first, stop
 
-    def _first(self, ending: memoryview, known: int, smallest: int | None) -> int:
-        """The first row that ends in some tokens, as the row `known` does; `smallest` is the smallest head of such a row, if known."""
+    def _first(self, ending: memoryview, known: int, low: int | None) -> int:
+        """The first row that ends in some tokens, as the row `known` does; `low` is the smallest head of such a row, if known."""
         least, step = 0, 1
-        if smallest is not None:
-            least = max(0, (bisect.bisect_left(self.heads, smallest) - 1) * ROWS_OF_HEAD + 1)
-            nearer = bisect.bisect_right(self.heads, smallest) * ROWS_OF_HEAD
+        if low is not None:
+            least, nearer = self.prefixes.head_before(low) + 1, self.prefixes.head_from(low)
             if nearer < known:
                 known, step = nearer, known
-        while known - step >= least and self.ends_in(known - step, ending):
+        while known - step >= least and self._ends_in(known - step, ending):
             known, step = known - step, 2 * step
         least = max(least, known - step + 1)
         while least < known:
             middle = (least + known) // 2
-            if self.ends_in(middle, ending):
+            if self._ends_in(middle, ending):
                 known = middle
             else:
                 least = middle + 1
         return known
 
-    def _stop(self, ending: memoryview, known: int, above: int | None) -> int:
-        """The row behind the last one that ends in some tokens, as the row before `known` does; the heads of such rows are below `above`,
+    def _stop(self, ending: memoryview, known: int, high: int | None) -> int:
+        """The row behind the last one that ends in some tokens, as the row before `known` does; the heads of such rows are below `high`,
         if known."""
-        most, step = len(self.positions), 1
-        if above is not None:
-            head_row = bisect.bisect_left(self.heads, above) * ROWS_OF_HEAD
-            most, nearer = min(most, head_row), head_row - ROWS_OF_HEAD + 1
+        most, step = len(self.prefixes), 1
+        if high is not None and high < ALL_HEADS:
+            most, nearer = self.prefixes.head_from(high), self.prefixes.head_before(high) + 1
             if nearer > known:
                 known, step = nearer, most
-        while known + step <= most and self.ends_in(known + step - 1, ending):
+        while known + step <= most and self._ends_in(known + step - 1, ending):
             known, step = known + step, 2 * step
         most = min(most, known + step - 1)
         while known < most:
             middle = (known + most) // 2
-            if self.ends_in(middle, ending):
+            if self._ends_in(middle, ending):
                 known = middle + 1
             else:
                 most = middle
         return known
 
-    def ends_in(self, row: int, ending: memoryview) -> bool:
-        """Whether a sorted prefix ends in some tokens."""
-        end = self.positions[row]
-        shard = bisect.bisect_right(self.shard_starts, end) - 1 if len(self.shard_starts) > 1 else 0
-        base, first = self.shard_starts[shard], end + 1 - len(ending)
-        if first < base or self.tokens[shard][first - base : end + 1 - base] != ending:
-            return False
-        return first >= self.starts[bisect.bisect_right(self.starts, end) - 1]
-
-    def next_tokens(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens after positions [n] in the same documents, [n] int64; -1 = none."""
-        following, last = np.full(len(positions), -1), self._last_tokens
-        inner = np.flatnonzero(last[last.searchsorted(positions)] != positions)
-        after = positions[inner].astype(np.int64) + 1
-        if len(self._tokens) == 1:
-            following[inner] = self._tokens[0][after]
-            return following
-        shards = np.searchsorted(self.shard_starts, after, side="right") - 1
-        for shard in np.unique(shards):
-            own = shards == shard
-            following[inner[own]] = self._tokens[shard][after[own] - self.shard_starts[shard]]
-        return following
-
-    def next_token(self, position: int) -> int:
-        """The token after a position in the same document; -1 = none."""
-        after = position + 1
-        if after >= self.starts[bisect.bisect_right(self.starts, position)]:  # where the next document starts
-            return -1
-        shard = bisect.bisect_right(self.shard_starts, after) - 1
-        chunk, place = divmod(after - self.shard_starts[shard], self.chunk_length)
-        return self.tokens[shard][after - self.shard_starts[shard]] if place < self.lengths[shard][chunk] else -1
+    def _ends_in(self, row: int, ending: memoryview) -> bool:
+        """Whether a prefix ends in some tokens."""
+        return self._tokens.ends_in(self._position(row), ending)
 
 
 class _Ends(NamedTuple):
-    """Where a match ends: how often, and positions of all or some in each group."""
+    """Where a match ends: how often, and all or some positions [n] int64, in each order by row."""
 
     occurrences: int
-    positions: list[np.ndarray]
-
-    @property
-    def drawn(self) -> int:
-        return sum(map(len, self.positions))
+    positions: np.ndarray
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -283,15 +268,16 @@ def _common(one: list[int], other: list[int]) -> int:
 class SuffixIndex:
     """The sorted prefixes of all training documents of a datastore, memory-mapped.
 
-    A match costs two or three binary searches in each group of shards. Documents that are deleted do not occur, also if they were
-    deleted after the index was opened.
+    A match costs two or three binary searches, in a datastore that has grown as often in each of a few orders. Documents that are deleted
+    do not occur, also if they were deleted after the index was opened.
 
     Every search raises DatastoreChanged if the datastore was built again.
     """
 
     def __init__(self, split: Split) -> None:
         self.split = split
-        self._groups = [self._open(shards) for shards in stored_groups(split)]
+        self._texts, self._tokens = Texts(split), _Tokens(split)
+        self._orders = [_Order(Prefixes(self._texts, parts), self._tokens) for _, parts in stored_orders(split)]
 
     @classmethod
     def open(cls, folder: Path) -> "SuffixIndex":
@@ -300,48 +286,46 @@ class SuffixIndex:
         Raises:
             InputError: it has none, or a file is damaged.
         """
-        datastore = Datastore.open(folder)
-        datastore.require(FOLDER)
-        return cls(datastore.train)
-
-    def _open(self, shards: range) -> _Group:
-        split, folder = self.split, self.split.folder / FOLDER / shard_name(shards.start)
-        first_of_shard = first_positions(split, shards)
-        pairs = list(zip(shards, first_of_shard.tolist(), strict=False))
-        starts = [document_starts(split, shard)[:-1] + first for shard, first in pairs]
-        return _Group(
-            positions=_view(open_array(folder / "positions.npy")),
-            heads=_view(open_array(folder / "heads.npy")),
-            starts=np.concatenate([*starts, first_of_shard[-1:]]).tolist(),
-            shard_starts=[first for _, first in pairs],
-            tokens=[_view(split.tokens.shard(shard).reshape(-1)) for shard in shards],
-            lengths=[_view(split.lengths.shard(shard)) for shard in shards],
-            first_chunk=int(split.tokens.starts[shards.start]),
-            chunk_length=split.chunk_length,
-        )
+        return cls(Datastore.open(folder).train)
 
     def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
         """The index of some of the documents, [documents] bool. Writes 4 bytes for each of their tokens to a folder."""
-        part, first, groups = copy.copy(self), 0, []
-        for number, group in enumerate(self._groups):
-            stop = first + len(group.starts) - 1
-            groups.append(group.of_documents(chosen[first:stop], folder / f"{number}.npy"))
-            first = stop
-        part._groups = groups
+        part = copy.copy(self)
+        part._orders = [
+            _Order(write_chosen(folder / str(number), order.prefixes, chosen), self._tokens)
+            for number, order in enumerate(self._orders)
+        ]
         return part
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
-        backwards, deleted = np.asarray(text).tolist()[::-1], self.split.deleted
-        longest = [group.longest(backwards, deleted) for group in self._groups] if backwards else []
+        ending, deleted = np.asarray(text[-LONGEST:]).tolist()[::-1], self.split.deleted
+        longest = [order.longest(ending, deleted) for order in self._orders] if ending else []
         length = max((length for length, _ in longest), default=0)
         if not length:
             return Match(0, ())
         ranges = (
-            group.range_around(group.ending(backwards[:length]), row, row) if reached >= length else (0, 0)
-            for group, (reached, row) in zip(self._groups, longest, strict=True)
+            order.range_around(ending[:length], row) if reached >= length else (0, 0)
+            for order, (reached, row) in zip(self._orders, longest, strict=True)
         )
-        return Match(length, tuple(ranges))
+        match = Match(length, tuple(ranges))
+        return self._extended(match, np.asarray(text, np.int64)) if len(text) > length == LONGEST else match
+
+    def _extended(self, match: Match, text: np.ndarray) -> Match:
+        """The longest match of a text, from the match of its last 64 tokens: those of its places that share most of the text before."""
+        ends, length = self._ends_of(match).positions, LONGEST
+        while length < len(text):
+            wanted = text[max(0, len(text) - length - LONGEST) : len(text) - length][::-1] + 1
+            available = self._texts.available(ends) - length
+            inside = np.flatnonzero(available > 0)
+            shared = np.zeros(len(ends), np.int64)
+            windows = self._texts.windows(ends[inside] - length, LONGEST)[:, : len(wanted)]
+            shared[inside] = np.cumprod(windows == wanted, axis=1).sum(axis=1)
+            more = int(shared.max(initial=0))
+            ends, length = ends[shared == more], length + more
+            if more < LONGEST:
+                break
+        return Match(length, match.ranges, ends)
 
     def occurrences(self, match: Match, most: int = _ALL) -> np.ndarray:
         """Where a match ends, outside of deleted documents: chunk id and place in the chunk, [n, 2] int64.
@@ -350,16 +334,11 @@ class SuffixIndex:
             match: the match.
             most: if there are more occurrences, this many are returned, spread evenly.
         """
-        m = self.split.chunk_length
-        ends = zip(
-            self._groups, self._ends(match.ranges, self.split.deleted, most).positions, strict=False
-        )  # of no match there are none
-        places = [own.astype(np.int64) + group.first_chunk * m for group, own in ends]
-        return np.stack(np.divmod(np.concatenate([*places, np.empty(0, np.int64)]), m), axis=1)
+        return np.stack(np.divmod(self._ends_of(match, most).positions, self.split.chunk_length), axis=1)
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
-        return self._ends(match.ranges, self.split.deleted).occurrences
+        return self._ends_of(match).occurrences
 
     def places(self, match: Match, most: int) -> list[Place]:
         """One occurrence in each of the first `most` documents that a match occurs in, among some of its occurrences."""
@@ -375,15 +354,15 @@ class SuffixIndex:
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        best = _most_frequent(Counter(self._following(match, _SCANNED)))
+        best = _most_frequent(Counter(self._following(self._ends_of(match, _SCANNED))))
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
 
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
-        The same as the stored votes of a held-out document. Of more than 32 occurrences others may be counted: the stage `votes` orders
-        prefixes with equal ends of 64 tokens by shard, this index by the tokens before, and one group of shards after the other.
+        The same as the stored votes of a held-out document, if no document was deleted. Where matches of one to three tokens are frequent,
+        the stage `votes` may have counted other 32 of them.
 
         Args:
             text: [t] token ids of one document, from its beginning or later.
@@ -400,10 +379,10 @@ class SuffixIndex:
 
     def _votes(self, text: list[int], deleted: np.ndarray) -> list[int]:
         """The votes for the token after a text, which is backwards and not empty: the numbers of one row of `votes`."""
-        longest = [group.longest(text, deleted) for group in self._groups]
+        longest = [order.longest(text, deleted) for order in self._orders]
         length = max((reached for reached, _ in longest), default=0)
-        of_groups = [group.ranges_of(text, *found) for group, found in zip(self._groups, longest, strict=True)]
-        matches, samples, of_level = [*zip(*of_groups, strict=True)], list[_Ends](), [0] * len(LENGTHS)
+        of_orders = [order.ranges_of(text, *found) for order, found in zip(self._orders, longest, strict=True)]
+        matches, samples, of_level = [*zip(*of_orders, strict=True)], list[_Ends](), [0] * len(LENGTHS)
         for level in reversed(range(bisect.bisect_right(LENGTHS, length))):
             if not samples or matches[level] != matches[level + 1]:
                 samples.append(self._ends(matches[level], deleted, SAMPLED))
@@ -415,7 +394,7 @@ class SuffixIndex:
             if len(candidates) < KEPT:
                 best = [token for token, _ in _most_frequent(counts) if token not in candidates]
                 candidates += best[: KEPT - len(candidates)]
-            size = min(LARGEST_SIZE, (sample.occurrences * counted // sample.drawn).bit_length())
+            size = min(LARGEST_SIZE, (sample.occurrences * counted // len(sample.positions)).bit_length())
             shares = [SHARES * counts.get(token, 0) // (counted or 1) for token in candidates]
             numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
         if not candidates:
@@ -423,16 +402,12 @@ class SuffixIndex:
         levels = itertools.chain.from_iterable(numbers[number] for number in of_level)
         return [length, *candidates, *[0] * (KEPT - len(candidates)), *levels]
 
-    def _read(self, samples: Sequence[_Ends]) -> list[list[int]]:
-        """The tokens after the positions of each sample, in one read of each group; -1 = none."""
-        following = [list[int]() for _ in samples]
-        for group, of_samples in zip(
-            self._groups, zip(*(sample.positions for sample in samples), strict=True), strict=False
-        ):
-            tokens = iter(group.next_tokens(np.concatenate(of_samples)).tolist())
-            for own, positions in zip(following, of_samples, strict=True):
-                own += itertools.islice(tokens, len(positions))
-        return following
+    def _read(self, samples: Sequence[_Ends]) -> Iterator[list[int]]:
+        """The tokens after the positions of each sample, in one read; -1 = none."""
+        if samples:
+            tokens = iter(self._texts.following(np.concatenate([sample.positions for sample in samples])).tolist())
+            for sample in samples:
+                yield [*itertools.islice(tokens, len(sample.positions))]
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
@@ -443,51 +418,62 @@ class SuffixIndex:
             the number of tokens of the match, and int64 [n].
         """
         match = self.longest_match(text[-LONGEST:])
-        if not (best := _most_frequent(Counter(self._following(match, SAMPLED)))):
+        ends = self._ends_of(match, SAMPLED)
+        if not (best := _most_frequent(Counter(self._following(ends)))):
             return match.length, np.empty(0, np.int64)
-        wanted = best[0][0]
-        groups = zip(self._groups, self._ends(match.ranges, self.split.deleted, SAMPLED).positions, strict=True)
-        ends = ((group, end) for group, own in groups for end in own.tolist())
-        group, end = next(pair for pair in ends if pair[0].next_token(pair[1]) == wanted)
-        tokens = itertools.takewhile(lambda token: token >= 0, (group.next_token(end + n) for n in range(most)))
+        next_token, wanted = self.next_token, best[0][0]
+        end = next(end for end in ends.positions.tolist() if next_token(end) == wanted)
+        tokens = itertools.takewhile(lambda token: token >= 0, (next_token(end + n) for n in range(most)))
         return match.length, np.array(list(tokens), np.int64)
+
+    def next_token(self, position: int) -> int:
+        """The token after a position in the same document; -1 = none."""
+        return self._tokens.next_token(position)
+
+    def ends(self, match: Match) -> list[int]:
+        """Every position where a match ends outside of deleted documents."""
+        ends: list[int] = self._ends_of(match).positions.tolist()
+        return ends
+
+    def _ends_of(self, match: Match, most: int = _ALL) -> _Ends:
+        """Where a match ends outside of deleted documents: at most `most` places, spread evenly."""
+        deleted = self.split.deleted
+        if match.ends is None:
+            return self._ends(match.ranges, deleted, most)
+        living = match.ends[self._orders[0].living(match.ends, deleted)]
+        return _Ends(len(living), living[_slice(spread([len(living)], most)[0])])
 
     def _ends(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray, most: int = _ALL) -> _Ends:
         """Where a match ends outside of deleted documents: at most `most` places, spread evenly.
 
         Args:
-            ranges: its rows [first, stop) in each group.
+            ranges: its rows [first, stop) in each order.
             deleted: ranges of chunks [n, 2].
             most: if there are more occurrences and some are deleted, their number is estimated.
         """
-        sizes = [stop - first for first, stop in ranges]
-        total = sum(sizes)
+        total = sum(stop - first for first, stop in ranges)
         if not len(deleted) or not total:
-            return _Ends(total, self._positions(ranges, spread(sizes, most)))
+            return _Ends(total, self._positions(ranges, most))
         for looked_at in dict.fromkeys((min(_LOOKED_AT * most, total), total)):  # all if too few of those are left
-            positions = self._positions(ranges, spread(sizes, looked_at))
-            groups = zip(self._groups, positions, strict=False)
-            living = [own[group.living(own, deleted)] for group, own in groups]
-            if sum(map(len, living)) >= most:
+            positions = self._positions(ranges, looked_at)
+            living = positions[self._orders[0].living(positions, deleted)]
+            if len(living) >= most:
                 break
-        left = [*map(len, living)]
-        occurrences = total * sum(left) // sum(map(len, positions))
-        return _Ends(occurrences, [own[_slice(at)] for own, at in zip(living, spread(left, most), strict=True)])
+        return _Ends(total * len(living) // len(positions), living[_slice(spread([len(living)], most)[0])])
 
-    def _positions(self, ranges: Sequence[tuple[int, int]], places: Sequence[range]) -> list[np.ndarray]:
-        """The positions at some places of the rows of each group."""
-        groups = zip(self._groups, ranges, places, strict=False)
-        return [group.sorted_positions[slice(*rows)][_slice(at)] for group, rows, at in groups]
+    def _positions(self, ranges: Sequence[tuple[int, int]], most: int) -> np.ndarray:
+        """At most `most` positions of the rows of all orders, spread evenly: [n] int64."""
+        places = spread([stop - first for first, stop in ranges], most)
+        read = [
+            order.prefixes.positions(first + at.start, first + at.stop, at.step)
+            for order, (first, _), at in zip(self._orders, ranges, places, strict=False)  # no match has no ranges
+            if len(at)
+        ]
+        return read[0] if len(read) == 1 else np.concatenate([*read, np.empty(0, np.int64)])
 
-    def _following(self, match: Match, most: int) -> list[int]:
-        """The tokens that follow occurrences of a match."""
-        pairs = zip(self._groups, self._ends(match.ranges, self.split.deleted, most).positions, strict=False)
-        return [token for group, own in pairs for token in group.next_tokens(own).tolist() if token >= 0]
-
-    def ends(self, match: Match) -> list[tuple[_Group, int]]:
-        """Every place where a match ends outside of deleted documents: group and position."""
-        groups = zip(self._groups, self._ends(match.ranges, self.split.deleted).positions, strict=False)
-        return [(group, end) for group, own in groups for end in own.tolist()]
+    def _following(self, ends: _Ends) -> list[int]:
+        """The tokens that follow some places."""
+        return [token for token in self._texts.following(ends.positions).tolist() if token >= 0]
 
 
 def _slice(places: range) -> slice:
@@ -529,7 +515,7 @@ class Tracer:
 
     def add(self, token: int) -> list[Run]:
         """Append a token; return the run that ends before it, or none."""
-        if places := [(group, end + 1) for group, end in self._places if group.next_token(end) == token]:
+        if places := [end + 1 for end in self._places if self._index.next_token(end) == token]:
             self._places, self._length = places, self._length + 1
             self._end.append(token)
             return []

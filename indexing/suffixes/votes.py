@@ -12,13 +12,12 @@ import numpy as np
 from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
-from indexing.suffixes.build import FOLDER as SUFFIXES
+from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.order import LONGEST
 
 FOLDER = "votes"
 VERSION = 2
 """Of the format. Votes of another version are made again."""
-LONGEST = 64
-"""Longer matches count as this long."""
 LENGTHS = (1, 2, 3, 4, 6, 10, 16)
 """Lengths of matches whose occurrences vote: the last tokens of a text, up to the longest match."""
 SAMPLED = 32

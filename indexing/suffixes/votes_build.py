@@ -1,231 +1,105 @@
 """The tokens that follow every token's text in other documents, by the length of the match, for all tokens of a datastore.
 
-    sorted prefixes of all groups of shards ─ cut at the same prefixes ─► ranges of about 2^20 tokens
+    sorted prefixes of training documents, and of held-out ones ─ cut at the same heads ─► ranges of about 2^20 tokens
     a range ─ order ─► the nearest prefix of another document ─► length of the longest match
     for each of `LENGTHS` up to it: all prefixes with the same last tokens ─► at most 32 of them ─► votes
+    votes of ranges ─► votes of shards; of many shards through blocks of them
 
-Every range is sorted once, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
+Every token is in one range, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
 held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from indexing.machine import compiled
 from indexing.progress import Advance
-from indexing.store.datastore import SPLITS, Datastore, Split, shard_name
+from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.build import FOLDER as SUFFIXES
-from indexing.suffixes.build import document_starts, first_positions, stored_groups
-from indexing.suffixes.votes import (
-    KEPT,
-    LARGEST_SIZE,
-    LENGTHS,
-    LONGEST,
-    SAMPLED,
-    SHARES,
-    packed,
-    spread,
-    vote_dtype,
-)
+from indexing.suffixes.order import LONGEST, RANGE_TOKENS, Prefixes, order_of, stored_orders, write_run
+from indexing.suffixes.texts import Texts, numbers
+from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, spread, vote_dtype
 
-_RANGE_TOKENS = 1 << 20
-"""So large that only matches of one to three tokens lie on both sides of a cut. The longest match is looked for inside of a range."""
-_PIVOT_STEP = 1 << 14
-_BLOCK = 1 << 16
+FAN_OUT = 128
+"""Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
+_MOST_RANGES = 8
+"""Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
+_LEAST_TASKS = 64
+"""With fewer ranges each is a task."""
+_HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
-# --- one shard of a split ------------------------------------------------------------------------------------------
+# --- tasks ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Source:
-    """The tokens of one shard of a split, by position (see `document_starts`).
-
-    Attributes:
-        split: the split.
-        shard: number of the shard.
-        tokens: [chunks · m].
-        starts: positions of the first tokens of the documents.
-    """
-
-    split: Split
-    shard: int
-    tokens: np.ndarray
-    starts: np.ndarray
-
-    def text_positions(self) -> np.ndarray:
-        """The positions of all tokens, without padding: [n] int64."""
-        lengths = np.asarray(self.split.lengths.shard(self.shard))
-        return np.flatnonzero(np.arange(self.split.chunk_length) < lengths[:, None])
-
-    def document(self, positions: np.ndarray) -> np.ndarray:
-        """The documents of positions, counted from the first one of the shard."""
-        return np.searchsorted(self.starts, positions, side="right") - 1
-
-    def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
-        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document begins."""
-        available = positions - self.starts[self.document(positions)] + 1
-        window = np.zeros((len(positions), count), dtype)
-        whole = positions >= count - 1  # the others are at the begin of the shard
-        if whole.any():
-            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
-            window[whole] = runs[positions[whole] - count + 1, ::-1]
-        for row in np.flatnonzero(~whole):
-            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
-        window += dtype.type(1)
-        window *= np.arange(count) < available[:, None]
-        return window
-
-    def following(self, positions: np.ndarray) -> np.ndarray:
-        """The next token of the same document, [n] int64; -1 = none."""
-        after = np.minimum(positions + 1, len(self.tokens) - 1)
-        chunks, places = np.divmod(after, self.split.chunk_length)
-        is_text = places < np.asarray(self.split.lengths.shard(self.shard))[chunks]
-        same = (after > positions) & is_text & (self.document(after) == self.document(positions))
-        return np.where(same, self.tokens[after].astype(np.int64), -1)
-
-    def voting_documents(self, positions: np.ndarray) -> np.ndarray:
-        """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
-        if self.split.name != "train":
-            return np.full(len(positions), -1)
-        first = sum(self.split.document_rows[: self.shard])
-        chunks = self.split.tokens.starts[self.shard] + positions // self.split.chunk_length
-        return np.where(inside(chunks, self.split.deleted), -1, first + self.document(positions))
+def num_ranges(tokens: int) -> int:
+    """The ranges of the prefixes of so many training tokens."""
+    return max(1, -(-tokens // RANGE_TOKENS))
 
 
-@dataclass(frozen=True)
-class Group:
-    """Shards of `train` whose prefixes are sorted together, or one shard of held-out documents.
-
-    Attributes:
-        sources: its shards.
-        firsts: first position of each shard, [shards] int64.
-        sorted_positions: of all prefixes in their order; None for held-out documents.
-    """
-
-    sources: list[Source]
-    firsts: np.ndarray
-    sorted_positions: np.ndarray | None
-
-    def by_shard(self, positions: np.ndarray) -> list[np.ndarray]:
-        """Positions in the group → for each shard the rows of those in it."""
-        shards = np.searchsorted(self.firsts, positions, side="right") - 1
-        return [np.flatnonzero(shards == shard) for shard in range(len(self.sources))]
-
-    def keys(self, positions: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The last 8 bytes of tokens of prefixes, as numbers: positions [n] → [n] uint64."""
-        keys = np.zeros(len(positions), np.uint64)
-        for source, first, rows in zip(self.sources, self.firsts, self.by_shard(positions), strict=True):
-            if len(rows):
-                keys[rows] = _keys(source.windows(positions[rows] - first, 8 // dtype.itemsize, dtype))[:, 0]
-        return keys
-
-    def rows_between(self, first: int, stop: int, dtype: np.dtype) -> range:
-        """The rows of sorted prefixes whose key is in [first, stop)."""
-        if (ordered := self.sorted_positions) is None:
-            return range(0)
-        rows = range(len(ordered))
-        low, high = (
-            bisect_left(rows, key, key=lambda row: int(self.keys(ordered[row : row + 1].astype(np.int64), dtype)[0]))
-            for key in (first, stop)
-        )
-        return range(low, high)
+def ranges_of_task(ranges: int) -> int:
+    """How many ranges one task finds the votes of."""
+    return max(1, min(_MOST_RANGES, ranges // _LEAST_TASKS))
 
 
-def groups_of(datastore: Datastore) -> list[Group]:
-    """All shards of all splits in their order; those of `train` are sorted."""
-    groups = []
-    for shards in stored_groups(datastore.train):
-        path = datastore.folder / SUFFIXES / shard_name(shards.start) / "positions.npy"
-        sources = [_source(datastore.train, shard) for shard in shards]
-        groups.append(Group(sources, first_positions(datastore.train, shards)[:-1], np.asarray(open_array(path))))
-    for split in (datastore.split(name) for name in SPLITS if name != "train"):
-        groups += [
-            Group([_source(split, shard)], np.zeros(1, np.int64), None) for shard in range(len(split.chunk_rows))
-        ]
-    return groups
+def shards_of_block(shards: int) -> int:
+    """How many shards one block collects the votes of; 1: shards collect them from the ranges, without blocks."""
+    return -(-shards // FAN_OUT)
 
 
-def _source(split: Split, shard: int) -> Source:
-    return Source(split, shard, np.asarray(split.tokens.shard(shard)).reshape(-1), document_starts(split, shard))
+# --- prefixes ------------------------------------------------------------------------------------------------------
+
+
+def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
+    """Write the prefixes of the held-out documents of a shard, in the order of their heads: a folder for each split."""
+    for name in _HELD_OUT:
+        (work / name).mkdir()
+        write_run(work / name, datastore.split(name), shard)
+
+
+@lru_cache(maxsize=1)
+def _opened(folder: Path, fingerprint: str, held_out: Path) -> tuple[Datastore, list[Prefixes]]:
+    """The orders of the training documents and the runs of the held-out ones. A worker opens them once for all of its ranges."""
+    datastore = Datastore.open(folder)
+    runs = [Prefixes(texts, parts) for texts in [Texts(datastore.train)] for _, parts in stored_orders(datastore.train)]
+    for name in _HELD_OUT:
+        texts = Texts(datastore.split(name))
+        runs += [Prefixes(texts, [held_out / shard_name(shard) / name]) for shard in range(len(texts.starts) - 1)]
+    return datastore, runs
+
+
+def _voting_documents(texts: Texts, positions: np.ndarray) -> np.ndarray:
+    """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
+    if texts.split.name != "train":
+        return np.full(len(positions), -1)
+    deleted = inside(positions // texts.split.chunk_length, texts.split.deleted)
+    return np.where(deleted, -1, texts.documents(positions))
 
 
 # --- ranges --------------------------------------------------------------------------------------------------------
 
 
-def window_dtype(datastore: Datastore) -> np.dtype:
-    """The type of tokens plus 1."""
-    return np.dtype(np.uint16 if datastore.manifest["vocab_size"] < 2**16 else np.uint32)
+def _common(window: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Equal last tokens of the first prefixes of a range and of others: rows [n] of these → [n] int64; 0 with -1."""
+    lengths = np.zeros(len(others), np.int64)
+    compiled(_compare)(window, others, lengths)
+    return lengths
 
 
-def _keys(window: np.ndarray) -> np.ndarray:
-    """Windows [n, w] as numbers that compare in the same order, [n, w · bytes of a token / 8] uint64."""
-    return window.astype(window.dtype.newbyteorder(">")).view(">u8").astype(np.uint64)
-
-
-def num_tokens(groups: Sequence[Group]) -> int:
-    """Number of sorted prefixes."""
-    return sum(len(group.sorted_positions) for group in groups if group.sorted_positions is not None)
-
-
-def cuts(groups: Sequence[Group], dtype: np.dtype) -> list[int]:
-    """Keys of the last 8 bytes of tokens at which the sorted prefixes are cut into ranges of similar size."""
-    keys = [np.zeros(0, np.uint64)]
-    for group in groups:
-        if group.sorted_positions is not None:
-            keys.append(group.keys(group.sorted_positions[::_PIVOT_STEP].astype(np.int64), dtype))
-    ordered, count = np.sort(np.concatenate(keys)), -(-num_tokens(groups) // _RANGE_TOKENS)
-    chosen = ordered[[len(ordered) * number // count for number in range(1, count)]]
-    return [key for key in np.unique(chosen).tolist() if key > 0]
-
-
-def positions_between(group: Group, first: int, stop: int, dtype: np.dtype) -> list[np.ndarray]:
-    """For each shard the positions [n] int64 of the prefixes whose key is in [first, stop), in order if they are sorted."""
-    ordered = group.sorted_positions
-    if ordered is None:
-        (source,) = group.sources
-        text = source.text_positions()
-        keys = group.keys(text, dtype)
-        return [text[(keys >= first) & (keys <= stop - 1)]]
-    rows = group.rows_between(first, stop, dtype)
-    positions = ordered[rows.start : rows.stop].astype(np.int64)
-    return [positions[rows] - first for rows, first in zip(group.by_shard(positions), group.firsts, strict=True)]
-
-
-def order_of(keys: np.ndarray) -> np.ndarray:
-    """The order [n] of rows of keys [n, w] uint64; equal rows stay in their order. Columns after the first are read for ties only."""
-    order = np.argsort(keys[:, 0], kind="stable")
-    tied = keys[order[1:], 0] == keys[order[:-1], 0]  # with the row before
-    for column in range(1, keys.shape[1]):
-        rows = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
-        if not len(rows):
-            break
-        run = np.cumsum(~np.append(False, tied))[rows]
-        order[rows] = order[rows][np.lexsort((keys[order[rows], column], run))]
-        pairs = np.flatnonzero(tied)
-        tied[pairs] = keys[order[pairs + 1], column] == keys[order[pairs], column]
-    return order
-
-
-def _common(window: np.ndarray, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Equal last tokens of two prefixes, [n] int64; 0 with -1 in `others`."""
-    lengths = np.zeros(len(rows), np.int64)
-    for block in _blocks(len(rows)):
-        one, other = window[rows[block]], window[others[block]]
-        differs = (one != other) | (one == 0)
-        lengths[block] = np.where(differs.any(1), differs.argmax(1), window.shape[1])
-    return np.where(others < 0, 0, lengths)
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
+def _compare(window: np.ndarray, others: np.ndarray, lengths: np.ndarray) -> None:
+    for row in range(len(others)):
+        other, length = others[row], 0
+        if other >= 0:
+            while length < window.shape[1] and window[row, length] == window[other, length] != 0:
+                length += 1
+        lengths[row] = length
 
 
 @dataclass(frozen=True)
@@ -257,7 +131,7 @@ def votes_in_range(
     """The votes [n] of `vote_dtype` of the prefixes of a range in their order.
 
     Args:
-        window: their last tokens, [n, 64], see `Source.windows`.
+        window: their last tokens, [n, 64], see `ShardText.windows`.
         following: the token after each, [n] int64; -1 = none.
         own: [n] int64, a number of each one's document.
         voting: [n] bool.
@@ -266,10 +140,10 @@ def votes_in_range(
     """
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
-    sides = np.stack([_common(window, rows, before), _common(window, rows, after)])
+    sides = np.stack([_common(window, before), _common(window, after)])
     length, nearest = sides.max(0), np.where(sides[0] >= sides[1], before, after)
-    common, voters_before = _common(window, rows[:-1], rows[1:]), np.append(0, np.cumsum(voting))
-    poll = _Poll(
+    common, voters_before = _common(window, rows[1:]), np.append(0, np.cumsum(voting))
+    poll = (
         np.concatenate([own[voters], *(match.own for match in cut)]),
         np.concatenate([following[voters], *(match.following for match in cut)]).astype(np.int32),
         own,
@@ -284,7 +158,9 @@ def votes_in_range(
         same = matched & (low == longer[0]) & (high == longer[1])
         numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
         new = np.flatnonzero(matched & ~same)
-        numbers[new, level] = poll.numbers(new, low[new], high[new], size[new], candidates)
+        counted = np.zeros((len(new), 1 + KEPT), np.uint8)
+        compiled(_count)(new, low[new], high[new], size[new], *poll, candidates, counted)
+        numbers[new, level] = counted
         longer = np.where(matched, (low, high), 0)
     return packed(length, candidates, numbers, tokens)
 
@@ -313,93 +189,74 @@ def _voters_of(
     return low, high, size
 
 
-@dataclass(frozen=True)
-class _Poll:
-    """The voters of a range and its rows.
+def _count(
+    rows: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    size: np.ndarray,
+    documents: np.ndarray,
+    following: np.ndarray,
+    own: np.ndarray,
+    nearest: np.ndarray,
+    candidates: np.ndarray,
+    numbers: np.ndarray,
+) -> None:
+    """Count the votes of one length of match for some rows.
 
-    Attributes:
-        documents, following: of the voters in order, int64 and int32.
-        own: document of each row.
-        nearest: the token that follows the nearest prefix of another document for each row, int32.
+    Args:
+        rows: [n].
+        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly.
+        high: the one after the last voter, [n] int64.
+        size: the number of voters, [n] int64.
+        documents: of the voters in order, int64.
+        following: the tokens after the voters, int32; -1 = none.
+        own: document of every row of the range.
+        nearest: the token that follows the nearest prefix of another document, of every row, int32.
+        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
+        numbers: [n, 4] uint8, receives size code and shares.
     """
-
-    documents: np.ndarray
-    following: np.ndarray
-    own: np.ndarray
-    nearest: np.ndarray
-
-    def numbers(
-        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, size: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray:
-        """Size code and shares of one length of match for some rows [n], whose voters are [low, high): [n, 4] uint8. See `count`."""
-        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
-        step = np.maximum(1, -(-(high - low) // SAMPLED))
-        drawn = -(-(high - low) // step)
-        for least, most in pairwise((-1, 2, 4, 8, 16, SAMPLED)):  # most matches occur a few times only
-            own_size = np.flatnonzero((drawn > least) & (drawn <= most))
-            for block in _blocks(len(own_size)):
-                at = own_size[block]
-                found = self.found(rows[at], low[at], high[at], step[at], most)
-                numbers[at] = self.count(rows[at], found, size[at], drawn[at], candidates)
-        return numbers
-
-    def found(self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, step: np.ndarray, most: int) -> np.ndarray:
-        """The tokens after every `step`-th voter of [low, high) for some rows [n], at most `most`: [n, most] int32; -1 = no vote."""
-        voters = low[:, None] + step[:, None] * np.arange(most)
-        votes = voters < high[:, None]
-        voters[~votes] = 0
-        votes &= self.documents[voters] != self.own[rows, None]
-        return np.where(votes, self.following[voters], -1)
-
-    def count(
-        self, rows: np.ndarray, found: np.ndarray, size: np.ndarray, drawn: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray:
-        """Count the votes of one length of match.
-
-        Args:
-            rows: [n].
-            found: the tokens after the sampled voters, [n, s].
-            size: number of voters, [n].
-            drawn: number of those that were sampled, [n].
-            candidates: of all rows, [all, 3]; those of `rows` are completed.
-
-        Returns:
-            size code and shares, [n, 4] uint8.
-        """
-        counted = np.count_nonzero(found >= 0, axis=1)
-        total = size * counted // np.maximum(1, drawn)
-        none = np.flatnonzero(counted == 0)  # most occurrences are in the own document
-        found[none, 0] = self.nearest[rows[none]]
-        counted[none] = total[none] = found[none, 0] >= 0
-        kept = candidates[rows]
-        open_rows = np.flatnonzero(kept[:, -1] < 0)
-        kept[open_rows] = _with_most_frequent(kept[open_rows], found[open_rows])
-        candidates[rows] = kept
-        numbers = np.zeros((len(rows), 1 + KEPT), np.uint8)
-        # The exponent is 1 + log2, rounded down, and 0 for 0.
-        numbers[:, 0] = np.minimum(np.frexp(total)[1], LARGEST_SIZE)
-        for place in range(KEPT):
-            votes = np.count_nonzero(found == kept[:, place, None], axis=1) * (kept[:, place] >= 0)
-            numbers[:, 1 + place] = SHARES * votes // np.maximum(1, counted)
-        return numbers
-
-
-def _with_most_frequent(candidates: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Candidates [n, 3], completed with the most frequent tokens that were found, [n, s] (-1 = none)."""
-    ordered = np.sort(found, axis=1)
-    begins = np.ones(ordered.shape, dtype=bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    sizes = np.bincount(np.cumsum(begins.ravel()) - 1) if begins.size else np.zeros(0, np.int64)
-    left = np.where(begins & (ordered >= 0), sizes.repeat(sizes).reshape(ordered.shape), 0)
-    rows, filled = np.arange(len(found)), np.count_nonzero(candidates >= 0, axis=1)
-    for _ in range(min(KEPT, found.shape[1])):  # enough, even if the candidates of longer matches come first
-        best = left.argmax(axis=1)  # the first of several has the smallest id
-        token = ordered[rows, best]
-        new = np.flatnonzero((left[rows, best] > 0) & (filled < KEPT) & (candidates != token[:, None]).all(axis=1))
-        candidates[new, filled[new]] = token[new]
-        filled[new] += 1
-        left[rows, best] = 0
-    return candidates
+    found = np.empty(SAMPLED, np.int32)
+    for i in range(len(rows)):
+        row, drawn, counted = rows[i], 0, 0
+        for voter in range(low[i], high[i], max(1, -(-(high[i] - low[i]) // SAMPLED))):
+            drawn += 1
+            if documents[voter] != own[row] and following[voter] >= 0:
+                place = counted
+                while place > 0 and found[place - 1] > following[voter]:  # in order of ids
+                    found[place] = found[place - 1]
+                    place -= 1
+                found[place] = following[voter]
+                counted += 1
+        total = size[i] * counted // max(1, drawn)
+        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
+            found[0] = nearest[row]
+            counted = total = 1
+        filled = 0
+        while filled < KEPT and candidates[row, filled] >= 0:
+            filled += 1
+        while filled < KEPT:
+            best, most, first = np.int32(-1), 0, 0
+            while first < counted:  # of equally frequent ones the smallest id
+                stop, known = first, False
+                while stop < counted and found[stop] == found[first]:
+                    stop += 1
+                for place in range(filled):
+                    known = known or candidates[row, place] == found[first]
+                if not known and stop - first > most:
+                    best, most = found[first], stop - first
+                first = stop
+            if best < 0:
+                break
+            candidates[row, filled] = best
+            filled += 1
+        while total > 0 and numbers[i, 0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
+            numbers[i, 0] += 1
+            total >>= 1
+        for place in range(filled):
+            votes = 0
+            for at in range(counted):
+                votes += found[at] == candidates[row, place]
+            numbers[i, 1 + place] = SHARES * votes // max(1, counted)
 
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -427,78 +284,126 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def write_range(work: Path, datastore: Datastore, first: int, stop: int, advance: Advance) -> int:
-    """Write the votes of all prefixes with keys in [first, stop): `positions.npy`, `votes.npy`, and by source `offsets.npy`.
+def write_ranges(
+    work: Path, datastore: Datastore, held_out: Path, borders: Sequence[int], advance: Advance
+) -> dict[str, int]:
+    """Write the votes of all prefixes with heads in the ranges between these borders, by source.
+
+    A source is a split of a shard; those of the first shard come first, and `train` before the others.
+
+    - `offsets.npy` [sources + 1] int64: the first row of each source, then the number of rows.
+    - `positions.npy` [rows] uint32, counted from the first position of the shard.
+    - `votes.npy` [rows] of `vote_dtype`.
 
     Returns:
-        the number of tokens.
+        the number of training tokens.
     """
-    groups, dtype = groups_of(datastore), window_dtype(datastore)
-    sources = [source for group in groups for source in group.sources]
-    places = [rows for group in groups for rows in positions_between(group, first, stop, dtype)]
-    pairs = list(zip(sources, places, strict=True))
-    window = np.concatenate([source.windows(rows, LONGEST, dtype) for source, rows in pairs])
-    order = order_of(_keys(window))
-    following = np.concatenate([source.following(rows) for source, rows in pairs])
-    document = np.concatenate([source.voting_documents(rows) for source, rows in pairs])
-    tokens = sources[0].tokens.dtype
-    window, document = window[order], document[order]
-    votes = np.empty(len(window), vote_dtype(tokens))
-    cut = list(_cut_matches(groups, window, first, stop))
-    votes[order] = votes_in_range(window, following[order], document, document >= 0, tokens, cut)
-    save_array(work / "positions.npy", np.concatenate(places).astype(np.uint32))
-    save_array(work / "votes.npy", votes)
-    save_array(work / "offsets.npy", np.cumsum([0, *map(len, places)]))
-    trained = sum(len(rows) for source, rows in pairs if source.split.name == "train")
+    opened, runs = _opened(datastore.folder, datastore.fingerprint, held_out)
+    sources, positions, votes = zip(
+        *(_range(opened, runs, first, stop) for first, stop in pairwise(borders)), strict=True
+    )
+    source = np.concatenate(sources)
+    order, count = np.argsort(source, kind="stable"), len(SPLITS) * len(datastore.train.chunk_rows)
+    save_array(work / "offsets.npy", np.searchsorted(source[order], np.arange(count + 1)))
+    save_array(work / "positions.npy", np.concatenate(positions)[order])
+    save_array(work / "votes.npy", np.concatenate(votes)[order])
+    trained = int(np.count_nonzero(source % len(SPLITS) == 0))
     advance(trained)
-    return trained
+    return {"tokens": trained}
 
 
-def _cut_matches(groups: Sequence[Group], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
-    """The matches of a few tokens that occur in a range [first, stop) of keys and outside of it: those of its first and last prefix."""
-    dtype, ends = window.dtype, [0, len(window) - 1] if len(window) else []
-    for length in (length for length in LENGTHS if length * dtype.itemsize < 8):
-        bits = 64 - 8 * dtype.itemsize * length
-        for row, key in zip(ends, _keys(window[ends])[:, 0].tolist(), strict=True):
-            low, high = key >> bits << bits, (key >> bits) + 1 << bits
+def _range(
+    datastore: Datastore, runs: Sequence[Prefixes], first: int, stop: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, position in the shard and votes of all prefixes with heads in [first, stop): [n], [n] uint32, [n]."""
+    pairs = [(run.texts, run.positions(rows.start, rows.stop)) for run in runs for rows in [run.between(first, stop)]]
+    window = np.concatenate([texts.windows(positions, LONGEST) for texts, positions in pairs])
+    width = 8 // window.itemsize
+    order = order_of(
+        len(window),
+        lambda rows, column: numbers(window[rows, column * width : (column + 1) * width])[:, 0],
+        LONGEST // width,
+    )
+    following = np.concatenate([texts.following(positions) for texts, positions in pairs])[order]
+    document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
+    window, tokens = window[order], datastore.train.tokens.dtype
+    votes = np.empty(len(window), vote_dtype(tokens))
+    cut = list(_cut_matches(runs, window, first, stop))
+    votes[order] = votes_in_range(window, following, document, document >= 0, tokens, cut)
+    shards = [np.searchsorted(texts.starts, positions, side="right") - 1 for texts, positions in pairs]
+    local = [positions - texts.starts[shard] for (texts, positions), shard in zip(pairs, shards, strict=True)]
+    sources = [
+        shard * len(SPLITS) + SPLITS.index(texts.split.name) for (texts, _), shard in zip(pairs, shards, strict=True)
+    ]
+    return np.concatenate(sources), np.concatenate(local).astype(np.uint32), votes
+
+
+def _cut_matches(runs: Sequence[Prefixes], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
+    """The matches of a few tokens that occur in a range [first, stop) of heads and outside of it: those of its first and last prefix."""
+    ends = [0, len(window) - 1] if len(window) else []
+    for length in (length for length in LENGTHS if length * window.itemsize < 8):
+        bits = 64 - 8 * window.itemsize * length
+        for row, head in zip(ends, numbers(window[ends])[:, 0].tolist(), strict=True):
+            low, high = head >> bits << bits, (head >> bits) + 1 << bits
             if low < first or high > stop:
-                yield _cut_match(groups, row, length, low, high, dtype)
+                yield _cut_match(runs, row, length, low, high)
 
 
-def _cut_match(groups: Sequence[Group], row: int, length: int, first: int, stop: int, dtype: np.dtype) -> CutMatch:
-    """The match of all prefixes with keys in [first, stop)."""
-    rows = [group.rows_between(first, stop, dtype) for group in groups]
-    own, following, sampled = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for group, of_group, places in zip(groups, rows, spread([*map(len, rows)], SAMPLED), strict=True):
-        if group.sorted_positions is None or not places:
-            continue
-        drawn = slice(of_group.start + places.start, of_group.start + places.stop, places.step)
-        positions = group.sorted_positions[drawn].astype(np.int64)
-        for source, start, at in zip(group.sources, group.firsts, group.by_shard(positions), strict=True):
-            own.append(source.voting_documents(positions[at] - start))
-            following.append(source.following(positions[at] - start))
-        sampled += len(positions)
-    documents, tokens = np.concatenate(own), np.concatenate(following)
+def _cut_match(runs: Sequence[Prefixes], row: int, length: int, first: int, stop: int) -> CutMatch:
+    """The match of all training prefixes with heads in [first, stop)."""
+    trained = [run for run in runs if run.texts.split.name == "train"]
+    rows = [run.between(first, stop) for run in trained]
+    places = spread([*map(len, rows)], SAMPLED)
+    positions = np.concatenate(
+        [
+            run.positions(own.start + at.start, own.start + at.stop, at.step)
+            for run, own, at in zip(trained, rows, places, strict=True)
+        ]
+    )
+    texts = trained[0].texts
+    documents = _voting_documents(texts, positions)
     alive = documents >= 0
-    voters = sum(map(len, rows)) * int(alive.sum()) // max(1, sampled)
-    return CutMatch(row, length, documents[alive], tokens[alive], voters)
+    voters = sum(map(len, rows)) * int(alive.sum()) // max(1, len(positions))
+    return CutMatch(row, length, documents[alive], texts.following(positions[alive]), voters)
 
 
-def write_shard(work: Path, datastore: Datastore, shard: int, ranges: Sequence[Path]) -> dict[str, int]:
-    """Write `SPLIT.npy` [chunks, m] of `vote_dtype` for each split of a shard, from the votes of all ranges.
+def write_block(work: Path, ranges: Sequence[Path], shards: range) -> None:
+    """Collect the votes of consecutive shards from all ranges, in files as those of `write_ranges`, with the sources of these shards."""
+    sources = slice(len(SPLITS) * shards.start, len(SPLITS) * shards.stop + 1)
+    offsets = np.array([open_array(folder / "offsets.npy")[sources] for folder in ranges])  # [ranges, sources + 1]
+    starts = np.append(0, np.cumsum(np.diff(offsets).sum(axis=0)))
+    save_array(work / "offsets.npy", starts)
+    for name in ("positions.npy", "votes.npy"):
+        dtype = open_array(ranges[0] / name).dtype
+        out, filled = np.lib.format.open_memmap(work / name, "w+", dtype, (int(starts[-1]),)), starts[:-1].copy()
+        for folder, own in zip(ranges, offsets.tolist(), strict=True):
+            rows = open_array(folder / name)
+            for source, (first, stop) in enumerate(pairwise(own)):
+                out[filled[source] : filled[source] + stop - first] = rows[first:stop]
+                filled[source] += stop - first
+        out.flush()
+
+
+def write_shard(work: Path, datastore: Datastore, shard: int, collected: Sequence[Path], number: int) -> dict[str, int]:
+    """Write `SPLIT.npy` [chunks, m] of `vote_dtype` for each split of a shard.
+
+    Args:
+        work: the folder to write to.
+        datastore: the datastore.
+        shard: the shard.
+        collected: all ranges, or the block of the shard.
+        number: of the shard among those of `collected`.
 
     Returns:
         split → tokens that have votes.
     """
-    counts, number = {}, 0
-    for split in map(datastore.split, SPLITS):
+    counts = {}
+    for source, split in enumerate(map(datastore.split, SPLITS), start=len(SPLITS) * number):
         tokens = split.tokens.shard(shard)
         votes = np.zeros(tokens.size, vote_dtype(tokens.dtype))
-        for folder in ranges:
-            offsets = open_array(folder / "offsets.npy")
-            rows = slice(*offsets[number + shard : number + shard + 2].tolist())
+        for folder in collected:
+            rows = slice(*open_array(folder / "offsets.npy")[source : source + 2].tolist())
             votes[open_array(folder / "positions.npy")[rows]] = open_array(folder / "votes.npy")[rows]
         save_array(work / f"{split.name}.npy", votes.reshape(tokens.shape))
         counts[split.name] = int(np.count_nonzero(votes["length"]))
-        number += len(split.chunk_rows)
     return counts

@@ -26,7 +26,13 @@ from indexing.store.remote import url_of
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.verification.recipes import Manifests, fingerprint_of, foreign, needed, rank_in
 
-_TEMPORARY = ("ngrams/runs", "votes/ranges")  # folders that exist while a stage runs
+_TEMPORARY = (
+    "ngrams/runs",
+    "suffixes/runs",
+    "votes/held-out",
+    "votes/ranges",
+    "votes/blocks",
+)  # folders that exist while a stage runs
 
 Progress = Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]
 

@@ -218,8 +218,8 @@ def neighbor_task(
     keep_freed_memory()
     opened, datastore = _open_searched(searched, method), Datastore.open(folder)
     own = datastore.train.first_shards(max(part.shards.stop for part in searched if part.number == 0))
-    # Complete unless neighbors are merged. Then nothing below reads it.
-    retrieval = RetrievalSet((own, *(Datastore.open(part.folder).train for part in searched if part.number)))
+    others = open_others(datastore, settings.extra_datastores)
+    retrieval = RetrievalSet((own, *(other.train for other in others)))
     order = SharedTokens(token_weights(folder / "embedder"), retrieval) if settings.rerank == "tokens" else None
     search = NeighborSearch(opened, settings, order, NgramIndex.open(retrieval) if method == "ngrams" else None)
     counts: dict[str, Any] = {"search": method}
@@ -230,7 +230,7 @@ def neighbor_task(
             split,
             (int(starts[shard]), int(starts[shard + 1])),
             search,
-            before=before / split.name if before else None,
+            before=(before / split.name, retrieval) if before else None,
             advance=advance,
         )
         if before:  # so that the counts equal those of one search of everything

@@ -78,8 +78,7 @@ def run_shards(
         with progress(name or stage, total=sum(task.size for task in tasks), unit=unit) as advance:
             for _ in executor.map(stage, partial(_make_once, function), tasks, advance):
                 pass
-    for shard in todo:
-        _require_seen(folder / shard.path)
+    _require_seen([folder / shard.path for shard in todo])
     return Artifacts(fingerprint([shard.recipe.fingerprint for shard in shards]), joined([s.path for s in shards]))
 
 
@@ -93,13 +92,13 @@ def _make_once(
             counts |= function(work, *arguments, advance=advance) or {}
 
 
-def _require_seen(out: Path) -> None:
-    """Check that a new artifact is visible. Listing the folder refreshes the cache of a network file system."""
-    if url_of(out):
-        return
-    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
+def _require_seen(made: Sequence[Path]) -> None:
+    """Check that new artifacts are visible. Listing a folder refreshes the cache of a network file system."""
+    parents = {out.parent for out in made if not url_of(out)}
+    seen = {parent: set(os.listdir(parent)) if parent.is_dir() else set() for parent in parents}
+    if lost := next((out for out in made if out.parent in seen and out.name not in seen[out.parent]), None):
         raise InputError(
-            f"{out} was made, but is not visible on this machine: workers on other machines wrote to their own disks. "
+            f"{lost} was made, but is not visible on this machine: workers on other machines wrote to their own disks. "
             "Put `datastore` on storage that every machine sees under the same path."
         )
 

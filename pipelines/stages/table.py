@@ -38,7 +38,8 @@ from pipelines.stages.generations import missing_generation
 from pipelines.stages.index import run_add, run_merge, run_train_index
 from pipelines.stages.neighbors import run_materialize, run_neighbors
 from pipelines.stages.shards import shard_counts
-from pipelines.stages.token_indexes import run_ngrams, run_sparse, run_suffixes, run_votes
+from pipelines.stages.suffixes import remove_other_orders, run_suffixes, run_votes
+from pipelines.stages.token_indexes import run_ngrams, run_sparse
 from pipelines.terminal.stages import StagesView
 
 log = logging.getLogger("retro")
@@ -54,6 +55,7 @@ class Stage:
         included: whether `all` includes the stage under these settings.
         needs: the stage that must be finished; empty: the one before in the table.
         reads: another stage that it reads under some settings; empty: none.
+        clean: called when the datastore's manifest names what the stage has made: removes what that replaces.
     """
 
     run: Callable[[Config, Executor], Artifacts]
@@ -61,6 +63,7 @@ class Stage:
     included: Callable[[Config], bool] = lambda config: True
     needs: str = ""
     reads: str = ""
+    clean: Callable[[Path], None] = lambda folder: None
 
 
 STAGES: dict[str, Stage] = {
@@ -76,9 +79,13 @@ STAGES: dict[str, Stage] = {
     "materialize": Stage(run_materialize, ("materialized/*",), lambda config: config.neighbors.materialized > 0),
     "merge": Stage(run_merge, ("index/merged",), lambda config: False, needs="add"),
     "suffixes": Stage(
-        run_suffixes, ("suffixes/*",), lambda config: "suffixes" not in config.skip_stages, needs="chunk"
+        run_suffixes,
+        ("suffixes/*",),
+        lambda config: "suffixes" not in config.skip_stages,
+        needs="chunk",
+        clean=remove_other_orders,
     ),
-    "votes": Stage(run_votes, ("votes/[0-9]*", "votes/ranges/*"), lambda config: not config.skip_stages),
+    "votes": Stage(run_votes, ("votes/*",), lambda config: not config.skip_stages),
 }
 """The stages in the order of a build; `merge` runs only by name."""
 
@@ -150,6 +157,7 @@ def _run(config: Config, executor: Executor, name: str) -> None:
         for left in leftovers(parent):  # by killed builds, next to artifacts that others have finished
             shutil.rmtree(left, ignore_errors=True)
     _write_manifest(config, name, made)
+    STAGES[name].clean(config.datastore)
 
 
 def _needs(name: str) -> str:

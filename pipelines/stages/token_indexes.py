@@ -1,8 +1,7 @@
-"""The stages that index the tokens of chunks: `sparse`, `ngrams`, `suffixes` and `votes`."""
+"""The stages that index terms and n-grams of chunks: `sparse` and `ngrams`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,14 @@ from indexing.ngrams.index import RUNS, Generation, write_ngrams, write_run
 from indexing.progress import Advance
 from indexing.sparse.index import FOLDER as SPARSE
 from indexing.sparse.segments import write_segments
-from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
+from indexing.store.artifact import Artifacts, Recipe, fingerprint, remove
 from indexing.store.datastore import Datastore, Split
-from indexing.store.errors import InputError
-from indexing.store.files import MANIFEST
 from indexing.store.paths import joined, path_of
-from indexing.suffixes.build import FOLDER as SUFFIXES
-from indexing.suffixes.build import planned_groups, stored_groups, write_sorted_prefixes
-from indexing.suffixes.votes import FOLDER as VOTES
-from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
-from indexing.suffixes.votes_build import cuts, groups_of, num_tokens, window_dtype, write_range, write_shard
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.shards import Shard, finished, run_shards
-
-_RANGES = f"{VOTES}/ranges"
-_LAST_KEY = 2**64
 
 # --- sparse --------------------------------------------------------------------------------------------------------
 
@@ -110,109 +99,4 @@ def merge_task(
     """Merge the runs of a generation into one shard of n-grams."""
     counts = write_ngrams(work, generation, runs, group, shard)
     advance(1)
-    return counts
-
-
-# --- suffixes: exact matches of any length -------------------------------------------------------------------------
-
-
-def run_suffixes(config: Config, executor: Executor) -> Artifacts:
-    """Chunks → the sorted prefixes of the training documents, a group of shards at a time."""
-    folder = config.datastore
-    train = Datastore.open(folder).train
-    groups = [
-        Shard(
-            path=path_of(SUFFIXES, group.start),
-            recipe=Recipe(
-                "suffixes", 3, {"shards": len(group)}, {"chunks": finished(folder, path_of("chunks", group))}
-            ),
-            arguments=(train, group),
-            size=sum(train.chunk_rows[group.start : group.stop]),
-        )
-        for shards in generations(folder)
-        for group in planned_groups(train, shards)
-    ]
-    return run_shards(folder, "sparse", "chunks", suffixes_task, groups, executor, name="suffixes")
-
-
-def suffixes_task(work: Path, train: Split, shards: range, *, advance: Advance) -> dict[str, Any]:
-    """Sort the prefixes of one group."""
-    return {"tokens": write_sorted_prefixes(work, train, shards, advance)}
-
-
-# --- votes: for every token, the tokens that follow its text in other documents -----------------------------------
-
-
-def run_votes(config: Config, executor: Executor) -> Artifacts:
-    """Sorted prefixes → the votes of every token: first those of ranges of prefixes, then those of shards.
-
-    Raises:
-        InputError: the vocabulary is too large for the format.
-    """
-    folder = config.datastore
-    datastore = Datastore.open(folder)
-    if datastore.manifest["vocab_size"] > LARGEST_VOCABULARY:
-        raise InputError(
-            f"{folder} has a vocabulary of {datastore.manifest['vocab_size']:,}; the stage 'votes' stores token ids below "
-            f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
-        )
-    rows, deleted = datastore.train.chunk_rows, deletions_of(datastore)
-    groups = joined([path_of(SUFFIXES, group.start) for group in stored_groups(datastore.train)])
-    recipe = partial(Recipe, "votes", VERSION, inputs={"suffixes": finished(folder, groups)})
-    ranges = list[Path]()
-
-    def shard_of(shard: int) -> Shard:
-        of_shard = recipe({"shard": shard, "deleted": deleted})
-        return Shard(path_of(VOTES, shard), of_shard, (datastore, shard, ranges), rows[shard])
-
-    def make_ranges(unfinished: Sequence[Shard]) -> None:  # the arguments of these shards
-        if unfinished:
-            ranges.extend(_ranges(datastore, lambda cut: recipe({"deleted": deleted} | cut), executor))
-
-    shards = [shard_of(shard) for shard in all_shards(folder)]
-    _remove_others(folder, shards)
-    votes = run_shards(
-        folder, "sparse", "chunks", shard_votes_task, shards, executor, name="votes, collect", before=make_ranges
-    )
-    if (folder / _RANGES).exists():  # also those of a build that was killed after its last shard
-        remove(folder / _RANGES)
-    return votes
-
-
-def _remove_others(folder: Path, shards: list[Shard]) -> None:
-    """Remove votes of other text, and damaged ones, instead of refusing them: all they are made from exists."""
-    for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
-        if (out / MANIFEST).exists() and not made_by(out, [recipe]):
-            remove(out)
-
-
-def _ranges(datastore: Datastore, recipe: Callable[[dict[str, Any]], Recipe], executor: Executor) -> list[Path]:
-    """Make the votes of every range of prefixes."""
-    groups = groups_of(datastore)
-    borders = list(pairwise([0, *cuts(groups, window_dtype(datastore)), _LAST_KEY]))
-    shards = [
-        Shard(
-            path=path_of(_RANGES, number),
-            recipe=recipe({"first": str(first), "stop": str(stop)}),
-            arguments=(datastore, first, stop),
-            size=num_tokens(groups) // len(borders),
-        )
-        for number, (first, stop) in enumerate(borders)
-    ]
-    _remove_others(datastore.folder, shards)
-    run_shards(datastore.folder, "sparse", "tokens", range_votes_task, shards, executor, name="votes")
-    return [datastore.folder / shard.path for shard in shards]
-
-
-def range_votes_task(work: Path, datastore: Datastore, first: int, stop: int, *, advance: Advance) -> dict[str, Any]:
-    """Find the votes of the prefixes of one range."""
-    return {"tokens": write_range(work, datastore, first, stop, advance)}
-
-
-def shard_votes_task(
-    work: Path, datastore: Datastore, shard: int, ranges: list[Path], *, advance: Advance
-) -> dict[str, Any]:
-    """Collect the votes of one shard."""
-    counts = write_shard(work, datastore, shard, ranges)
-    advance(datastore.train.chunk_rows[shard])
     return counts

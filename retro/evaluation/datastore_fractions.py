@@ -193,7 +193,7 @@ class _Search:
                 documents, chunks = documents + begun, chunks + len(part)
             best = ids
             if self.order is not None:
-                best = self.order.best(self.split.tokens.read(0, self.num_chunks), ids, distances, self.k)[0]
+                best = self.order.best(self.split.tokens.read(0, self.num_chunks), ids, self.k)
             yield PartialDatastore(high, documents, chunks, best[:, : self.k].copy())
 
     def _merge(

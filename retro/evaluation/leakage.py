@@ -16,7 +16,8 @@ from indexing.similarity.overlap import overlap
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.suffixes.votes import LONGEST, has_votes
+from indexing.suffixes.order import LONGEST
+from indexing.suffixes.votes import has_votes
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")

@@ -13,9 +13,9 @@ import numpy as np
 from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.suffixes.build import FOLDER as SUFFIXES
+from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.order import LONGEST
 from indexing.suffixes.search import Place, SuffixIndex
-from indexing.suffixes.votes import LONGEST
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.bits_per_byte import TokenScores
 from retro.evaluation.token_gains import Passage, chunks_by_gain

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
-from indexing.suffixes.votes import LONGEST
+from indexing.suffixes.order import LONGEST
 from retro.huggingface.logits_processor import DatastoreLogitsProcessor
 from retro.inference.rows import Row
 from retro.model.copy_switch import START

@@ -18,7 +18,7 @@ from indexing.progress import during
 from indexing.store.datastore import Datastore, Split
 from indexing.store.remote import cache_folder, datastore_name, url_of
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
-from indexing.suffixes.build import FOLDER
+from indexing.suffixes.order import FOLDER
 from indexing.suffixes.search import SHORTEST_RUN, Match, Run, SuffixIndex, Tracer
 from retro.inference.spans import ChunkTexts, characters
 

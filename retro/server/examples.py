@@ -11,16 +11,17 @@ import time
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
 
+from indexing.index.exact_search import stored_distances
 from indexing.retrieval.passage_choice import Candidate, choose_passages
 from indexing.retrieval.retriever import Retriever
-from indexing.store.datastore import Datastore, Split
+from indexing.store.datastore import Split
 from indexing.store.deletions import inside, read_deletions
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.inference.language_model import Scores
 from retro.server import schemas
 from retro.server.service import ScoreKey, Service
 
-_MOST_DOCUMENTS = 4096  # examples come from the first held-out documents
+_MOST_DOCUMENTS = 1024  # examples come from the first held-out documents, whose neighbors are compared by embeddings
 _QUANTILES = 0.1, 0.5  # of the documents' distances, between which they are chosen: the nearest ones are mostly copies
 _FARTHEST = 4.0  # squared distance of unit vectors
 _READ = 64  # passages that the candidates are chosen from
@@ -112,7 +113,7 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     ranges[inside(ranges[:, 0], split.deleted)] = 0
     is_long = np.diff(ranges)[:, 0] >= chunks
     documents = np.flatnonzero(is_long if is_long.any() else np.diff(ranges)[:, 0] > 0)
-    documents = documents[np.argsort(_distances(datastore, split, ranges[documents], chunks), kind="stable")]
+    documents = documents[np.argsort(_distances(retriever, split, ranges[documents], chunks), kind="stable")]
     ranks = np.linspace(*_QUANTILES, num=max(count, _READ)) * len(documents)
     documents = documents[np.unique(ranks.astype(int))] if len(documents) else documents
     candidates = [_candidate(retriever, split, document, chunks) for document in documents.tolist()]
@@ -123,12 +124,12 @@ def held_out_passages(retriever: Retriever, count: int, chunks: int) -> schemas.
     )
 
 
-def _distances(datastore: Datastore, split: Split, ranges: np.ndarray, chunks: int) -> np.ndarray:
+def _distances(retriever: Retriever, split: Split, ranges: np.ndarray, chunks: int) -> np.ndarray:
     """Mean squared distance [n] of the nearest stored neighbors of the first chunks of documents with these ranges [n, 2]."""
-    if not datastore.has("neighbors") or not len(ranges):
+    if not retriever.datastore.has("neighbors") or not len(ranges):
         return np.zeros(len(ranges))
     ids = np.minimum(ranges[:, :1] + np.arange(chunks), ranges[:, 1:] - 1)  # [n, chunks]
-    nearest = split.neighbor_distances.gather(ids.ravel())[:, 0].reshape(ids.shape)
+    nearest = stored_distances(split, ids.ravel(), retriever.retrieval, [0]).reshape(ids.shape)
     means: np.ndarray = np.minimum(nearest, _FARTHEST).mean(axis=1)
     return means
 

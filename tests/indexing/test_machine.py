@@ -8,10 +8,19 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from indexing.machine import choose_blas_kernels, for_each, has_bfloat16, map_ahead, one_thread_each, usable_memory
+from indexing.machine import (
+    choose_blas_kernels,
+    compiled,
+    for_each,
+    has_bfloat16,
+    map_ahead,
+    one_thread_each,
+    usable_memory,
+)
 from tests.conftest import PATIENCE
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -94,6 +103,19 @@ def test_results_are_ordered_and_the_next_ones_are_computed_ahead() -> None:
     assert made[2].wait(timeout=PATIENCE)
     assert not made[4].is_set()  # the whole input is not computed at once
     assert list(results) == [1, 2, 3, 4]
+
+
+def test_compiled_code_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba.core.caching
+
+    def double(values: np.ndarray) -> None:
+        for row in range(len(values)):
+            values[row] *= 2
+
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    values = np.arange(3)
+    compiled(double)(values)
+    assert values.tolist() == [0, 2, 4]
 
 
 def test_error_is_raised_at_the_position_of_its_item() -> None:

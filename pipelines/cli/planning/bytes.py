@@ -10,12 +10,12 @@ from indexing.index.build import IndexSettings
 from indexing.index.faiss_files import shares_quantizer
 from indexing.index.key import choose_key, num_lists
 from indexing.index.sharded import MEMORY
-from indexing.neighbors.build import ngram_block_rows
+from indexing.neighbors.build import BLOCK_ROWS
 from indexing.neighbors.index_search import COMPLETING_BYTES
 from indexing.neighbors.settings import Method
 from indexing.ngrams.search import search_bytes
 from indexing.store.errors import InputError
-from indexing.suffixes.build import GROUP_POSITIONS, SORTING_BYTES
+from indexing.suffixes.order import RUN_BYTES
 
 NUM_SPLITS = 3
 _NPY_HEADER = 128
@@ -32,7 +32,7 @@ _MANIFEST_BYTES = {
     "materialized": 1360,
 }  # of a shard's artifact, approximately
 _BLOCK = 32  # vectors of a fast-scan list are stored in blocks
-_CANDIDATE_BYTES = 1500  # of a chunk whose neighbors are searched: 64 ids and sums, and a copy
+_CANDIDATE_BYTES = 1500  # of a chunk whose neighbors are searched: 64 ids and keys, and a copy
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def artifact_bytes(size: Workload, layout: Layout) -> dict[str, float]:
         "embeddings": 2.0 * layout.dimension * size.chunks + files * _NPY_HEADER,
         "index": (code + 8) * size.train_chunks + padding + size.shards * empty + trained,
         **{name: of_chunk * size.train_chunks for name, of_chunk in layout.measured.items()},
-        "neighbors": (8.0 + 4.0) * layout.stored * size.chunks + 2 * files * _NPY_HEADER,
+        "neighbors": 8.0 * layout.stored * size.chunks + files * _NPY_HEADER,
     }
     if layout.materialized:
         neighbor = 2 * layout.chunk_length * layout.token_bytes + 4  # with its continuation, and its length
@@ -184,8 +184,7 @@ def memory_bytes(size: Workload, layout: Layout, base: float) -> dict[str, float
         "add": base + shard + trained,
         "tune nprobe": base + 2 * group,
         "neighbors": base + _searched_bytes(size, layout, searched),
-        "suffixes": base
-        + SORTING_BYTES[layout.token_bytes] * min(size.train_chunks * layout.chunk_length, GROUP_POSITIONS),
+        "suffixes, runs": base + RUN_BYTES * size.train_chunks * layout.chunk_length / size.shards,
     }
 
 
@@ -193,7 +192,6 @@ def _searched_bytes(size: Workload, layout: Layout, group: float) -> float:
     if size.search == "exact":
         return 0.0
     if size.search == "ngrams":  # and the index, for chunks that share too little
-        block = min(size.train_chunks / size.shards, ngram_block_rows(layout.dimension))
-        embeddings = block * (4 * layout.dimension + _CANDIDATE_BYTES)
-        return search_bytes(block, layout.chunk_length) + embeddings + 2 * group
+        block = min(size.train_chunks / size.shards, BLOCK_ROWS)
+        return search_bytes(block, layout.chunk_length) + block * _CANDIDATE_BYTES + 2 * group
     return 2 * group

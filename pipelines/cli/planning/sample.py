@@ -113,7 +113,9 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
             )
             view = StagesView(quiet=True)
             sampled = _with_text(planned, drawn.valid, _shuffled(drawn, limit), work / "sample")
-            datastore = build(sampled, LocalExecutor(config.executor), view=view)
+            build(sampled, LocalExecutor(config.executor), view=view)
+            # Measured again, because the first search of a process loads libraries and may compile.
+            datastore = build(sampled, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
         size, seconds = _size(datastore), seconds_by_step(view.steps)
         if embedding_rate:
             seconds = {name: took for name, took in seconds.items() if name != "embed: count n-grams"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.index.exact_search import exact_search, recall
+from indexing.index.exact_search import exact_search, recall, stored_distances
 from indexing.index.faiss_files import ivf_of
 from indexing.index.sharded import ShardedIndex
 from indexing.neighbors.settings import stored_settings
@@ -95,7 +95,7 @@ def _recalls_of_stored(retriever: Retriever, split: Split, ids: np.ndarray, quer
     found = stored_settings(retriever.datastore)
     if found is None or not found[0].by_distance:
         return {}
-    stored = split.neighbor_distances.gather(ids)
+    stored = stored_distances(split, ids, retriever.retrieval, range(found[0].stored))
     excluded = split.documents_of(ids)[1:] if split.name == "train" else None
     exact = _exact_distances(queries, retriever.retrieval, stored.shape[1], excluded)
     numbers = sorted(k for k in {1, 2, 10, stored.shape[1]} if k <= stored.shape[1])
@@ -185,7 +185,8 @@ def _examples(retriever: Retriever) -> list[report.NeighborExample]:
     near = retriever.retrieval.without_deleted(split.neighbor_ids.gather(ids)[:, :2])
     candidates = candidates_of(split, retriever.retrieval, ids, near)
     drawn = ids[choose_passages(candidates, _EXAMPLES, retriever.tokenizer)]
-    near, distances = (array.gather(drawn)[:, :2] for array in (split.neighbor_ids, split.neighbor_distances))
+    near = split.neighbor_ids.gather(drawn)[:, :2]
+    distances = stored_distances(split, drawn, retriever.retrieval, range(near.shape[1]))
     tokens, lengths = split.tokens.gather(drawn), split.lengths.gather(drawn)
     following, _ = split.with_continuation(drawn)
     documents = split.metadata(split.documents_of(drawn)[0].tolist())
@@ -203,9 +204,10 @@ def plots_of(retriever: Retriever, measured: dict[str, Any]) -> list[Picture]:
     """A histogram of distances, and the recall curve of an index with nprobe."""
     split = retriever.datastore.split(measured["recall_split"])
     ids = np.sort(np.random.default_rng(3).choice(split.num_chunks, min(20_000, split.num_chunks), replace=False))
-    distances = split.neighbor_distances.gather(ids)
-    ranks = [rank for rank in sorted({0, 1, distances.shape[1] - 1}) if rank < distances.shape[1]]
-    finite = {f"neighbor {rank + 1}": distances[np.isfinite(distances[:, rank]), rank] for rank in ranks}
+    (stored,) = split.neighbor_ids.row_shape
+    ranks = [rank for rank in sorted({0, 1, stored - 1}) if rank < stored]
+    distances = stored_distances(split, ids, retriever.retrieval, ranks).T
+    finite = {f"neighbor {rank + 1}": row[np.isfinite(row)] for rank, row in zip(ranks, distances, strict=True)}
     plots = [histogram(finite, "squared L2 distance", "Distance to the neighbors")]
     curve = measured["index"]["curve"]
     if len(curve) > 1:

@@ -22,7 +22,7 @@ REQUIRED = {
     "torch": "torch", "numpy": "numpy", "pyarrow": "pyarrow", "faiss-cpu": "faiss", "tantivy": "tantivy",
     "ray": "ray", "sentencepiece": "sentencepiece", "einops": "einops", "tyro": "tyro", "pydantic": "pydantic",
     "safetensors": "safetensors",
-    "pydivsufsort": "pydivsufsort",
+    "numba": "numba",
 }  # fmt: skip
 OPTIONAL = {
     "autofaiss": "pip install 'fire>=0.7' embedding-reader && pip install --no-deps autofaiss",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from indexing.index.build import IndexSettings
+from indexing.index.exact_search import stored_distances
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
@@ -59,11 +60,16 @@ def other(tmp_path_factory: pytest.TempPathFactory, small: Config) -> Path:
     return build_local(config, only="ngrams").folder
 
 
-def full_chunks(datastore: Datastore, stored: str = "neighbor_ids") -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [n, m] of the full held-out chunks, and the ids or distances of their stored neighbors [n, stored]."""
+def full_chunks(datastore: Datastore) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens [n, m] of the full held-out chunks, and the ids of their stored neighbors [n, stored]."""
+    full = full_rows(datastore)
+    return datastore.valid.tokens.gather(full).astype(np.int64), datastore.valid.neighbor_ids.gather(full)
+
+
+def full_rows(datastore: Datastore) -> np.ndarray:
+    """The full held-out chunks."""
     valid = datastore.valid
-    full = np.flatnonzero(valid.lengths.read(0, valid.num_chunks) == datastore.chunk_length)
-    return valid.tokens.gather(full).astype(np.int64), getattr(valid, stored).gather(full)
+    return np.flatnonzero(valid.lengths.read(0, valid.num_chunks) == datastore.chunk_length)
 
 
 def assert_equal_neighbors(train: RetrievalSet, live: np.ndarray, stored: np.ndarray) -> None:
@@ -138,7 +144,8 @@ def test_live_search_replaces_deleted_chunks_by_the_next_ones(tmp_path: Path, sm
     order = np.argsort(left < 0, axis=1, kind="stable")
     kept = np.take_along_axis(left, order, 1)
     if search == "ngrams":  # the next candidate by n-grams can be nearer than the kept ones
-        distances = np.take_along_axis(full_chunks(datastore, "neighbor_distances")[1], order, 1)
+        distances = stored_distances(datastore.valid, full_rows(datastore), RetrievalSet.of(datastore), range(6))
+        distances = np.take_along_axis(distances, order, 1)
         assert (ranked.distances <= np.where(kept < 0, np.inf, distances) + 1e-5).all()
     else:
         assert_equal_neighbors(RetrievalSet.of(datastore), np.where(kept < 0, -1, found), kept)

@@ -62,22 +62,18 @@ def test_chunks_of_any_length_are_ordered_by_the_definition(m: int) -> None:
     order = SharedTokens(rng.random(3 * m + 20).astype(np.float32), stored)
     ids = np.stack([rng.permutation(200)[:12] for _ in range(150)])
     ids[::7, 9:] = -1
-    distances = np.where(ids < 0, np.inf, np.arange(12)).astype(np.float32)
-    best, near = order.best(chunks[:150], ids, distances, 5)
+    best = order.best(chunks[:150], ids, 5)
     for row in range(150):
         assert best[row].tolist() == chosen_one_by_one(order, chunks[row], ids[row][ids[row] >= 0], 5)
-    np.testing.assert_array_equal(np.take_along_axis(ids, near.astype(int), 1), best)
 
 
 def test_each_neighbor_shares_most_of_what_the_ones_before_lack(ordered: Datastore) -> None:
     order, queries = order_of(ordered), ordered.valid.embeddings.read(0, 40).astype(np.float32)
-    distances, ids = exact_search(queries, ordered.train.embeddings, 24)
+    _, ids = exact_search(queries, ordered.train.embeddings, 24)
     tokens = ordered.valid.tokens.read(0, 40)
-    best, near = order.best(tokens, ids, distances, 6)
+    best = order.best(tokens, ids, 6)
     expected = [chosen_one_by_one(order, *row, 6) for row in zip(tokens, ids, strict=True)]
     assert (best == np.array(expected)).all(axis=1).mean() > 0.9  # equal scores
-    for row in range(40):
-        assert near[row].tolist() == [distances[row][ids[row] == each][0] for each in best[row]]
 
 
 def test_weights_fall_as_tokens_are_in_more_chunks_and_are_zero_for_special_tokens(ordered: Datastore) -> None:
@@ -94,12 +90,15 @@ def test_weights_fall_as_tokens_are_in_more_chunks_and_are_zero_for_special_toke
     assert not weights[is_special].any()
 
 
-def test_equal_scores_are_ordered_by_distance_then_id(ordered: Datastore) -> None:
+def test_equal_scores_keep_their_order_and_missing_candidates_are_last(ordered: Datastore) -> None:
     order = replace(order_of(ordered), weights=np.zeros(400, np.float32))
-    ids, distances = np.array([[9, 7, -1, 5]]), np.array([[0.5, 0.5, np.inf, 0.1]], dtype=np.float32)
-    best, near = order.best(ordered.valid.tokens.read(0, 1), ids, distances, 4)
-    assert best.tolist() == [[5, 7, 9, -1]]
-    assert near.tolist() == [[np.float32(0.1), 0.5, 0.5, np.inf]]
+    assert order.best(ordered.valid.tokens.read(0, 1), np.array([[9, 7, -1, 5]]), 4).tolist() == [[9, 7, 5, -1]]
+
+
+def test_tokens_above_the_vocabulary_are_refused(ordered: Datastore) -> None:
+    order = replace(order_of(ordered), weights=np.zeros(10, np.float32))
+    with pytest.raises(InputError, match="tokens above the vocabulary of 10"):
+        order.best(np.zeros((1, ordered.chunk_length), dtype=np.uint16), np.array([[9, 7]]), 2)
 
 
 @pytest.mark.parametrize("split_name", ["train", "valid"])
@@ -107,8 +106,8 @@ def test_stored_neighbors_are_chosen_from_the_nearest_candidates(ordered: Datast
     split, train = ordered.split(split_name), ordered.train
     excluded = split.documents_of(np.arange(split.num_chunks))[1:] if split_name == "train" else None
     queries = split.embeddings.read(0, split.num_chunks).astype(np.float32)
-    distances, ids = exact_search(queries, train.embeddings, SETTINGS.candidates, excluded)
-    best, _ = order_of(ordered).best(split.tokens.read(0, split.num_chunks), ids, distances, SETTINGS.stored)
+    _, ids = exact_search(queries, train.embeddings, SETTINGS.candidates, excluded)
+    best = order_of(ordered).best(split.tokens.read(0, split.num_chunks), ids, SETTINGS.stored)
     stored = split.neighbor_ids.read(0, split.num_chunks)
     assert (stored == best).all(axis=1).mean() > 0.9  # equal distances
     texts = [train.tokens.gather(each.ravel()).reshape(len(each), -1) for each in (stored, best)]  # many are the same

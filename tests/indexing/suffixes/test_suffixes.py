@@ -1,5 +1,6 @@
 """Sorted prefixes find what a search through the whole text finds: matches, their places, what follows, and runs of a text."""
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 
 from indexing.store.artifact import Recipe, create
-from indexing.store.datastore import Datastore, Split, delete_documents, shard_name
+from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
-from indexing.suffixes import build, search
-from indexing.suffixes.build import FOLDER, _heads, _suffix_array, first_positions, head, stored_groups
+from indexing.store.files import read_json, write_checked
+from indexing.suffixes import order, search
+from indexing.suffixes.order import FOLDER, LONGEST, Prefixes, order_of, planned_orders, position_bytes, stored_orders
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
-from indexing.suffixes.votes import KEPT, LONGEST, SAMPLED, SHARES
+from indexing.suffixes.texts import Texts
+from indexing.suffixes.votes import KEPT, SAMPLED, SHARES
 from indexing.verification.datastore import DatastoreProblem, verify_datastore
+from pipelines.stages import suffixes
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
 
@@ -92,41 +96,123 @@ def test_the_longest_match_is_that_of_a_search_through_all_documents(datastore: 
 def test_heads_of_few_rows_and_equal_heads_change_nothing(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (build, search):
-        monkeypatch.setattr(module, "ROWS_OF_HEAD", rows)
+    monkeypatch.setattr(order, "ROWS_OF_HEAD", rows)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     build_local(config, only="chunk")
     split = build_local(config, only="suffixes").train
     assert_equal_to_a_search_through_the_text(split)
     heads = [np.load(file) for file in sorted((split.folder / FOLDER).glob("*/heads.npy"))]
-    assert any((np.diff(own.astype(np.int64)) == 0).any() for own in heads)
+    assert any((own[1:] == own[:-1]).any() for own in heads)
     assert all((own[1:] >= own[:-1]).all() for own in heads)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 4), (np.uint32, 2)])
-def test_heads_of_sorted_prefixes_never_fall(dtype: type, width: int) -> None:
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_words_compare_like_the_tokens_of_prefixes(datastore: Datastore, dtype: type) -> None:
+    """Also in the first chunks of a shard, where eight bytes begin before the file does, and with larger token ids."""
+    texts = Texts(datastore.train)
+    texts.__dict__["dtype"], width = np.dtype(dtype), 8 // np.dtype(dtype).itemsize
+    for shard in range(len(texts.starts) - 1):
+        positions = texts.shard(shard).positions() + texts.starts[shard]
+        available, windows = texts.available(positions), texts.windows(positions, LONGEST).astype(object)
+        assert windows[0].tolist()[1:] == [0] * (LONGEST - 1)
+        for skip in (0, width, LONGEST - width):
+            expected = [0] * len(positions)
+            for token in range(skip, skip + width):
+                expected = [
+                    number << 64 // width | int(row[token]) for number, row in zip(expected, windows, strict=True)
+                ]
+            assert texts.words(positions, available, skip).tolist() == expected
+
+
+def ordered_positions(split: Split) -> list[int]:
+    """The positions of all prefixes in order: by their last 64 tokens, then by position."""
+    tokens, m = split.tokens.read(0, split.num_chunks), split.chunk_length
+    lengths, keys = split.lengths.read(0, split.num_chunks), list[tuple[list[int], int]]()
+    for first, stop in split.chunk_ranges(np.arange(split.num_documents)):
+        text = [token for chunk in range(first, stop) for token in tokens[chunk, : lengths[chunk]].tolist()]
+        keys += [(text[max(0, end + 1 - LONGEST) : end + 1][::-1], first * m + end) for end in range(len(text))]
+    return [position for _, position in sorted(keys)]
+
+
+@pytest.mark.parametrize(("part", "size", "width"), [(1 << 27, 1 << 20, 4), (7000, 1 << 20, 5), (2000, 700, 6)])
+def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
+    part: int, size: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "PART_TOKENS", part)
+    monkeypatch.setattr(order, "RANGE_TOKENS", size)
+    monkeypatch.setattr(order, "ROWS_OF_HEAD", 16)
+    monkeypatch.setattr(order, "position_bytes", lambda positions: width)
+    config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
+    config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
+    for stage in ("chunk", "suffixes"):
+        built = build_local(config, only=stage)
+    ((shards, parts),) = stored_orders(built.train)
+    assert shards == range(len(built.train.chunk_rows))
+    assert len(shards) > 1
+    prefixes = Prefixes(Texts(built.train), parts)
+    assert (len(parts) > 1) == (len(prefixes) > part)
+    assert prefixes.positions(0, len(prefixes)).tolist() == ordered_positions(built.train)
+    for rows in (range(3, 90, 7), range(1, len(prefixes), 1000)):
+        assert prefixes.positions(rows.start, rows.stop, rows.step).tolist() == [prefixes.position(row) for row in rows]
+    assert_equal_to_a_search_through_the_text(built.train)
+    assert not problems_of(built.folder)
+    for folder in parts:
+        shutil.rmtree(folder)
+        (problem,) = problems_of(built.folder)
+        assert problem.artifact == folder.relative_to(built.folder).as_posix()
+        build_local(config, only="suffixes")
+    assert not (built.folder / FOLDER / "runs").exists()
+
+
+def test_positions_have_as_many_bytes_as_they_need() -> None:
+    assert [position_bytes(count) for count in (0, 1, 2**32, 2**32 + 1, 2**40, 2**40 + 1)] == [4, 4, 4, 5, 5, 6]
+
+
+def test_order_is_that_of_the_rows() -> None:
+    keys = np.random.default_rng(0).integers(0, 3, (500, 6)).astype(np.uint64)
+    found = order_of(500, lambda rows, column: keys[rows, column], 6)
+    assert found.tolist() == sorted(range(500), key=lambda row: keys[row].tolist())
+
+
+def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:
     random = np.random.default_rng(0)
-    documents = [random.integers(0, 3, size).tolist() for size in (1, 2, 3, 50, 200)]
-    documents[-1][::7] = [np.iinfo(dtype).max - 1] * len(documents[-1][::7])
-    prefixes = sorted(document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1))
-    heads = [head(prefix, width) for prefix in prefixes]
-    assert heads == sorted(heads)
-    assert max(heads) < 2**64
-    text = np.concatenate([[0, *(token + 1 for token in document)] for document in documents]).astype(np.uint32)
-    backwards = [document[:stop][::-1] for document in documents for stop in range(1, len(document) + 1)]
-    ends = np.flatnonzero(text[::-1])[::-1]
-    assert _heads(text[::-1], ends, width).tolist() == [head(own, width) for own in backwards]
+    for _ in range(20):
+        tokens = random.integers(0, 1000, 60).tolist()
+        generations, sorted_again = [range(shard, shard + 1) for shard in range(60)], 0
+        for count in range(1, 61):
+            before, orders = (
+                planned_orders(generations[: count - 1], tokens),
+                planned_orders(generations[:count], tokens),
+            )
+            assert [shard for shards in orders for shard in shards] == list(range(count))
+            sizes = [sum(tokens[shard] for shard in shards) for shards in orders]
+            assert all(larger > 2 * smaller for larger, smaller in itertools.pairwise(sizes))
+            sorted_again += sum(size for size, shards in zip(sizes, orders, strict=True) if shards not in before)
+        assert sorted_again <= sum(tokens) * np.log(sum(tokens)) / np.log(1.5)
 
 
-def test_an_index_of_an_older_version_names_the_stage_to_run(datastore: Datastore, tmp_path: Path) -> None:
-    """It has an array for each shard."""
+@pytest.mark.parametrize("recorded", [f"{FOLDER}/00000", None])
+def test_orders_of_an_older_version_name_the_command_that_replaces_them(
+    recorded: str | None, datastore: Datastore, tmp_path: Path
+) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
     shutil.rmtree(folder / FOLDER)
-    with create(folder / FOLDER / "00000", Recipe("suffixes", 2)):
+    with create(folder / FOLDER / "00000", Recipe("suffixes", 3)):
         pass
-    with pytest.raises(InputError, match=r"suffixes/00000.* --stage suffixes --rebuild"):
-        SuffixIndex.open(folder)
+    manifest = read_json(folder / "manifest.json")
+    if recorded:
+        manifest["artifacts"][FOLDER] = recorded
+    else:
+        del manifest["artifacts"]
+    write_checked(folder / "manifest.json", manifest)
+    config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    for opened in (SuffixIndex.open, lambda folder: build_local(replace(config, datastore=folder), only="votes")):
+        with pytest.raises(InputError, match=r"suffixes\b.* Run `retro index CONFIG`"):
+            opened(folder)
+    build_local(replace(config, datastore=folder), only="suffixes")
+    suffixes = {name: data for name, data in contents(folder).items() if name.startswith("suffixes/")}
+    assert suffixes == {name: data for name, data in contents(datastore.folder).items() if name.startswith("suffixes/")}
 
 
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
@@ -200,58 +286,78 @@ def test_a_continuation_follows_the_longest_match_with_its_most_frequent_token(d
             )
 
 
-def test_positions_are_those_of_all_tokens(datastore: Datastore) -> None:
-    split = datastore.train
-    (group,) = stored_groups(split)
-    assert group == range(len(split.chunk_rows))
-    positions = np.load(datastore.folder / FOLDER / "00000" / "positions.npy")
-    is_text = np.arange(split.chunk_length) < split.lengths.read(0, split.num_chunks)[:, None]
-    assert positions.dtype == np.uint32
-    assert np.array_equal(np.sort(positions), np.flatnonzero(is_text))
-
-
 def problems_of(folder: Path) -> tuple[DatastoreProblem, ...]:
     return verify_datastore(folder, lambda name, *, total, unit: nullcontext(lambda units: None)).problems
 
 
-@pytest.mark.parametrize("most", [1, 7000])
-def test_several_groups_find_the_same_and_are_verified(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "GROUP_POSITIONS", most)
+def test_two_builds_give_the_same_files(datastore: Datastore, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
-    config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
-    for stage in ("chunk", "suffixes"):
-        built = build_local(config, only=stage)
-    split, groups = built.train, list(stored_groups(built.train))
-    assert len(groups) > 1
-    assert [shard for group in groups for shard in group] == list(range(len(split.chunk_rows)))
-    assert all(first_positions(split, group)[-1] <= most or len(group) == 1 for group in groups)
-    assert most == 1 or any(len(group) > 1 for group in groups)
-    assert_equal_to_a_search_through_the_text(split)
-    assert not problems_of(built.folder)
-    for group in groups:
-        shutil.rmtree(built.folder / FOLDER / shard_name(group.start))
-        (problem,) = problems_of(built.folder)
-        assert problem.artifact == f"{FOLDER}/{shard_name(group.start)}"
-        build_local(config, only="suffixes")
-
-
-def test_two_builds_and_an_append_give_the_same_files(datastore: Datastore, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 60)
-    config = tiny_config(tmp_path, corpus)
     build_local(config, only="chunk")
     build_local(config, only="suffixes")
     suffixes = {name: data for name, data in contents(config.datastore).items() if name.startswith("suffixes/")}
     assert suffixes == {name: data for name, data in contents(datastore.folder).items() if name.startswith("suffixes/")}
+
+
+def appended(folder: Path, documents: int) -> Datastore:
+    """The datastore of a folder after a file with new documents was appended, with its sorted prefixes."""
+    number = len(list(folder.glob("*.jsonl")))
+    write_corpus(folder / f"{number}.jsonl", documents, seed=number)
+    config = tiny_config(folder, folder / "*.jsonl")
+    build_local(config, only="chunk", append=number > 0)
+    return build_local(config, only="suffixes")
+
+
+def test_appended_documents_have_an_order_that_is_merged_when_it_has_grown(tmp_path: Path) -> None:
+    appended(tmp_path, 60)
+    files = contents(tmp_path / "datastore" / FOLDER)
+    few = appended(tmp_path, 20)
+    assert len(stored_orders(few.train)) == 2
+    assert files.items() <= contents(few.folder / FOLDER).items()
+    assert_equal_to_a_search_through_the_text(few.train)
+    opened = SuffixIndex(few.train)
+    merged = appended(tmp_path, 30)
+    ((shards, parts),) = stored_orders(merged.train)
+    assert shards == range(len(merged.train.chunk_rows))
+    assert {path.name for path in (merged.folder / FOLDER).iterdir()} == {path.name for path in parts}
+    assert Prefixes(Texts(merged.train), parts).positions(0, 1 << 30).tolist() == ordered_positions(merged.train)
+    assert not problems_of(merged.folder)
+    assert_equal_to_a_search_through_the_text(merged.train)
+    assert_equal_to_a_search_through_the_text(few.train, opened)  # the files that it reads are removed, and still open
+
+
+def test_a_merge_that_was_killed_leaves_the_old_orders_and_is_finished_by_the_next_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appended(tmp_path, 60)
+    shutil.copytree(tmp_path, tmp_path / "other")
+    before = contents(tmp_path / "datastore" / FOLDER)
+
+    def killed(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suffixes, "write_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        appended(tmp_path, 50)
+    found = contents(tmp_path / "datastore" / FOLDER)
+    assert before.items() <= found.items()
+    assert any(name.startswith("runs/") for name in found)
+    monkeypatch.undo()
+    config = tiny_config(tmp_path, tmp_path / "*.jsonl")
+    finished, other = build_local(config, only="suffixes"), appended(tmp_path / "other", 50)
+    assert contents(finished.folder / FOLDER) == contents(other.folder / FOLDER)
+    assert len(stored_orders(finished.train)) == 1
+
+
+def test_an_index_is_refused_until_appended_documents_are_sorted(tmp_path: Path) -> None:
+    earlier = appended(tmp_path, 60).train
     write_corpus(tmp_path / "more.jsonl", 20, seed=1)
-    more = tiny_config(tmp_path, tmp_path / "*.jsonl")
-    appended = build_local(more, only="chunk", append=True)
+    config = tiny_config(tmp_path, tmp_path / "*.jsonl")
+    more = build_local(config, only="chunk", append=True)
     with pytest.raises(InputError, match="--stage suffixes"):
-        SuffixIndex.open(appended.folder)
-    appended = build_local(more, only="suffixes")
-    assert suffixes.items() <= contents(appended.folder).items()
-    assert_equal_to_a_search_through_the_text(appended.train)
+        SuffixIndex.open(more.folder)
+    build_local(config, only="suffixes")
+    with pytest.raises(InputError, match="other shards than when it was opened"):
+        SuffixIndex(earlier)
 
 
 def test_a_trace_finds_the_runs_that_were_put_into_a_text(datastore: Datastore) -> None:
@@ -295,16 +401,10 @@ def test_a_trace_of_a_document_is_one_run(datastore: Datastore) -> None:
 def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
-    file = folder / "suffixes" / "00000" / "positions.npy"
+    (file,) = (folder / "suffixes").glob("*/positions.npy")
     file.unlink() if not damage else file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(InputError, match="suffixes/00000"):
+    with pytest.raises(InputError, match="suffixes/00000-00001-00000"):
         SuffixIndex.open(folder)
-
-
-@pytest.mark.parametrize("largest", [2, 300, 70_000])
-def test_the_suffix_array_is_in_the_order_of_the_suffixes(largest: int) -> None:
-    text = np.random.default_rng(0).integers(0, largest, 200).astype(">u2" if largest < 2**16 else ">u4")
-    assert _suffix_array(text).tolist() == sorted(range(len(text)), key=lambda start: text[start:].tolist())
 
 
 def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(

@@ -99,11 +99,10 @@ def _check_neighbors(datastore: Datastore, shard: int, name: str) -> None:
     stored = read_manifest(datastore.folder / "neighbors" / name)["recipe"]["settings"]["neighbors.stored"]
     num_chunks = np.array([split.num_chunks for split in RetrievalSet.of(datastore).splits])
     for split in map(datastore.split, SPLITS):
-        ids, distances = split.neighbor_ids.shard(shard), split.neighbor_distances.shard(shard)
-        assert ids.shape == distances.shape == (split.chunk_rows[shard], stored)
+        ids = split.neighbor_ids.shard(shard)
+        assert ids.shape == (split.chunk_rows[shard], stored)
         present = ids >= 0
         assert (ids[~present] == -1).all()
-        assert np.array_equal(np.isfinite(distances), present)
         assert (ids[present] & ((1 << CHUNK_ID_BITS) - 1) < num_chunks[ids[present] >> CHUNK_ID_BITS]).all()
         if split.name == "train":
             first = int(split.tokens.starts[shard])

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from indexing.embedding.lexical import token_weights
-from indexing.index import exact_search
+from indexing.index.exact_search import stored_distances
 from indexing.neighbors import build
 from indexing.neighbors.search import NeighborSearch
 from indexing.neighbors.settings import NeighborSettings
 from indexing.ngrams.search import NgramIndex
+from indexing.similarity import shared_tokens
 from indexing.similarity.overlap import overlap
 from indexing.similarity.shared_tokens import SharedTokens
 from indexing.store.artifact import read_manifest, remove
@@ -55,13 +56,8 @@ def built(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_data
 def test_neighbors_are_distinct_and_not_of_the_own_document(built: Config, name: str) -> None:
     datastore = Datastore.open(built.datastore)
     split = datastore.split(name)
-    ids, distances = (array.read(0, split.num_chunks) for array in (split.neighbor_ids, split.neighbor_distances))
+    ids = split.neighbor_ids.read(0, split.num_chunks)
     assert (ids >= 0).mean() > 0.95
-    vectors, found = split.embeddings.read(0, split.num_chunks).astype(np.float32), ids >= 0
-    expected = np.square(
-        vectors[:, None] - datastore.train.embeddings.gather(ids.clip(0).ravel()).reshape(*ids.shape, -1)
-    )
-    np.testing.assert_allclose(distances, np.where(found, expected.sum(axis=2), np.inf), rtol=1e-5)
     assert all(len(set(row[row >= 0].tolist())) == (row >= 0).sum() for row in ids)
     if name == "train":
         _, first, stop = split.documents_of(np.arange(split.num_chunks))
@@ -69,19 +65,27 @@ def test_neighbors_are_distinct_and_not_of_the_own_document(built: Config, name:
     assert main(["verify", str(built.datastore)]) == 0
 
 
-def test_distances_are_the_same_for_any_number_of_chunks_at_a_time(built: Config, tmp_path, monkeypatch) -> None:
+def test_neighbors_are_the_same_for_any_number_of_chunks_at_a_time(built: Config, tmp_path, monkeypatch) -> None:
     datastore = Datastore.open(built.datastore)
     retrieval, split = RetrievalSet.of(datastore), datastore.valid
     order = SharedTokens(token_weights(datastore.folder / "embedder"), retrieval)
-    monkeypatch.setattr(build, "_block_rows", lambda *_: 5)
-    monkeypatch.setattr(exact_search, "_BLOCK", 7 * 32)  # 7 pairs of 32 dimensions at a time
+    monkeypatch.setattr(build, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(shared_tokens, "_READ_PAIRS", 50)
     search = NeighborSearch([], built.neighbors, order, NgramIndex.open(retrieval))
     build.neighbor_shard(tmp_path, split, (0, split.num_chunks), search, advance=lambda _: None)
-    ids, distances = (np.load(tmp_path / f"{name}.npy") for name in ("ids", "distances"))
-    stored = split.neighbor_ids.read(0, split.num_chunks), split.neighbor_distances.read(0, split.num_chunks)
-    same = (ids == stored[0]).all(axis=1)  # the others are completed by the index
-    assert same.mean() > 0.9
-    np.testing.assert_array_equal(distances[same], stored[1][same])
+    same = (np.load(tmp_path / "ids.npy") == split.neighbor_ids.read(0, split.num_chunks)).all(axis=1)
+    assert same.mean() > 0.9  # the others are completed by the index
+
+
+def test_stored_distances_are_those_of_the_embeddings(built: Config) -> None:
+    datastore = Datastore.open(built.datastore)
+    retrieval, split, chunks = RetrievalSet.of(datastore), datastore.valid, np.arange(0, 40, 3)
+    for ranks in ([0], [1, 5], range(6)):
+        ids = split.neighbor_ids.gather(chunks)[:, ranks]
+        vectors = split.embeddings.gather(chunks).astype(np.float32)
+        near = datastore.train.embeddings.gather(ids.clip(0).ravel()).reshape(*ids.shape, -1)
+        expected = np.where(ids >= 0, np.square(vectors[:, None] - near).sum(axis=2), np.inf)
+        np.testing.assert_allclose(stored_distances(split, chunks, retrieval, ranks), expected, rtol=1e-5)
 
 
 def test_neighbors_share_ngrams(built: Config) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.index.exact_search import exact_search
+from indexing.index.exact_search import exact_search, stored_distances
 from indexing.neighbors.search import merge_nearest
 from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore
@@ -19,7 +19,7 @@ from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.evaluation.datastore_fractions import search_fractions
 from retro.evaluation.sets import EvaluationSet
-from tests.conftest import build_local, tiny_config, write_corpus
+from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.verification.contents import check_contents
 
 
@@ -69,7 +69,6 @@ def test_neighbors_are_the_exact_nearest_of_both_datastores(both: Config, other:
         exact_search(queries, theirs.train.embeddings, 6)[::-1],
     ]
     _, distances = merge_nearest(exact, 6)
-    assert np.allclose(split.neighbor_distances.read(0, split.num_chunks), distances, atol=1e-5)
     stored = split.neighbor_ids.read(0, split.num_chunks)  # ids can differ in ties, so distances are compared
     assert all(len(set(row)) == 6 for row in stored.tolist())
     for number, train in enumerate((own.train, theirs.train)):
@@ -77,6 +76,21 @@ def test_neighbors_are_the_exact_nearest_of_both_datastores(both: Config, other:
         vectors = train.embeddings.gather(stored[rows, places] & (2**CHUNK_ID_BITS - 1)).astype(np.float32)
         assert np.allclose(((vectors - queries[rows]) ** 2).sum(1), distances[rows, places], atol=1e-5)
     assert 0.05 < (stored >> CHUNK_ID_BITS == 1).mean() < 0.95
+
+
+def test_merged_neighbors_of_an_append_equal_those_of_one_search(
+    tmp_path: Path, tiny_corpus: Path, tiny_datastore: Datastore, other: Config
+) -> None:
+    config = with_extra(tmp_path, tiny_corpus, tiny_datastore, other.datastore)
+    added = write_corpus(tmp_path / "added.jsonl", 30, seed=5)
+    config = replace(config, corpus=replace(config.corpus, paths=(str(tiny_corpus), str(added))))
+    train = build_local(config, append=True).train
+    first = train.neighbor_ids.shard(0)
+    assert (first >> CHUNK_ID_BITS == 1).any()
+    assert (first[first >> CHUNK_ID_BITS == 0] >= tiny_datastore.train.num_chunks).any()
+    merged = contents(config.datastore)
+    build_local(config, only="neighbors", rebuild=True)
+    assert contents(config.datastore) == merged
 
 
 def test_batches_contain_the_tokens_of_the_other_datastore(both: Config, other: Config) -> None:
@@ -101,7 +115,8 @@ def test_copies_in_the_other_datastore_are_neighbors_until_overlap_excludes_them
     first, stop = train.chunk_range(0)
     nearest = train.neighbor_ids.read(first, stop)[:, 0]
     assert (nearest >> CHUNK_ID_BITS == 1).any()  # the first documents are in both datastores
-    assert (train.neighbor_distances.read(first, stop)[:, 0] < 1e-3).any()
+    retrieval = RetrievalSet.of(Datastore.open(both.datastore))
+    assert (stored_distances(train, np.arange(first, stop), retrieval, [0]) < 1e-3).any()
     for limit, copies in ((1.0, True), (0.5, False)):
         options = DataSettings(sequence_length=16, k=1, max_overlap=limit)
         data = TrainingData([both.datastore], options, retrieval=True)

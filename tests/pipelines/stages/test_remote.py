@@ -129,7 +129,7 @@ def test_workers_without_a_shared_folder_build_the_same_bytes(
     executor = ElsewhereExecutor(another_machine, monkeypatch)
     build(replace(tiny_config(tmp_path, tiny_corpus), datastore=Path(f"{bucket}/wiki")), executor)
     assert at(f"{bucket}/wiki") == here(tiny_datastore)
-    assert not {"train.npy", "distances.npy", "vectors.faiss"} & fetched(Path(executor.here))
+    assert not {"train.npy", "vectors.faiss"} & fetched(Path(executor.here))
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_batches_from_a_url_equal_those_of_the_local_datastore(
             assert np.array_equal(getattr(ours, name), getattr(theirs, name))
     whole = {"tokens.npy", "lengths.npy", "ids.npy"} & fetched(cache)
     assert whole == (set() if reading == "pread" else {"tokens.npy", "lengths.npy", "ids.npy"})
-    assert not {"documents.parquet", "distances.npy", "train.npy", "vectors.faiss"} & fetched(cache)
+    assert not {"documents.parquet", "train.npy", "vectors.faiss"} & fetched(cache)
 
 
 def test_datastore_at_a_url_can_be_searched_inspected_and_used_for_training(

@@ -22,7 +22,7 @@ FILES = {
     "tokens": "chunks/00000/train/tokens.npy",
     "documents": "chunks/00000/train/documents.npy",
     "embeddings": "embeddings/00000/train.npy",
-    "positions": "suffixes/00000/positions.npy",
+    "positions": "suffixes/00000-00006-00000/positions.npy",
     "vectors": "index/00000/vectors.faiss",
     "terms": "sparse/00000/chunks-0.idx",
 }
@@ -136,7 +136,7 @@ def test_file_that_was_read_damaged_at_the_start_is_named_once_a_request_fails(
 def test_server_does_not_start_with_a_file_of_another_size(tmp_path: Path, voting_datastore: Datastore) -> None:
     folder = shutil.copytree(voting_datastore.folder, tmp_path / "datastore")
     retriever = Retriever.open(folder)
-    truncated(folder / "suffixes/00000/positions.npy")
+    truncated(folder / "suffixes/00000-00006-00000/positions.npy")
     with pytest.raises(DamagedFile, match=r"positions\.npy has .* bytes instead of"):
         make_app(retriever, None, ServeSettings())
 
@@ -148,8 +148,7 @@ def test_truncated_neighbors_are_503_without_a_path_of_the_server(
     retriever = Retriever.open(folder)
     settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
     with TestClient(make_app(retriever, None, settings)) as client:
-        for name in ("ids", "distances"):
-            truncated(folder / f"neighbors/00000/valid/{name}.npy")
+        truncated(folder / "neighbors/00000/valid/ids.npy")
         answer = client.get("/examples")
         assert answer.status_code == 503
         assert "neighbors/00000/valid/" in answer.json()["error"]["message"]
@@ -161,7 +160,7 @@ def test_artifact_that_was_made_again_is_not_damaged(tmp_path: Path, voting_data
     retriever = Retriever.open(folder)
     settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
     with TestClient(make_app(retriever, None, settings)) as client:
-        artifact = folder / "suffixes" / "00000"
+        artifact = folder / "suffixes" / "00000-00006-00000"
         again = shutil.copytree(artifact, tmp_path / "again")
         shutil.rmtree(artifact)
         assert client.get("/ready").status_code == 503
@@ -169,6 +168,8 @@ def test_artifact_that_was_made_again_is_not_damaged(tmp_path: Path, voting_data
         assert client.get("/ready").status_code == 200
         truncated(artifact / "positions.npy")
         assert client.get("/ready").status_code == 503
-        whole = shutil.copy(voting_datastore.folder / "suffixes/00000/positions.npy", tmp_path / "positions.npy")
+        whole = shutil.copy(
+            voting_datastore.folder / "suffixes/00000-00006-00000/positions.npy", tmp_path / "positions.npy"
+        )
         Path(whole).rename(artifact / "positions.npy")
         assert "start the process that reads it again" in client.get("/ready").json()["error"]["message"]

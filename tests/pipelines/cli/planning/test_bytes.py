@@ -57,14 +57,14 @@ def test_planned_bytes_are_close_to_those_of_materialized_neighbors(tmp_path, ti
 
 
 def test_bytes_per_chunk_are_those_of_the_file_format() -> None:
-    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; id and distance of each neighbor."""
+    """docs/reference/file-formats.md: tokens and a length; float16; a code and an id; the id of each neighbor."""
     small, large = (
         artifact_bytes(SIZE, LAYOUT),
         artifact_bytes(replace(SIZE, chunks=17_000, train_chunks=16_000), LAYOUT),
     )
     grown = {name: (large[name] - small[name]) / 1000 for name in small}
     assert grown == pytest.approx(
-        {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 12}
+        {"chunks": 64 * 2 + 2, "embeddings": 2 * 32, "index": 8 + 8, "sparse": 60, "neighbors": 16 * 8}
     )
 
 

@@ -12,6 +12,7 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.index.coarse_quantizer import comparisons
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
+from indexing.suffixes.order import RUN_BYTES
 from pipelines.cli.main import main
 from pipelines.cli.planning import sample as sample_module
 from pipelines.cli.planning.bytes import index_for
@@ -171,9 +172,11 @@ def test_plan_has_the_bytes_that_copying_from_the_whole_datastore_needs(tmp_path
     for name in ("suffixes", "votes"):
         assert plan.bytes[name] == pytest.approx(sizes.folder_bytes(datastore.folder / name), rel=0.05), name
         assert any(step.name.startswith(name) for step in plan.steps)
-    (sorting,) = (step.memory_bytes for step in plan.steps if step.name == "suffixes")
+    (sorting,) = (step.memory_bytes for step in plan.steps if step.name == "suffixes, runs")
     (scanning,) = (step.memory_bytes for step in plan.steps if step.name == "sparse")
-    assert sorting - scanning == pytest.approx(20 * plan.size.train_chunks * config.chunks.chunk_length)
+    assert sorting - scanning == pytest.approx(
+        RUN_BYTES * plan.size.train_chunks * config.chunks.chunk_length / plan.size.shards
+    )
 
 
 @pytest.mark.slow

@@ -1,0 +1,390 @@
+"""Sort the prefixes of the training documents, over all shards.
+
+    document  a b a c        prefixes, read backwards   in order
+                             a, b a, a b a, c a b a     a, a b a, b a, c a b a
+
+All prefixes that end in the same tokens are neighbors in this order, so one binary search finds every place where a text occurs,
+and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts suffixes and asks for what follows them).
+
+    each shard ─ sort by the last 8 bytes of tokens ─► a run
+    the runs ─ cut at the same heads ─► ranges of about 2^20 prefixes ─ sort by the last 64 tokens ─► the order, in parts
+
+Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
+An order is a run too: what was appended is merged with it.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from indexing.progress import Advance
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore, Split, shard_name
+from indexing.store.errors import InputError
+from indexing.store.files import NpyWriter
+from indexing.store.paths import names_at, parts_of
+from indexing.store.sharded_array import open_array
+from indexing.suffixes.texts import Texts
+
+FOLDER = "suffixes"
+VERSION = 4
+LONGEST = 64
+"""Prefixes are sorted by this many of their last tokens. Longer matches count as this long."""
+PART_TOKENS = 1 << 27
+"""Prefixes of a part of an order."""
+RANGE_TOKENS = 1 << 20
+"""Prefixes that are sorted at a time. So many that only matches of one to three tokens lie on both sides of a cut."""
+ROWS_OF_HEAD = 256
+"""Sorted prefixes from one stored head to the next. Heads are small and stay in the cache. They replace the first steps of a binary
+search: each of those would read a page of the prefixes and a page of the tokens."""
+RUN_BYTES = 32
+"""Memory for each token of a shard whose prefixes are sorted."""
+ALL_HEADS = 1 << 64
+"""Above all heads."""
+_SAMPLES = 1 << 12  # heads of a shard that decide where an order is cut
+_BLOCK = 1 << 18
+_NAME = re.compile(rf"{FOLDER}/(\d{{5,9}})-(\d{{5,9}})-(\d{{5,9}})")
+
+
+# --- which orders, and where ------------------------------------------------------------------------------------------
+
+
+def planned_orders(generations: Sequence[range], tokens: Sequence[int]) -> list[range]:
+    """The shards of each order of a datastore that grew by these generations, as in a log-structured merge tree.
+
+    A generation is merged with the order before it if that one has at most twice as many tokens, and so on. So there are at most
+    log2(tokens) orders, and a token is sorted again only when its order grows by half.
+
+    Args:
+        generations: the shards of each, in order.
+        tokens: training tokens of each shard.
+    """
+    orders: list[range] = []
+    for shards in generations:
+        while orders and _tokens_of(orders[-1], tokens) <= 2 * _tokens_of(shards, tokens):
+            shards = range(orders.pop().start, shards.stop)
+        orders.append(shards)
+    return orders
+
+
+def num_parts(tokens: int) -> int:
+    """The parts of an order of so many tokens."""
+    return max(1, -(-tokens // PART_TOKENS))
+
+
+def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
+    return sum(tokens[shards.start : shards.stop])
+
+
+def part_path(shards: range, part: int) -> str:
+    """The path of a part of the order of some shards: their first and last number, and that of the part."""
+    return f"{FOLDER}/{shard_name(shards[0])}-{shard_name(shards[-1])}-{shard_name(part)}"
+
+
+def shards_of(path: str) -> range | None:
+    """The shards of the order that a part belongs to; None if the path is not that of a part."""
+    name = _NAME.fullmatch(path)
+    return range(int(name[1]), int(name[2]) + 1) if name else None
+
+
+def stored_orders(split: Split) -> list[tuple[range, list[Path]]]:
+    """The shards of each order of a datastore and the folders of its parts.
+
+    Raises:
+        InputError: the datastore has none, one is missing or damaged, or an older version wrote them.
+    """
+    orders: dict[range, list[Path]] = {}
+    for name, shards in recorded_parts(Datastore.open(split.folder)):
+        orders.setdefault(shards, []).append(split.folder / name)
+    if sum(map(len, orders)) != len(split.chunk_rows):
+        raise InputError(f"{split.folder} has other shards than when it was opened. Open it again.")
+    for folders in orders.values():
+        for folder in folders:
+            read_manifest(folder)
+    return list(orders.items())
+
+
+def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
+    """The parts of orders that the manifest of a datastore names, each with the shards of its order.
+
+    Raises:
+        InputError: the stage is not finished, or an older version ran it.
+    """
+    datastore.require(FOLDER)
+    paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
+    for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
+        if (shards := shards_of(name)) is None:
+            raise InputError(
+                f"An older version wrote {datastore.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
+            )
+        yield name, shards
+
+
+# --- read -------------------------------------------------------------------------------------------------------------
+
+
+def position_bytes(positions: int) -> int:
+    """Bytes of a stored position: four, or more if there are more than 2^32 positions."""
+    return max(4, -(-(positions - 1).bit_length() // 8))
+
+
+class Prefixes:
+    """Prefixes in the order of their heads, memory-mapped: a run, or an order.
+
+    Rows count through all parts. Single positions are read from memory views: Python reads a number from them several times as fast as
+    from an array.
+
+    Attributes:
+        texts: their texts.
+        folders: of the parts, see `write_part`.
+        rows: first row of each part that is not empty, then the number of rows.
+    """
+
+    def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
+        opened = [(open_array(folder / "positions.npy"), open_array(folder / "heads.npy")) for folder in folders]
+        opened = [pair for pair in opened if len(pair[0])]
+        self.texts, self.folders = texts, folders
+        self.rows = np.cumsum([0, *(len(positions) for positions, _ in opened)]).tolist()
+        self._positions = [np.asarray(positions) for positions, _ in opened]
+        self._head_arrays = [np.asarray(heads) for _, heads in opened]
+        self._heads = [memoryview(heads) for heads in self._head_arrays]  # type: ignore[arg-type]
+        self._firsts = [heads[0] for heads in self._heads]
+        self.position = self._reader()
+        """`position(row)`: the position of the last token of a prefix."""
+
+    def __len__(self) -> int:
+        return int(self.rows[-1])
+
+    def _reader(self) -> Callable[[int], int]:
+        readers, rows = list(map(_reader_of, self._positions)), self.rows
+        if len(readers) == 1:
+            return readers[0]
+
+        def position(row: int) -> int:
+            part = bisect_right(rows, row) - 1
+            return readers[part](row - rows[part])
+
+        return position
+
+    def positions(self, first: int, stop: int, step: int = 1) -> np.ndarray:
+        """The positions of every `step`-th of the rows [first, stop): [n] int64."""
+        if len(self._positions) == 1:
+            return _as_numbers(self._positions[0][first:stop:step])
+        read = [np.empty(0, np.int64)]
+        for start, end, stored in zip(self.rows, self.rows[1:], self._positions, strict=False):
+            begin = (
+                first if first >= start else first + -(-(start - first) // step) * step
+            )  # the first wanted row of the part
+            if begin < min(stop, end):
+                read.append(_as_numbers(stored[begin - start : min(stop, end) - start : step]))
+        return read[-1] if len(read) == 2 else np.concatenate(read)
+
+    def head_before(self, head: int) -> int:
+        """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
+        if (part := bisect_left(self._firsts, head) - 1) < 0:
+            return -1
+        return int(self.rows[part]) + (bisect_left(self._heads[part], head) - 1) * ROWS_OF_HEAD
+
+    def head_from(self, head: int) -> int:
+        """A row, as early as heads are stored, from which on all heads are at least this one."""
+        if (part := bisect_left(self._firsts, head) - 1) < 0:
+            return 0
+        return min(int(self.rows[part]) + bisect_left(self._heads[part], head) * ROWS_OF_HEAD, int(self.rows[part + 1]))
+
+    def first_row(self, head: int) -> int:
+        """The first row whose head is at least this one."""
+        if head >= ALL_HEADS:
+            return len(self)
+        first, stop = self.head_before(head) + 1, self.head_from(head)
+        heads = self.texts.heads(self.positions(first, stop))
+        return first + int(np.searchsorted(heads, np.uint64(head)))
+
+    def between(self, first: int, stop: int) -> range:
+        """The rows whose heads are in [first, stop)."""
+        return range(self.first_row(first), self.first_row(stop))
+
+    def stored_heads(self, first: int, stop: int) -> np.ndarray:
+        """The stored heads that are in [first, stop), one of 256: [n] uint64."""
+        found = [np.empty(0, np.uint64)]
+        for heads in self._head_arrays:
+            low = np.searchsorted(heads, np.uint64(first))
+            high = len(heads) if stop >= ALL_HEADS else np.searchsorted(heads, np.uint64(stop))
+            found.append(heads[low:high])
+        return np.concatenate(found)
+
+
+def _reader_of(positions: np.ndarray) -> Callable[[int], int]:
+    """Reads a single one of stored positions."""
+    if positions.ndim == 1:
+        reader: Callable[[int], int] = memoryview(positions).__getitem__  # type: ignore[arg-type]
+        return reader
+    width, view = positions.shape[1], memoryview(positions.reshape(-1))  # type: ignore[arg-type]
+    return lambda row: int.from_bytes(view[row * width : (row + 1) * width], "little")
+
+
+def _as_numbers(stored: np.ndarray) -> np.ndarray:
+    """Stored positions as [n] int64."""
+    if stored.ndim == 1:
+        return stored.astype(np.int64)
+    wide = np.zeros((len(stored), 8), np.uint8)
+    wide[:, : stored.shape[1]] = stored
+    return wide.view("<i8")[:, 0]
+
+
+# --- write ------------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Appends prefixes to the files of a part.
+
+    - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than 2^32 positions.
+    - `heads.npy` [n / 256, rounded up] uint64: the head of every 256th prefix.
+    """
+
+    def __init__(self, work: Path, texts: Texts, positions: int) -> None:
+        """`positions`: the number of positions up to the last shard, which decides how many bytes one has."""
+        self._texts, self._width = texts, position_bytes(positions)
+        narrow = self._width == 4
+        self._positions = NpyWriter(
+            work / "positions.npy", np.uint32 if narrow else np.uint8, () if narrow else (self._width,)
+        )
+        self._heads = NpyWriter(work / "heads.npy", np.uint64)
+
+    def append(self, positions: np.ndarray) -> None:
+        """Add prefixes by the positions [n] int64 of their last tokens."""
+        self._heads.append(self._texts.heads(positions[-self._positions.rows % ROWS_OF_HEAD :: ROWS_OF_HEAD]))
+        for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
+            if self._width > 4:
+                block = block.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
+            self._positions.append(block)
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._positions, self._heads):
+            file.__exit__(error[0], *error[1:])  # type: ignore[arg-type]
+
+
+def write_run(work: Path, split: Split, shard: int, advance: Advance = lambda units: None) -> None:
+    """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of positions.
+
+    Memory: `RUN_BYTES` for each token of the shard.
+    """
+    texts = Texts(split)
+    positions = texts.shard(shard).positions() + texts.starts[shard]
+    heads = np.concatenate(
+        [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
+    )
+    with _Writer(work, texts, int(texts.starts[-1])) as file:
+        file.append(positions[np.argsort(heads, kind="stable")])
+    advance(split.chunk_rows[shard])
+
+
+def cuts(texts: Texts, shards: range, count: int) -> list[int]:
+    """Heads at which the prefixes of some shards are cut into `count` parts of about the same size: [count - 1], equal ones are possible.
+
+    They depend on the text alone: the heads of up to 4,096 prefixes of each shard, spread evenly, are sorted.
+    """
+    if count == 1:
+        return []
+    heads = []
+    for shard in shards:
+        positions = texts.shard(shard).positions()
+        heads.append(texts.heads(positions[:: max(1, len(positions) // _SAMPLES)] + texts.starts[shard]))
+    ordered = np.sort(np.concatenate(heads))
+    return [int(ordered[len(ordered) * number // count]) for number in range(1, count)] if len(ordered) else []
+
+
+def write_part(
+    work: Path, split: Split, shards: range, runs: Sequence[Sequence[Path]], first: int, stop: int, advance: Advance
+) -> int:
+    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`.
+
+    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head.
+
+    Args:
+        work: the folder to write to.
+        split: `train`.
+        shards: consecutive ones.
+        runs: the folders of the parts of each run, in the order of their shards, which are all of `shards`.
+        first: smallest head.
+        stop: above the largest head.
+        advance: called with the number of prefixes that were written.
+
+    Returns:
+        the number of prefixes.
+    """
+    texts, written = Texts(split), 0
+    opened = [Prefixes(texts, folders) for folders in runs]
+    with _Writer(work, texts, int(texts.starts[shards.stop])) as file:
+        for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
+            positions = np.concatenate(
+                [run.positions(rows.start, rows.stop) for run in opened for rows in [run.between(low, high)]]
+            )
+            file.append(positions[order_of_prefixes(texts, positions)])
+            written += len(positions)
+            advance(len(positions))
+    return written
+
+
+def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefixes:
+    """Write the prefixes of some documents, [documents] bool, in their order, see `_Writer`, and open them."""
+    work.mkdir(parents=True)
+    with _Writer(work, prefixes.texts, int(prefixes.texts.starts[-1])) as file:
+        for rows in blocks(len(prefixes), _BLOCK):
+            positions = prefixes.positions(rows.start, min(rows.stop, len(prefixes)))
+            file.append(positions[documents[prefixes.texts.documents(positions)]])
+    return Prefixes(prefixes.texts, [work])
+
+
+def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
+    """Heads inside of (first, stop) that divide the rows of some runs into ranges of about 2^20."""
+    heads = np.sort(np.concatenate([run.stored_heads(first, stop) for run in runs]))
+    step = max(1, RANGE_TOKENS // ROWS_OF_HEAD)
+    return [head for head in np.unique(heads[step::step]).tolist() if head > first]
+
+
+def order_of_prefixes(texts: Texts, positions: np.ndarray) -> np.ndarray:
+    """The order [n] of prefixes by their last 64 tokens; equal ones stay in their order. Tokens are read as far back as they decide."""
+
+    available = texts.available(positions)
+
+    def keys(rows: np.ndarray, column: int) -> np.ndarray:
+        return texts.words(positions[rows], available[rows], column * texts.head_tokens)
+
+    return order_of(len(positions), keys, LONGEST // texts.head_tokens)
+
+
+def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns: int) -> np.ndarray:
+    """The order [n] of rows that are compared column by column; equal rows stay in their order.
+
+    Args:
+        count: number of rows.
+        keys: gives the numbers [r] uint64 of some rows [r] in a column. Columns after the first are read for ties only.
+        columns: number of columns.
+    """
+    values = keys(np.arange(count), 0)
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    tied = values[1:] == values[:-1]  # with the row before
+    for column in range(1, columns):
+        places = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
+        if not len(places):
+            break
+        group = np.cumsum(~np.append(False, tied))[places]
+        values = keys(order[places], column)
+        inner = np.lexsort((values, group))
+        order[places], values = order[places][inner], values[inner]
+        tied[:] = False
+        tied[places[:-1][(group[1:] == group[:-1]) & (values[1:] == values[:-1])]] = True
+    return order
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` rows."""
+    return (slice(start, start + size) for start in range(0, count, size))

@@ -1,0 +1,199 @@
+"""The texts of a split, by position: what the sorted prefixes of `order.py` are prefixes of.
+
+The position of a token is (id of its chunk) · m + (its place in the chunk). Only the last chunk of a document is padded, so the tokens of a
+document have consecutive positions, and the prefix that ends at a position is all of its document up to there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from indexing.store.datastore import Split, read_datastore_manifest
+
+
+@dataclass(frozen=True)
+class ShardText:
+    """The text of one shard of a split. Positions are counted from its first one.
+
+    Attributes:
+        tokens: [chunks · m].
+        lengths: [chunks], real tokens of each chunk.
+        offsets: first chunk of every document, then the number of chunks, [documents + 1] int64.
+        chunk_length: m.
+        first_document: number of the first document in the split.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    chunk_length: int
+    first_document: int
+
+    def positions(self) -> np.ndarray:
+        """The positions of all tokens, without padding: [n] int64."""
+        return np.flatnonzero(np.arange(self.chunk_length) < np.asarray(self.lengths)[:, None])
+
+    def documents(self, positions: np.ndarray) -> np.ndarray:
+        """The documents of positions, counted from the first one of the shard."""
+        return np.searchsorted(self.offsets, positions // self.chunk_length, side="right") - 1
+
+    def available(self, positions: np.ndarray) -> np.ndarray:
+        """The tokens of prefixes: [n] → [n] int64."""
+        return positions + 1 - np.asarray(self.offsets)[self.documents(positions)] * self.chunk_length
+
+    def windows(self, positions: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        """The last `count` tokens of prefixes, backwards and plus 1: [n] → [n, count] of dtype, 0 before a document begins."""
+        available, window = self.available(positions), np.zeros((len(positions), count), dtype)
+        whole = positions >= count - 1  # the others are at the begin of the shard
+        if whole.any():
+            runs = np.lib.stride_tricks.sliding_window_view(self.tokens, count)
+            window[whole] = runs[positions[whole] - count + 1, ::-1]
+        for row in np.flatnonzero(~whole):
+            window[row, : positions[row] + 1] = self.tokens[positions[row] :: -1]
+        window += dtype.type(1)
+        window *= np.arange(count) < available[:, None]
+        return window
+
+    def words(self, ends: np.ndarray, available: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Up to 8 bytes of tokens plus 1, the one at the end in the highest bits, zero behind those that are available.
+
+        Eight bytes of a file are such a number already: the lowest byte is first there.
+
+        Args:
+            ends: positions [n].
+            available: how many tokens up to each are taken, if the number has room for them, [n].
+            dtype: of a token plus 1.
+
+        Returns:
+            [n] uint64.
+        """
+        width, bits = 8 // dtype.itemsize, 8 * dtype.itemsize
+        missing = (width - 1 - ends).clip(0, width - 1)  # tokens that the file would need before its begin
+        read = self._words(dtype)[(ends - width + 1).clip(0)] << (bits * missing).astype(np.uint64)
+        dropped = (bits * (width - available.clip(1, width))).astype(np.uint64)
+        one_each = np.uint64(sum(1 << bits * place for place in range(width)))
+        return np.where(available > 0, (read + one_each) >> dropped << dropped, np.uint64(0))
+
+    def _words(self, dtype: np.dtype) -> np.ndarray:
+        """The 8 bytes from each token on, [tokens - width + 1] uint64, a view unless tokens are narrower than `dtype`."""
+        tokens, width = self.tokens.astype(dtype, copy=False), 8 // dtype.itemsize
+        if len(tokens) < width:
+            tokens = np.pad(tokens, (0, width - len(tokens)))
+        return np.ndarray((len(tokens) - width + 1,), "<u8", np.ascontiguousarray(tokens), strides=(dtype.itemsize,))
+
+    def following(self, positions: np.ndarray) -> np.ndarray:
+        """The next token of the same document, [n] int64; -1 = none."""
+        after = np.minimum(positions + 1, len(self.tokens) - 1)
+        chunks, places = np.divmod(after, self.chunk_length)
+        none = (places >= self.lengths[chunks]) | (after == positions)
+        if len(first := np.flatnonzero(places == 0)):  # of a chunk, and perhaps of the next document
+            none[first] |= self.offsets[np.searchsorted(self.offsets, chunks[first])] == chunks[first]
+        following = self.tokens[after].astype(np.int64)
+        following[none] = -1
+        return following
+
+
+class Texts:
+    """The texts of all shards of a split. A shard is opened when it is first read."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.starts = np.asarray(split.tokens.starts) * split.chunk_length
+        """First position of every shard, then the number of positions: [shards + 1] int64."""
+        self._open: dict[int, ShardText] = {}
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The type of a token plus 1."""
+        return np.dtype(np.uint16 if read_datastore_manifest(self.split.folder)["vocab_size"] < 2**16 else np.uint32)
+
+    @cached_property
+    def head_tokens(self) -> int:
+        """Tokens of a head: as many as have 64 bits."""
+        return 8 // self.dtype.itemsize
+
+    def shard(self, number: int) -> ShardText:
+        """The text of one shard."""
+        if number not in self._open:
+            split = self.split
+            self._open[number] = ShardText(
+                tokens=np.asarray(split.tokens.shard(number)).reshape(-1),
+                lengths=np.asarray(split.lengths.shard(number)),
+                offsets=np.asarray(split.document_offsets.shard(number)),
+                chunk_length=split.chunk_length,
+                first_document=sum(split.document_rows[:number]),
+            )
+        return self._open[number]
+
+    def by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray | slice]]:
+        """The shards of positions [n], in order, each with the rows of those in it."""
+        if not len(positions):
+            return
+        if len(self.starts) == 2:
+            yield 0, slice(None)
+            return
+        first, last = np.searchsorted(self.starts, (positions.min(), positions.max()), side="right") - 1
+        if first == last:
+            yield int(first), slice(None)
+            return
+        # Small unsigned integers are sorted in linear time.
+        shards = (np.searchsorted(self.starts, positions, side="right") - 1).astype(
+            np.min_scalar_type(len(self.starts))
+        )
+        order = np.argsort(shards, kind="stable")
+        present, first = np.unique(shards[order], return_index=True)
+        yield from zip(present.tolist(), np.split(order, first[1:]), strict=True)
+
+    def windows(self, positions: np.ndarray, count: int) -> np.ndarray:
+        """`ShardText.windows` of positions of all shards: [n] int64 → [n, count] of `dtype`."""
+        out = np.empty((len(positions), count), self.dtype)
+        for shard, rows in self.by_shard(positions):
+            out[rows] = self.shard(shard).windows(positions[rows] - self.starts[shard], count, self.dtype)
+        return out
+
+    def available(self, positions: np.ndarray) -> np.ndarray:
+        """The tokens of prefixes, by the positions of their last ones: [n] int64 → [n] int64."""
+        out = np.empty(len(positions), np.int64)
+        for shard, rows in self.by_shard(positions):
+            out[rows] = self.shard(shard).available(positions[rows] - self.starts[shard])
+        return out
+
+    def words(self, positions: np.ndarray, available: np.ndarray, skip: int) -> np.ndarray:
+        """The tokens of prefixes before their last `skip` ones, as numbers that compare like them: [n], [n] → [n] uint64.
+
+        Args:
+            positions: of the last tokens of the prefixes.
+            available: tokens of the prefixes.
+            skip: tokens that are left out.
+        """
+        out = np.empty(len(positions), np.uint64)
+        for shard, rows in self.by_shard(positions):
+            ends = positions[rows] - self.starts[shard] - skip
+            out[rows] = self.shard(shard).words(ends, available[rows] - skip, self.dtype)
+        return out
+
+    def following(self, positions: np.ndarray) -> np.ndarray:
+        """`ShardText.following` of positions of all shards: [n] int64 → [n] int64."""
+        out = np.empty(len(positions), np.int64)
+        for shard, rows in self.by_shard(positions):
+            out[rows] = self.shard(shard).following(positions[rows] - self.starts[shard])
+        return out
+
+    def documents(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers of the documents of positions: [n] int64 → [n] int64."""
+        out = np.empty(len(positions), np.int64)
+        for shard, rows in self.by_shard(positions):
+            text = self.shard(shard)
+            out[rows] = text.documents(positions[rows] - self.starts[shard]) + text.first_document
+        return out
+
+    def heads(self, positions: np.ndarray) -> np.ndarray:
+        """The last 8 bytes of tokens of prefixes, as numbers that compare like them: [n] int64 → [n] uint64."""
+        return self.words(positions, self.available(positions), 0)
+
+
+def numbers(window: np.ndarray) -> np.ndarray:
+    """Windows [n, w] as numbers that compare in the same order, [n, w · bytes of a token / 8] uint64."""
+    return window.astype(window.dtype.newbyteorder(">")).view(">u8").astype(np.uint64)

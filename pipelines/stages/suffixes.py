@@ -1,0 +1,279 @@
+"""The stages `suffixes`, exact matches of any length, and `votes`, what follows them in other documents."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from indexing.progress import Advance
+from indexing.store.artifact import Artifacts, Recipe, made_by, remove
+from indexing.store.datastore import Datastore, Split
+from indexing.store.errors import InputError
+from indexing.store.files import MANIFEST
+from indexing.store.paths import path_of
+from indexing.suffixes.order import (
+    ALL_HEADS,
+    cuts,
+    num_parts,
+    part_path,
+    planned_orders,
+    recorded_parts,
+    shards_of,
+    write_part,
+    write_run,
+)
+from indexing.suffixes.order import FOLDER as SUFFIXES
+from indexing.suffixes.order import VERSION as ORDER_VERSION
+from indexing.suffixes.texts import Texts
+from indexing.suffixes.votes import FOLDER as VOTES
+from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
+from indexing.suffixes.votes_build import (
+    num_ranges,
+    ranges_of_task,
+    shards_of_block,
+    write_block,
+    write_held_out,
+    write_ranges,
+    write_shard,
+)
+from pipelines.config import Config
+from pipelines.executors.tasks import Executor
+from pipelines.stages.generations import all_shards, generations
+from pipelines.stages.shards import Shard, finished, run_shards
+
+_PREFIX_RUNS = f"{SUFFIXES}/runs"
+_HELD_OUT, _RANGES, _BLOCKS = TEMPORARY_VOTES = tuple(f"{VOTES}/{name}" for name in ("held-out", "ranges", "blocks"))
+
+# --- suffixes: exact matches of any length -------------------------------------------------------------------------
+
+
+def run_suffixes(config: Config, executor: Executor) -> Artifacts:
+    """Chunks → the prefixes of the training documents in one order, or in a few if the datastore has grown."""
+    folder = config.datastore
+    datastore = Datastore.open(folder)
+    tokens = datastore.manifest["splits"]["train"]["tokens"]
+    orders = [_Order(folder, datastore.train, shards, tokens) for shards in planned_orders(generations(folder), tokens)]
+    for order in orders:
+        order.make(executor)
+    if (folder / _PREFIX_RUNS).exists():  # also those of a build that was killed after its last part
+        remove(folder / _PREFIX_RUNS)
+    return finished(folder, [path for order in orders for path, _ in order.parts])
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of some shards of a datastore.
+
+    Attributes:
+        folder: the datastore.
+        train: its training documents.
+        shards: their numbers.
+        tokens: training tokens of every shard of the datastore.
+    """
+
+    folder: Path
+    train: Split
+    shards: range
+    tokens: Sequence[int]
+
+    @cached_property
+    def size(self) -> int:
+        """Its tokens."""
+        return sum(self.tokens[self.shards.start : self.shards.stop])
+
+    @cached_property
+    def parts(self) -> list[tuple[str, Recipe]]:
+        """The path and the recipe of each part."""
+        count = num_parts(self.size)
+        recipe = partial(Recipe, "suffixes", ORDER_VERSION, inputs={"chunks": self._chunks(self.shards)})
+        return [(part_path(self.shards, part), recipe({"part": part, "parts": count})) for part in range(count)]
+
+    def make(self, executor: Executor) -> None:
+        """Make the unfinished parts."""
+        runs, borders = list[list[Path]](), list[int]()
+
+        def make_runs(unfinished: Sequence[Shard]) -> None:  # the arguments of these parts
+            if unfinished:
+                runs.extend(self._runs(executor))
+                borders.extend([0, *cuts(Texts(self.train), self.shards, len(self.parts)), ALL_HEADS])
+
+        parts = [
+            Shard(path, recipe, (self.train, self.shards, runs, borders, part), self.size // len(self.parts))
+            for part, (path, recipe) in enumerate(self.parts)
+        ]
+        run_shards(self.folder, "sparse", "tokens", suffixes_task, parts, executor, name="suffixes", before=make_runs)
+
+    def _runs(self, executor: Executor) -> list[list[Path]]:
+        """The folders of what is merged: whole orders of some of the shards, and of all others one run each, which is made."""
+        runs, made, first = list[list[Path]](), list[Shard](), self.shards.start
+        while first < self.shards.stop:
+            order = self._whole_order(first)
+            paths = [path for path, _ in order.parts] if order else [path_of(_PREFIX_RUNS, first)]
+            if not order:
+                recipe = Recipe(
+                    "suffixes", ORDER_VERSION, {"run": first}, {"chunks": self._chunks(range(first, first + 1))}
+                )
+                made.append(Shard(paths[0], recipe, (self.train, first), self.train.chunk_rows[first]))
+            runs.append([self.folder / path for path in paths])
+            first = order.shards.stop if order else first + 1
+        run_shards(self.folder, "sparse", "chunks", prefix_run_task, made, executor, name="suffixes, runs")
+        return runs
+
+    def _whole_order(self, first: int) -> "_Order | None":
+        """The largest whole order that begins with this shard, and is a part of this one."""
+        found = {shards_of(path.relative_to(self.folder).as_posix()) for path in self.folder.glob(f"{SUFFIXES}/*-*-*")}
+        inner = [shards for shards in found if shards and shards.start == first and shards.stop <= self.shards.stop]
+        for order in (replace(self, shards=shards) for shards in sorted(inner, key=len, reverse=True)):
+            if all(made_by(self.folder / path, [recipe]) for path, recipe in order.parts):
+                return order
+        return None
+
+    def _chunks(self, shards: range) -> Artifacts:
+        return finished(self.folder, path_of("chunks", shards))
+
+
+def prefix_run_task(work: Path, train: Split, shard: int, *, advance: Advance) -> None:
+    """Sort the prefixes of one shard by their last tokens."""
+    write_run(work, train, shard, advance)
+
+
+def suffixes_task(
+    work: Path, train: Split, shards: range, runs: list[list[Path]], borders: list[int], part: int, *, advance: Advance
+) -> dict[str, Any]:
+    """Merge the runs of some shards into one part of their order."""
+    return {"tokens": write_part(work, train, shards, runs, borders[part], borders[part + 1], advance)}
+
+
+def remove_other_orders(datastore: Path) -> None:
+    """Remove orders that the datastore's manifest does not name: those of an older version, and those that were merged into others."""
+    named = {name for name, _ in recorded_parts(Datastore.open(datastore))}
+    for path in (datastore / SUFFIXES).glob("[0-9]*"):
+        if path.relative_to(datastore).as_posix() not in named:
+            remove(path)
+
+
+# --- votes: for every token, the tokens that follow its text in other documents -----------------------------------
+
+
+def run_votes(config: Config, executor: Executor) -> Artifacts:
+    """Sorted prefixes → the votes of every token: first those of ranges of prefixes, then those of shards.
+
+    Raises:
+        InputError: the vocabulary is too large for the format.
+    """
+    folder = config.datastore
+    datastore = Datastore.open(folder)
+    if datastore.manifest["vocab_size"] > LARGEST_VOCABULARY:
+        raise InputError(
+            f"{folder} has a vocabulary of {datastore.manifest['vocab_size']:,}; the stage 'votes' stores token ids below "
+            f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
+        )
+    deleted, made_from = deletions_of(datastore), finished(folder, [name for name, _ in recorded_parts(datastore)])
+    recipe = partial(Recipe, "votes", VERSION, inputs={SUFFIXES: made_from})
+    numbers = all_shards(folder)
+    block = shards_of_block(len(numbers))
+    ranges = list[Path]()
+
+    def shard_of(shard: int) -> Shard:
+        of_shard = recipe({"shard": shard, "deleted": deleted})
+        collected = ([folder / path_of(_BLOCKS, shard // block)], shard % block) if block > 1 else (ranges, shard)
+        return Shard(path_of(VOTES, shard), of_shard, (datastore, shard, *collected), datastore.train.chunk_rows[shard])
+
+    def make_ranges(unfinished: Sequence[Shard]) -> None:
+        if unfinished:
+            ranges.extend(
+                _ranges(datastore, partial(_with, recipe, deleted=deleted), executor)
+            )  # arguments of the shards
+            if block > 1:
+                _make_blocks(folder, ranges, block, partial(_with, recipe, deleted=deleted), executor)
+
+    shards = [shard_of(shard) for shard in numbers]
+    _remove_others(folder, shards)
+    votes = run_shards(
+        folder, "sparse", "chunks", shard_votes_task, shards, executor, name="votes, collect", before=make_ranges
+    )
+    for temporary in TEMPORARY_VOTES:
+        if (folder / temporary).exists():  # also those of a build that was killed after its last shard
+            remove(folder / temporary)
+    return votes
+
+
+def _with(recipe: Callable[[dict[str, Any]], Recipe], /, **settings: Any) -> Recipe:
+    return recipe(settings)
+
+
+def _remove_others(folder: Path, shards: list[Shard]) -> None:
+    """Remove votes of other text, and damaged ones, instead of refusing them: all they are made from exists."""
+    for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
+        if (out / MANIFEST).exists() and not made_by(out, [recipe]):
+            remove(out)
+
+
+def _ranges(datastore: Datastore, recipe: Callable[..., Recipe], executor: Executor) -> list[Path]:
+    """Make the votes of every range of prefixes."""
+    folder, train = datastore.folder, datastore.train
+    tokens = sum(datastore.manifest["splits"]["train"]["tokens"])
+    held_out = [
+        Shard(path_of(_HELD_OUT, shard), recipe(held_out=shard), (datastore, shard), 1) for shard in all_shards(folder)
+    ]
+    _remove_others(folder, held_out)
+    run_shards(folder, "sparse", "shards", held_out_task, held_out, executor, name="votes, held-out documents")
+    inner = cuts(Texts(train), all_shards(folder), num_ranges(tokens))
+    borders = [0, *(head for head in sorted(set(inner)) if head), ALL_HEADS]
+    together = ranges_of_task(len(borders) - 1)
+    groups = [borders[first : first + together + 1] for first in range(0, len(borders) - 1, together)]
+    shards = [
+        Shard(
+            path=path_of(_RANGES, number),
+            recipe=recipe(borders=[str(border) for border in own]),
+            arguments=(datastore, folder / _HELD_OUT, own),
+            size=tokens // len(groups),
+        )
+        for number, own in enumerate(groups)
+    ]
+    _remove_others(folder, shards)
+    run_shards(folder, "sparse", "tokens", range_votes_task, shards, executor, name="votes")
+    return [folder / shard.path for shard in shards]
+
+
+def _make_blocks(
+    folder: Path, ranges: list[Path], block: int, recipe: Callable[..., Recipe], executor: Executor
+) -> None:
+    """Collect the votes of all ranges in blocks of shards."""
+    numbers = all_shards(folder)
+    blocks = [numbers[first : first + block] for first in range(0, len(numbers), block)]
+    shards = [
+        Shard(path_of(_BLOCKS, number), recipe(block=[own[0], own[-1]]), (ranges, own), len(own))
+        for number, own in enumerate(blocks)
+    ]
+    _remove_others(folder, shards)
+    run_shards(folder, "sparse", "shards", block_votes_task, shards, executor, name="votes, blocks of shards")
+
+
+def held_out_task(work: Path, datastore: Datastore, shard: int, *, advance: Advance) -> None:
+    """Sort the prefixes of the held-out documents of one shard."""
+    write_held_out(work, datastore, shard)
+    advance(1)
+
+
+def range_votes_task(
+    work: Path, datastore: Datastore, held_out: Path, borders: list[int], *, advance: Advance
+) -> dict[str, Any]:
+    """Find the votes of the prefixes of consecutive ranges."""
+    return write_ranges(work, datastore, held_out, borders, advance)
+
+
+def block_votes_task(work: Path, ranges: list[Path], shards: range, *, advance: Advance) -> None:
+    """Collect the votes of consecutive shards."""
+    write_block(work, ranges, shards)
+    advance(len(shards))
+
+
+def shard_votes_task(
+    work: Path, datastore: Datastore, shard: int, collected: list[Path], number: int, *, advance: Advance
+) -> dict[str, Any]:
+    """Collect the votes of one shard."""
+    counts = write_shard(work, datastore, shard, collected, number)
+    advance(datastore.train.chunk_rows[shard])
+    return counts
