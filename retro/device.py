@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -35,10 +35,12 @@ class Placement:
     Attributes:
         device: of parameters and batches.
         dtype: of matrix products, float32, bfloat16 or float16. Parameters stay float32; autocast reduces the products.
+        half_weights: True if inference may round the weights of products to float16 (`inference/packed_weights.py`).
     """
 
     device: torch.device
     dtype: torch.dtype
+    half_weights: bool = False
 
     @property
     def pins_memory(self) -> bool:
@@ -147,10 +149,16 @@ def choose_training_placement(device: str, precision: Precision) -> Placement:
 
 
 def choose_inference_placement(device: str, precision: Precision) -> Placement:
-    """Resolve device and precision for a trained model: like `choose_placement`, with float32 for tf32 if there is no tf32."""
+    """Resolve device and precision for a trained model: like `choose_placement`, except for two cases.
+
+    Without TensorFloat-32, tf32 is float32. On a CPU, weights are float16 unless the precision is float32, and float16 concerns
+    nothing else.
+    """
+    on_cpu = resolve(device) == "cpu"
     if precision == "tf32" and not _has_tf32(resolve(device)):
         precision = "float32"
-    return choose_placement(device, precision)
+    placement = choose_placement(device, "float32" if on_cpu and precision == "float16" else precision)
+    return replace(placement, half_weights=on_cpu and precision != "float32")
 
 
 def _has_tf32(device: str) -> bool:

@@ -277,7 +277,7 @@ class CachedLayers:
 
     def _self_positions(self, span: Span) -> Positions:
         if isinstance(self._positions, RopePositions):
-            rotations = self._positions.query[:, span.positions].to(self.placement.dtype)  # [2, N, n, 1, C/2]
+            rotations = self._positions.query[:, span.positions].to(self.cache.keys.dtype)  # [2, N, n, 1, C/2]
             return RopePositions(rotations, rotations)
         if isinstance(self._positions, NoPositions):
             return self._positions

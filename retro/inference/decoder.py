@@ -39,12 +39,11 @@ INTERLEAVED_TOKENS = 128
 more tokens are hardly faster per token."""
 
 DRAFTED_TOKENS = 32
-"""Largest number of tokens, drafts included, of the rows that generate: a pass over 32 tokens takes 1.6 times as long on a CPU as
-over one, and wrong drafts save nothing."""
+"""Largest number of tokens, drafts included, of the rows that generate: wrong drafts save nothing."""
 
 
-Propose = Callable[[Row, int], np.ndarray]
-"""A row that has one token left, and a number of tokens → its draft of at most this number, int64."""
+Propose = Callable[[Row, int, int], np.ndarray]
+"""A row that has one token left, a number of tokens, and the number of rows of the pass → its draft of at most this many tokens, int64."""
 
 
 class Decoder:
@@ -84,7 +83,6 @@ class Decoder:
         self.model, self.placement, self.context, self.datastore = model, placement, context, datastore
         self.m = model.settings.chunk_length
         self.dropped_at_once = max(1, context // 4 // self.m)  # chunks
-        self.packed = model.packed_output is not None
         self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
         self.layers = CachedLayers(model, placement, context, neighbor_cache or NeighborCache(model, 0))
         device = model.embedding.weight.device
@@ -182,7 +180,7 @@ class Decoder:
         find_neighbors([*single, *windows], self.m)
         if propose is not None:
             for row in single:
-                row.draft = propose(row, self._room_for_draft(row, len(single)))
+                row.draft = propose(row, self._room_for_draft(row, len(single)), len(single))
         self._put_first(single)
         rows, hidden = list[Row](), list[Tensor]()
         with self.placement.autocast():
@@ -260,9 +258,7 @@ class Decoder:
         most = [self.m - (row.num_read + 1) % self.m if self._reads_neighbors(row) else share for row in rows]
         # A draft is read at once.
         counts = [min(row.num_unread, max(1 + len(row.draft), room)) for row, room in zip(rows, most, strict=True)]
-        # In bfloat16, oneDNN sums a product of one row in another order than one of several. Padding gives a token the same bits
-        # alone and in a draft: rounded logits are often equal, and the likeliest token would differ.
-        width = max(2 if self.packed and len(rows) == 1 else 1, *counts)
+        width = max(counts)
         tokens = np.zeros((len(rows), width), dtype=np.int64)
         for new, row, count in zip(tokens, rows, counts, strict=True):
             new[:count] = row.unread[:count]

@@ -1,14 +1,15 @@
 """Drafts: tokens that may come next, because they followed the same tokens before. One pass of the decoder verifies them.
 
     last tokens ─ their longest match in the text itself, its neighbors and the datastore ─ up to 8 tokens after it ─► draft
+                                            share of right tokens after such matches ─ how many of them are worth it ──┘
 
 This is speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) without a draft model, as in prompt lookup decoding
-(Saxena 2023) and REST (He et al. 2024, arXiv 2311.08252). A pass over nine tokens takes little longer than over one, since
-both read all weights. The generated tokens are those without drafts, see `generation.Batch`.
+(Saxena 2023) and REST (He et al. 2024, arXiv 2311.08252). A pass over nine tokens takes less than twice as long as one over one,
+since both read all weights. The generated tokens are those without drafts, see `generation.Batch`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,26 +35,18 @@ class Match(NamedTuple):
     following: np.ndarray
 
 
-def draft(
-    tokens: np.ndarray,
-    neighbors: Iterable[np.ndarray] = (),
-    most: int = LONGEST_DRAFT,
-    datastore: WholeDatastore | None = None,
-) -> np.ndarray:
-    """Propose up to `most` next tokens: those after the longest match of the last tokens; int64, often empty.
+def draft(tokens: np.ndarray, neighbors: Iterable[np.ndarray] = (), datastore: WholeDatastore | None = None) -> Match:
+    """Find the longest match of the last tokens. The tokens after it may come next.
 
     Args:
         tokens: the text so far, int64 [t].
         neighbors: tokens of each neighbor that the text reads, without padding.
-        most: 0 to `LONGEST_DRAFT`.
-        datastore: searched for the longest match too; None = it is not.
+        datastore: searched too; None = it is not.
     """
-    if most <= 0:
-        return tokens[:0]
     matches = [match_in_text(tokens), *(match_in(neighbor, tokens) for neighbor in neighbors)]
     if datastore is not None:
-        matches.append(Match(*datastore.continuation(tokens, most)))
-    return max(matches, key=lambda match: match.length).following[:most]
+        matches.append(Match(*datastore.continuation(tokens, LONGEST_DRAFT)))
+    return max(matches, key=lambda match: match.length)
 
 
 def match_in(source: np.ndarray, tokens: np.ndarray) -> Match:
@@ -77,18 +70,36 @@ def match_in_text(tokens: np.ndarray) -> Match:
     return Match(match.length, np.resize(match.following, LONGEST_DRAFT)) if match.length else match
 
 
+TOKEN_COST = 0.1
+"""What one more token adds to the time of a pass over one text on a CPU. A pass over n texts takes less than n times as long as over
+one, but the draft of each saves only its own part: its tokens cost n times as much of it."""
+
+
 @dataclass
-class DraftLength:
-    """The number of draft tokens that are worth verifying in a text, from the fate of its last drafts.
+class Acceptance:
+    """How often proposed tokens of a text were right. Proposals that are not read count too, so drafts end and begin again by themselves.
 
     Attributes:
-        most: tokens of the next draft.
+        rates: share of right tokens after matches of 1, 2 to 3, 4 to 7, and more tokens. The last ones count most.
     """
 
-    most: int = LONGEST_DRAFT // 2
+    rates: list[float] = field(default_factory=lambda: [0.05, 0.15, 0.3, 0.6])
 
-    def update(self, num_drafted: int, num_accepted: int) -> None:
-        """Adapt to a draft: twice the length after a draft that was right, else one more token than was right."""
-        if num_drafted:
-            right = num_accepted == num_drafted
-            self.most = min(LONGEST_DRAFT, max(self.most, 2 * num_drafted) if right else num_accepted + 1)
+    def worth_reading(self, match: Match, cost: float) -> int:
+        """Number of proposed tokens whose probability of being right is larger than their cost, in passes."""
+        rate = self.rates[_kind(match)]
+        probabilities = rate ** np.arange(1, 1 + len(match.following))
+        return int((probabilities > cost).sum())
+
+    def update(self, match: Match, tokens: Sequence[int]) -> None:
+        """Compare the next tokens of the text with those that were proposed, up to the first wrong one."""
+        kind = _kind(match)
+        for proposed, token in zip(match.following.tolist(), tokens, strict=False):
+            self.rates[kind] += ((proposed == token) - self.rates[kind]) / 8
+            if proposed != token:
+                return
+
+
+def _kind(match: Match) -> int:
+    """Index of `Acceptance.rates`."""
+    return min(3, max(1, match.length).bit_length() - 1)

@@ -14,6 +14,7 @@ generator. Several continuations of a prompt have consecutive seeds; their promp
 products of a batch may sum in another order than those of a single row.)
 """
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from retro.inference.decoder import Decoder
-from retro.inference.drafts import DraftLength, draft
+from retro.inference.drafts import TOKEN_COST, Acceptance, Match, draft
 from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
@@ -83,7 +84,7 @@ class Continuation:
         self.trust: tuple[float, ...] | None = None  # of the row, once its prompt is read
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
-        self.draft_length = DraftLength()
+        self._acceptance, self._proposed = Acceptance(), Match(0, np.zeros(0, np.int64))
         self._generator = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
         self._numbers: list[float] = []  # of the next tokens; a step that fails leaves them as they are
 
@@ -121,11 +122,19 @@ class Continuation:
             self._numbers.append(torch.rand(1, generator=self._generator).item())
         return self._numbers[ahead]
 
-    def draft(self, row: Row, room: int, datastore: WholeDatastore | None) -> np.ndarray:
+    def draft(self, row: Row, room: int, num_rows: int, datastore: WholeDatastore | None) -> np.ndarray:
         """Return the draft of its row, of at most `room` tokens; see `decoder.Propose` and `drafts.draft`."""
-        most = min(room, self.draft_length.most, self.settings.max_tokens - len(self.generated) - 1)
-        most = most if self.settings.drafts else 0
-        return draft(row.tokens, row.neighbor_texts(), most, datastore if row.retrieve else None)
+        room = min(room, self.settings.max_tokens - len(self.generated) - 1)
+        if room <= 0 or not self.settings.drafts:
+            return row.tokens[:0]
+        self._proposed = draft(row.tokens, row.neighbor_texts(), datastore if row.retrieve else None)
+        worth = self._acceptance.worth_reading(self._proposed, TOKEN_COST * num_rows)
+        return self._proposed.following[: min(room, worth)]
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Compare the tokens of a step with those that were proposed for it."""
+        self._acceptance.update(self._proposed, tokens)
+        self._proposed = Match(0, self._proposed.following[:0])
 
 
 _Text = tuple[Continuation, RetrieveNeighbors | None]
@@ -228,38 +237,44 @@ class Batch:
         rows, logits = self._decoder.step(self._propose)
         if not rows:
             return []
-        rows, indices = self._divided(rows)
-        if len(indices) > len(logits):
-            logits = logits[indices]
-        texts = {row: self._texts[row][0] for row in rows}
-        ahead = [(row, text, number) for row, text in texts.items() for number in range(1 + len(row.draft))]
-        settings = [text.settings for _, text, _ in ahead]
-        generated = [[*text.generated, *row.draft[:number].tolist()] for row, text, number in ahead]
-        changed = with_penalties(logits, settings, [text.prompt for _, text, _ in ahead], generated)
-        drawn = draw(changed, logits, settings, [text.random(number) for _, text, number in ahead], self._masked)
-        tokens = [token for token, *_ in drawn]
-        kept = [place for place, (row, _, number) in enumerate(ahead) if _agree(row, tokens[place - number : place])]
-        sources = self._copied_from(
-            [(*ahead[place][:2], indices[place]) for place in kept], [drawn[place] for place in kept]
-        )
-        new: dict[Row, list[tuple[SampledToken, CopiedFrom | None]]] = {row: [] for row in rows}
-        for place, source in zip(kept, sources, strict=True):
-            new[ahead[place][0]].append((drawn[place], source))
-        return [(text, token) for row, text in texts.items() for token in self._add(row, text, new[row])]
+        first = self._divided(rows)
+        texts = {row: self._texts[row][0] for row in first}
+        drawn: dict[Row, list[SampledToken]] = {row: [] for row in first}
+        going = list(first)  # whose drafts are right so far
+        for number in itertools.count():
+            for row, token in zip(going, self._draw(going, number, logits, first), strict=True):
+                drawn[row].append(token)
+            going = [row for row in going if number < len(row.draft) and drawn[row][-1][0] == row.draft[number]]
+            if not going:
+                break
+        sources = self._copied_from(drawn, first)
+        return [
+            (text, token) for row, text in texts.items() for token in self._add(row, text, drawn[row], sources[row])
+        ]
 
-    def _propose(self, row: Row, room: int) -> np.ndarray:
+    def _draw(self, rows: list[Row], number: int, logits: torch.Tensor, first: dict[Row, int]) -> list[SampledToken]:
+        """Sample the token of each row after `number` tokens of its draft."""
+        texts = [self._texts[row][0] for row in rows]
+        settings = [text.settings for text in texts]
+        generated = [[*text.generated, *row.draft[:number].tolist()] for row, text in zip(rows, texts, strict=True)]
+        chosen = [first[row] + number for row in rows]
+        unchanged = logits if chosen == [*range(len(logits))] else logits[chosen]
+        changed = with_penalties(unchanged, settings, [text.prompt for text in texts], generated)
+        return draw(changed, unchanged, settings, [text.random(number) for text in texts], self._masked)
+
+    def _propose(self, row: Row, room: int, num_rows: int) -> np.ndarray:
         texts = self._texts[row]
-        return texts[0].draft(row, room, self._decoder.datastore) if len(texts) == 1 else row.tokens[:0]
+        return texts[0].draft(row, room, num_rows, self._decoder.datastore) if len(texts) == 1 else row.tokens[:0]
 
     def _add(
-        self, row: Row, text: Continuation, drawn: Sequence[tuple[SampledToken, CopiedFrom | None]]
+        self, row: Row, text: Continuation, drawn: Sequence[SampledToken], sources: Sequence[CopiedFrom | None]
     ) -> list[GeneratedToken | Exception]:
         """Append tokens to a continuation and its row, up to its end or to what failed, which is the last item then."""
         added = list[GeneratedToken | Exception]()
         num_right, num_drafted = len(drawn) - 1, len(row.draft)
-        text.draft_length.update(num_drafted, num_right)
+        text.learn([token for token, *_ in drawn])
         try:
-            for number, (token, source) in enumerate(drawn):
+            for number, (token, source) in enumerate(zip(drawn, sources, strict=True)):
                 right = number < num_right
                 rejected = 0 if right else num_drafted - num_right
                 new = text.add(*token, row, source, self._decoder.m, right, rejected)
@@ -267,54 +282,47 @@ class Batch:
                 if new.finish_reason is not None:
                     break
             else:
-                self._decoder.append(row, *(token for (token, *_), _ in drawn))
+                self._decoder.append(row, *(token for token, *_ in drawn))
                 return added
         except Exception as error:
             added.append(error)
         self._leave(row)
         return added
 
-    def _divided(self, rows: list[Row]) -> tuple[list[Row], list[int]]:
-        """Give each continuation its own row; return the rows, and the indices of their logits."""
-        divided, indices, index = list[Row](), list[int](), 0
+    def _divided(self, rows: list[Row]) -> dict[Row, int]:
+        """Give each continuation its own row; return the index of the first logits of each."""
+        first, index = dict[Row, int](), 0
         for row in rows:
-            first, *others = self._texts[row]
-            self._texts[row] = [first]
-            divided.append(row)
-            indices += range(index, index + 1 + len(row.draft))
+            own, *others = self._texts[row]
+            self._texts[row], first[row] = [own], index
             for text in others:  # rows of several continuations have no draft
-                divided.append(self._decoder.copy(row))
-                self._texts[divided[-1]] = [text]
-                indices.append(index)
+                copy = self._decoder.copy(row)
+                self._texts[copy], first[copy] = [text], index
             index += 1 + len(row.draft)
-        return divided, indices
+        return first
 
     def _copied_from(
-        self, places: list[tuple[Row, Continuation, int]], drawn: list[SampledToken]
-    ) -> list[CopiedFrom | None]:
+        self, drawn: dict[Row, list[SampledToken]], first: dict[Row, int]
+    ) -> dict[Row, list[CopiedFrom | None]]:
         """Find where the tokens of texts with `sources` were copied from.
 
         Args:
-            places: row, continuation and index of the logits of each token.
-            drawn: the tokens.
+            drawn: the tokens of each row.
+            first: index of the logits of the first of them.
         """
-        copied: list[CopiedFrom | None] = [None] * len(places)
-        if chosen := [place for place, (_, text, _) in enumerate(places) if text.sources]:
-            tokens, log_probabilities = zip(*(drawn[place][:2] for place in chosen), strict=True)
-            own_rows, own_indices = [places[place][0] for place in chosen], [places[place][2] for place in chosen]
-            origins = self._decoder.copied_from(own_rows, own_indices, tokens, log_probabilities)
-            for place, origin in zip(chosen, origins, strict=True):
-                copied[place] = origin
+        copied: dict[Row, list[CopiedFrom | None]] = {row: [None] * len(own) for row, own in drawn.items()}
+        chosen = [row for row in drawn if self._texts[row][0].sources]
+        if places := [(row, number) for row in chosen for number in range(len(drawn[row]))]:
+            tokens, log_probabilities = zip(*(drawn[row][number][:2] for row, number in places), strict=True)
+            rows, indices = [row for row, _ in places], [first[row] + number for row, number in places]
+            origins = self._decoder.copied_from(rows, indices, tokens, log_probabilities)
+            for (row, number), origin in zip(places, origins, strict=True):
+                copied[row][number] = origin
         return copied
 
     def _leave(self, row: Row) -> None:
         del self._texts[row]
         self._decoder.remove(row)
-
-
-def _agree(row: Row, tokens: list[int]) -> bool:
-    """True if tokens that were sampled are those at the beginning of a row's draft."""
-    return tokens == row.draft[: len(tokens)].tolist()
 
 
 def generate(

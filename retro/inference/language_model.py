@@ -111,8 +111,8 @@ class LanguageModel:
         model = load_scorer(opened, placement)
         cache = None
         if isinstance(model, Retro):
+            pack(model, placement)  # weights that are not rounded yet
             placement.cast(model)
-            pack(model, placement)
             cache = NeighborCache(model, neighbor_cache_bytes) if opened.model.decoder_reads else None
         m, length = opened.model.chunk_length, opened.settings["data"]["sequence_length"]
         return cls(opened, model, tokenizer, retriever, placement, -(-length // m) * m, suffixes, cache)

@@ -124,7 +124,7 @@ def dot_product_attention(
     """
     if isinstance(bias, Bounds):
         return _within_bounds(q, k, v, bias, scale)
-    if k.dtype != q.dtype:
+    if k.dtype != product_dtype(q):
         with torch.autocast(q.device.type, enabled=False):
             bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
             return dot_product_attention(q.to(k.dtype), k, v, bias, causal, scale)
@@ -158,7 +158,7 @@ def dot_product_attention_with_lse(
         causal: hide later keys (Q = S). A mask must hide them too.
         scale: None = 1/sqrt(C).
     """
-    if k.dtype != q.dtype:
+    if k.dtype != product_dtype(q):
         with torch.autocast(q.device.type, enabled=False):
             return dot_product_attention_with_lse(q.to(k.dtype), k, v, mask, causal, scale)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -216,7 +216,7 @@ def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | N
     num_groups, num_queries = k.shape[1], q.shape[2]
     queries = q[0].unflatten(0, (num_groups, -1)).flatten(1, 2)  # [G, (H / G)·Q, C]
     copies = -(-_LEAST_QUERIES // queries.shape[1])
-    scores = torch.bmm(queries.repeat(1, copies, 1) if copies > 1 else queries, k[0].transpose(1, 2))
+    scores = torch.bmm(torch.cat([queries] * copies, dim=1) if copies > 1 else queries, k[0].transpose(1, 2))
     scores = scores.mul_(scale or q.shape[3] ** -0.5).unflatten(1, (-1, num_queries))  # [G, H / G, Q, S]
     scores = scores.masked_fill_(~bias[0], -math.inf) if bias.dtype == torch.bool else scores.add_(bias[0])
     y = torch.bmm(scores.softmax(-1).flatten(1, 2), v[0])[:, : queries.shape[1]]

@@ -129,5 +129,5 @@ def test_drafts_of_the_datastore_change_no_token(name: str, temperature: float) 
 
 def test_a_draft_comes_from_the_longest_match() -> None:
     text = np.array([1, 2, 3, 9, 1, 2, 3])
-    assert draft(text, most=1).tolist() == [9]
-    assert draft(text, most=4, datastore=Votes()).tolist() == Votes().continuation(text, 4)[1].tolist()
+    assert draft(text).following[0] == 9
+    assert draft(text, datastore=Votes()).following.tolist() == Votes().continuation(text, 8)[1].tolist()

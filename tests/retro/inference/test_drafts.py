@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from retro.device import choose_placement
 from retro.inference import decoder as decoding
+from retro.inference import generation
 from retro.inference.decoder import DRAFTED_TOKENS, Decoder
-from retro.inference.drafts import LONGEST_DRAFT, DraftLength, draft, match_in, match_in_text
+from retro.inference.drafts import LONGEST_DRAFT, TOKEN_COST, Acceptance, Match, draft, match_in, match_in_text
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.rows import Row
 from retro.inference.settings import GenerationSettings
@@ -60,23 +61,57 @@ def test_the_longest_match_is_that_of_a_loop_and_the_last_of_several(source: lis
 
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
     assert match_in_text(array(7, 1, 2, 1, 2)).following.tolist() == [1, 2, 1, 2, 1, 2, 1, 2]
-    assert draft(array(7, 1, 2, 1, 2), most=3).tolist() == [1, 2, 1]
 
 
 def test_the_longest_match_of_text_and_neighbors_is_proposed() -> None:
     text, neighbors = array(1, 2, 9, 1, 2, 3, 1, 2), [array(5, 6), array(3, 1, 2, 8, 4)]
-    assert draft(text, neighbors).tolist() == [8, 4]
-    assert draft(text).tolist()[:3] == [3, 1, 2]
-    assert draft(text, most=0).tolist() == []
-    assert draft(array(1, 2, 3)).tolist() == [], "no token equals the last one"
-    assert draft(array(4), [array(5, 4)]).tolist() == [], "nothing follows the match"
+    assert draft(text, neighbors).following.tolist() == [8, 4]
+    assert draft(text).following.tolist()[:3] == [3, 1, 2]
+    assert draft(array(1, 2, 3)).following.tolist() == [], "no token equals the last one"
+    assert draft(array(4), [array(5, 4)]).following.tolist() == [], "nothing follows the match"
 
 
-def test_drafts_grow_while_they_are_right_and_shrink_after_an_error() -> None:
-    length = DraftLength()
-    for drafted, accepted, most in ((4, 4, 8), (8, 8, 8), (8, 2, 3), (3, 0, 1), (0, 0, 1), (1, 1, 2), (2, 2, 4)):
-        length.update(drafted, accepted)
-        assert length.most == most
+def matches(length: int) -> Match:
+    return Match(length, np.arange(LONGEST_DRAFT))
+
+
+def test_drafts_of_a_text_grow_while_they_are_right_end_after_errors_and_begin_again_with_right_proposals() -> None:
+    text = Acceptance()
+    assert [text.worth_reading(matches(length), TOKEN_COST) for length in (1, 2, 4, 8, 16)] == [0, 1, 1, 4, 4]
+    for _ in range(4):
+        text.update(matches(8), range(LONGEST_DRAFT))
+    assert text.worth_reading(matches(64), TOKEN_COST) == LONGEST_DRAFT
+    for _ in range(20):
+        text.update(matches(8), [9])
+    assert text.worth_reading(matches(8), TOKEN_COST) == 0
+    assert text.worth_reading(matches(4), TOKEN_COST) == 1, "matches of other lengths have their own rate"
+    for _ in range(3):  # no draft was read: each step compares one token
+        text.update(matches(8), [0])
+    assert text.worth_reading(matches(8), TOKEN_COST) > 0
+
+
+def test_a_text_whose_short_matches_are_wrong_reads_few_tokens_of_them() -> None:
+    text, wrong = Acceptance(), 0
+    for length in [1, 2, 3, 2, 5, 1, 3, 4] * 6:
+        wrong += text.worth_reading(matches(length), TOKEN_COST)
+        text.update(matches(length), [9])
+    assert wrong * TOKEN_COST < 0.03 * 48, "passes that were lost, of one for each token"
+
+
+def test_a_text_learns_up_to_the_first_wrong_token() -> None:
+    one, other = Acceptance(), Acceptance()
+    one.update(matches(2), [0, 1, 7, 3, 4])
+    other.update(matches(3), [0, 1, 8])
+    assert one == other
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 12])
+def test_a_token_is_read_if_it_is_more_likely_right_than_it_costs(num_rows: int) -> None:
+    text = Acceptance([0.0, 0.5, 0.95, 1.0])
+    lengths = [text.worth_reading(matches(length), TOKEN_COST * num_rows) for length in (1, 2, 4, 8)]
+    likely = [sum(rate**n > TOKEN_COST * num_rows for n in range(1, 1 + LONGEST_DRAFT)) for rate in text.rates]
+    assert lengths == likely
+    assert text.worth_reading(Match(9, np.arange(2)), TOKEN_COST) == 2, "no more than follow the match"
 
 
 # --- generated texts -------------------------------------------------------------------------------------------------
@@ -123,6 +158,7 @@ def test_drafts_of_texts_that_repeat_are_accepted_and_those_of_others_are_counte
 def test_tokens_have_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection sampling with a fixed draft: x is accepted with p(x), else another token with p(y) / (1 - p(x))."""
     monkeypatch.setattr(decoding, "DRAFTED_TOKENS", 10_000)
+    monkeypatch.setattr(generation, "TOKEN_COST", 0.0)
     model, prompt, count = cached_model("rope"), np.tile(array(3, 4), 6), 400
     three = tuple((token, 100.0) for token in (3, 4, 5))  # a vocabulary of three tokens
     options = GenerationSettings(max_tokens=5, temperature=3.0, logit_bias=three, top_k=3, top_p=1.0, ignore_eos=True)
@@ -165,7 +201,7 @@ def test_after_right_and_wrong_drafts_logits_and_cache_are_those_without(scheme:
     futures = [rng.integers(0, V, 5 * M) for _ in range(3)]
     starts = [int(start) for start in rng.integers(1, 3 * M, 3)]
 
-    def propose(row: Row, room: int) -> np.ndarray:
+    def propose(row: Row, room: int, _: int) -> np.ndarray:
         """Tokens of the text; the last ones are often wrong."""
         text = futures[decoder.rows.index(row)]
         proposed = text[len(row.tokens) : -1][: rng.integers(0, 1 + room)].copy()
@@ -207,13 +243,13 @@ def test_drafts_end_where_neighbors_change_and_where_the_context_ends() -> None:
         row = decoder.add(np.arange(length), retriever(1))
         decoder.read([row])
         decoder.append(row, 0)
-        decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+        decoder.step(lambda _, room, __: rooms.append(room) or np.zeros(0, np.int64))
         decoder.remove(row)
     assert rooms == [*(M - 1 - length % M for length in range(2, 2 * M)), 0]
     alone = decoder.add(np.arange(3))
     decoder.read([alone])
     decoder.append(alone, 0)
-    decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+    decoder.step(lambda _, room, __: rooms.append(room) or np.zeros(0, np.int64))
     assert rooms[-1] == 2 * M - 4, "without neighbors only the context ends a draft"
 
 
@@ -222,7 +258,7 @@ def test_drafts_are_shorter_in_a_larger_batch() -> None:
     for number in range(12):
         decoder.add(array(number))
         rooms.clear()
-        decoder.step(lambda _, room: rooms.append(room) or np.zeros(0, np.int64))
+        decoder.step(lambda _, room, __: rooms.append(room) or np.zeros(0, np.int64))
         decoder.step()
         for row in decoder.rows:
             if not row.num_unread:

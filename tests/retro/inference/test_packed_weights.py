@@ -1,78 +1,127 @@
-"""Packed weights change the time of products, never a bit of them."""
+"""Packed weights change the time of products, and their values by the rounding of weights to 16 bits."""
 
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from indexing.machine import has_bfloat16
-from retro.device import Placement
-from retro.inference.packed_weights import PackedLinear, can_pack, pack
+from indexing.machine import has_bfloat16, onednn_has_bfloat16
+from retro.device import Placement, choose_inference_placement
+from retro.inference.decoder import Decoder
+from retro.inference.packed_weights import FEW_ROWS, PackedLinear, can_pack, pack
 from retro.model.presets import count_parameters
+from retro.model.retro import Retro
+from tests.retro.inference.test_decoder import retriever
 from tests.retro.small_model import build, inputs
 
-BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
-needs_packing = pytest.mark.skipif(not can_pack(BFLOAT16), reason="oneDNN packs no weights on this machine")
+CPU = torch.device("cpu")
+FLOAT32, BFLOAT16 = (Placement(CPU, dtype, half_weights=True) for dtype in (torch.float32, torch.bfloat16))
+needs_fbgemm = pytest.mark.skipif(not can_pack(FLOAT32), reason="PyTorch has no FBGEMM on this machine")
+needs_bfloat16 = pytest.mark.skipif(not onednn_has_bfloat16(), reason="oneDNN packs no weights on this machine")
+WITH_BFLOAT16 = pytest.param(True, marks=needs_bfloat16)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # the libraries use no newer instructions
 GENERATE = """
 import torch
-from retro.device import choose_placement
+from retro.device import choose_inference_placement
 from retro.inference.decoder import Decoder
-from retro.inference.packed_weights import can_pack, pack
+from retro.inference.packed_weights import PackedLinear, can_pack, pack
 from tests.retro.small_model import build
 
-assert choose_placement("cpu", "auto").dtype == torch.float32
-placement = choose_placement("cpu", "bfloat16")
-assert not can_pack(placement)
-model = build("rope").eval()
-placement.cast(model)
-pack(model, placement)
-decoder = Decoder(model, placement, 32)
-row = decoder.add([1, 2, 3], None)
-assert decoder.read([row]).isfinite().all()
+assert choose_inference_placement("cpu", "auto").dtype == torch.float32
+for precision in ("auto", "bfloat16"):
+    placement = choose_inference_placement("cpu", precision)
+    model = build("rope").eval()
+    pack(model, placement)
+    placement.cast(model)
+    assert can_pack(placement) == any(isinstance(module, PackedLinear) for module in model.modules())
+    decoder = Decoder(model, placement, 32)
+    row = decoder.add([1, 2, 3], None)
+    assert decoder.read([row]).isfinite().all()
 """
 
 
-@needs_packing
+def packed(placement: Placement, scheme: str = "rope") -> Retro:
+    model = build(scheme).eval()
+    pack(model, placement)
+    placement.cast(model)
+    return model
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bfloat16", [False, WITH_BFLOAT16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (2, 33)])
-def test_a_packed_product_equals_that_of_a_linear_layer(bias: bool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, FEW_ROWS), (2, 33)])
+def test_a_packed_product_equals_that_of_a_linear_layer(shape: tuple[int, int], bias: bool, bfloat16: bool) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(96, 80, bias=bias).bfloat16(), torch.randn(*shape, 96)
+    layer, x = nn.Linear(96, 80, bias=bias), torch.randn(*shape, 96)
     with torch.inference_mode():
-        packed = PackedLinear(layer.weight, layer.bias)(x)
-        assert packed.dtype == torch.bfloat16
-        torch.testing.assert_close(packed, layer(x.bfloat16()))
+        product = PackedLinear(layer.weight, layer.bias, bfloat16)(x)
+        many = bfloat16 and shape[0] * shape[1] > FEW_ROWS
+        assert product.dtype == (torch.bfloat16 if many else torch.float32)
+        if many:
+            assert torch.equal(product, layer.bfloat16()(x.bfloat16()))
+        else:
+            torch.testing.assert_close(product, F.linear(x, layer.weight.half().float(), layer.bias))
 
 
-@needs_packing
+@needs_fbgemm
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    torch.manual_seed(0)
+    layer, x = PackedLinear(torch.randn(1000, 600), None, False), torch.randn(40, 600)
+    for rows in range(1, 40):
+        assert torch.equal(layer(x[:rows]), layer(x)[:rows])
+
+
+@needs_fbgemm
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl", "neox", "copying"])
-def test_a_packed_model_computes_the_same_losses_and_counts_as_many_parameters(scheme: str) -> None:
-    model, batch = build(scheme), inputs()
-    BFLOAT16.cast(model)
-    parameters = count_parameters(model, embeddings=True)
-    with torch.inference_mode(), BFLOAT16.autocast():
-        expected = model.token_losses(batch)
-        pack(model, BFLOAT16)
-        assert torch.equal(model.token_losses(batch), expected)
+@pytest.mark.parametrize(("placement", "bound"), [(FLOAT32, 2e-3), pytest.param(BFLOAT16, 0.05, marks=needs_bfloat16)])
+def test_losses_change_by_the_rounding_of_weights_and_no_parameter_is_lost(
+    scheme: str, placement: Placement, bound: float
+) -> None:
+    batch, exact = inputs(), build(scheme).eval()
+    model = packed(placement, scheme)
+    with torch.inference_mode():
+        expected = exact.token_losses(batch)
+        with placement.autocast():
+            losses = model.token_losses(batch)
+    assert 0 < float((losses - expected).abs().max()) < bound
     assert any(isinstance(module, PackedLinear) for module in model.modules())
-    assert count_parameters(model, embeddings=True) == parameters
+    assert count_parameters(model, embeddings=True) == count_parameters(exact, embeddings=True)
 
 
-def test_other_precisions_keep_their_weights() -> None:
-    model, placement = build(), Placement(torch.device("cpu"), torch.float32)
+@needs_fbgemm
+@pytest.mark.parametrize("placement", [FLOAT32, pytest.param(BFLOAT16, marks=needs_bfloat16)])
+@pytest.mark.parametrize("scheme", ["rope", "copying"])
+def test_few_tokens_have_logits_of_float32_with_float16_weights(scheme: str, placement: Placement) -> None:
+    """Read token by token: with prompts of many rows, bfloat16 would round more."""
+    exact, text = build(scheme).eval(), np.arange(1, 8)
+    found = list[torch.Tensor]()
+    for model, place in ((exact, Placement(CPU, torch.float32)), (packed(placement, scheme), placement)):
+        decoder = Decoder(model, place, 32)
+        row = decoder.add(text[:1], retriever(0))
+        for token in text[1:]:
+            logits = decoder.read([row])
+            decoder.append(row, int(token))
+        found.append(logits)
+    torch.testing.assert_close(found[1], found[0], atol=5e-3, rtol=0)
+
+
+def test_float32_keeps_its_weights() -> None:
+    model, placement = build(), choose_inference_placement("cpu", "float32")
     pack(model, placement)
     assert not can_pack(placement)
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-def test_a_processor_without_kernels_for_bfloat16_generates_in_bfloat16_without_packing() -> None:
+def test_a_processor_without_kernels_for_bfloat16_generates_in_every_precision() -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE], env=os.environ | AVX2, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_every_processor_that_multiplies_bfloat16_fast_packs_weights() -> None:
-    assert can_pack(BFLOAT16) or not has_bfloat16("cpu")
+    assert onednn_has_bfloat16() or not has_bfloat16("cpu")

@@ -114,7 +114,14 @@ def test_tf32_is_rejected_for_training_on_a_cpu_and_evaluated_there_in_float32()
     with pytest.raises(InputError, match=r"train\.precision = 'tf32'.*'cpu'"):
         choose_placement("cpu", "tf32")
     assert choose_inference_placement("cpu", "tf32") == Placement(torch.device("cpu"), torch.float32)
-    assert choose_inference_placement("cpu", "float16") == Placement(torch.device("cpu"), torch.float16)
+
+
+def test_on_a_cpu_float16_is_evaluated_in_float32_with_float16_weights() -> None:
+    assert choose_placement("cpu", "float16") == Placement(torch.device("cpu"), torch.float16)
+    inference = choose_inference_placement("cpu", "float16")
+    assert inference == Placement(torch.device("cpu"), torch.float32, half_weights=True)
+    assert choose_inference_placement("cpu", "auto").half_weights
+    assert not choose_inference_placement("cpu", "float32").half_weights
 
 
 @pytest.mark.gpu

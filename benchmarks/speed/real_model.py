@@ -1,0 +1,181 @@
+"""Speed of generation with a real model on one thread of a CPU: this project and `transformers`, in turn, and the limit of the memory.
+
+    retro import SmolLM2-135M-Instruct.Q4_1.gguf --output smollm2.safetensors
+    python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf --texts NOVEL ...
+
+Prompts are the beginnings of texts, continued greedily and at a temperature of 0.8 from all tokens, and random tokens at 1.5, whose
+drafts are never right. Processor time per token after the first, without and with drafts. `transformers` computes in bfloat16 where
+the processor has instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last line
+compares losses with those of float32 weights.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import Budget, add_minutes, budget, markdown, placement, say, write
+from pipelines.cli.results import Table
+from retro.checkpoints.any_model import load_scorer
+from retro.device import choose_placement
+from retro.inference.generation import GeneratedToken
+from retro.inference.language_model import LanguageModel
+from retro.inference.scoring import score_windows, to_score
+from retro.inference.settings import GenerationSettings
+from retro.model.presets import count_parameters
+
+_PROMPT_TOKENS = 512
+_REPOSITORY = Path(__file__).parents[2]
+_TEXTS = [_REPOSITORY / "docs/how-to/serve.md", _REPOSITORY / "retro/inference/decoder.py"]
+
+Prompts = dict[tuple[str, float], np.ndarray]
+"""Tokens by name and temperature."""
+
+
+def prompts_of(model: LanguageModel, texts: list[Path]) -> Prompts:
+    """Beginnings of texts, and random tokens."""
+    of_texts = {text.stem: model.tokenizer.encode(text.read_text()[:20_000])[:_PROMPT_TOKENS] for text in texts}
+    random = np.random.default_rng(0).integers(0, model.tokenizer.num_model_tokens, _PROMPT_TOKENS)
+    return {(name, t): np.array(tokens, np.int64) for t in (0.0, 0.8) for name, tokens in of_texts.items()} | {
+        ("random tokens", 1.5): random
+    }
+
+
+def ours(
+    model: LanguageModel, prompt: np.ndarray, temperature: float, num_tokens: int, k: int, *, drafts: bool
+) -> tuple[float, list[GeneratedToken]]:
+    """Processor time per token after the first step, and the tokens."""
+    settings = GenerationSettings(
+        max_tokens=num_tokens, temperature=temperature, top_k=0, top_p=1.0, ignore_eos=True, drafts=drafts
+    )
+    steps = model.generate([prompt], settings, k)
+    tokens = list(next(steps))
+    first, started = len(tokens), time.process_time()
+    for step in steps:
+        tokens += step
+    return (time.process_time() - started) / (len(tokens) - first), tokens
+
+
+class _Clock:
+    """A streamer of `transformers`: notes when the prompt was read."""
+
+    calls = 0
+    started = 0.0
+
+    def put(self, _: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first is the prompt
+            self.started = time.process_time()
+
+    def end(self) -> None:
+        """The text is complete."""
+
+
+def theirs(model: Any, prompt: np.ndarray, temperature: float, num_tokens: int) -> float:
+    """Processor time per token after the first one of `generate` of `transformers`."""
+    clock = _Clock()
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    model.generate(torch.from_numpy(prompt[None]), streamer=clock, **lengths, **sampling)
+    return (time.process_time() - clock.started) / (num_tokens - 1)
+
+
+def bandwidth() -> float:
+    """Bytes of memory that a sum reads per second."""
+    numbers, times = torch.ones(100_000_000), list[float]()
+    for _ in range(5):
+        started = time.process_time()
+        numbers.sum()
+        times.append(time.process_time() - started)
+    return numbers.nbytes / min(times)
+
+
+def losses(model: LanguageModel, prompts: Prompts) -> tuple[float, float]:
+    """Mean loss of the tokens of texts in nats: as the model scores them, and in float32."""
+    texts = [tokens for (_, temperature), tokens in prompts.items() if temperature == 0]
+    exact = choose_placement("cpu", "float32")
+    sequences = to_score(load_scorer(model.checkpoint, exact), texts, context=model.context)
+    score_windows(load_scorer(model.checkpoint, exact), [w for s in sequences for w in s.windows], exact)
+    of_exact = [sequence.scores.log_probabilities for sequence in sequences]
+    own, other = (-float(np.concatenate(scores).mean()) for scores in (model.score(texts), of_exact))
+    return own, other
+
+
+def measure(
+    model: LanguageModel, other: Any, prompts: Prompts, options: argparse.Namespace, limit: Budget
+) -> list[dict[str, Any]]:
+    """Seconds per token of all cases, in turn for some rounds; texts with drafts must be those without."""
+    rows: dict[tuple[str, float], dict[str, Any]] = {
+        key: {"prompt": key[0], "temperature": key[1], "transformers": [], "ours": [], "drafts": []} for key in prompts
+    }
+    for _ in limit.rounds(options.rounds):
+        for (name, temperature), prompt in limit.each(list(prompts.items()), "prompt"):
+            row, arguments = rows[name, temperature], (prompt, temperature, options.tokens)
+            row["transformers"].append(theirs(other, *arguments))
+            plain, without = ours(model, *arguments, options.k, drafts=False)
+            drafted, tokens = ours(model, *arguments, options.k, drafts=True)
+            row["ours"].append(plain)
+            row["drafts"].append(drafted)
+            row["accepted"] = sum(token.accepted for token in tokens) / len(tokens)
+            row["equal"] = [token.token for token in tokens] == [token.token for token in without]
+    return [row for row in rows.values() if row["ours"]]
+
+
+def table(rows: list[dict[str, Any]], floor: float) -> Table:
+    """The rates, and medians of the ratios of each round; `floor` in seconds per token."""
+
+    def ratio(row: dict[str, Any], one: str, other: str) -> str:
+        return f"{statistics.median(b / a for a, b in zip(row[one], row[other], strict=True)):.2f} ×"
+
+    cells = [
+        [
+            row["prompt"],
+            f"{row['temperature']:g}",
+            *(f"{1 / statistics.median(row[name]):.1f}" for name in ("transformers", "ours", "drafts")),
+            ratio(row, "ours", "transformers"),
+            ratio(row, "drafts", "ours"),
+            f"{row['accepted']:.0%}",
+            "yes" if row["equal"] else "no",
+            f"{floor / statistics.median(row['ours']):.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["prompt", "temperature", "transformers, tokens/s", "ours", "with drafts", "ours / theirs"]
+    return Table([*header, "drafts / without", "tokens from drafts", "equal", "of the limit"], cells)
+
+
+def main() -> None:
+    """Print the table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="the imported model, or one with retrieval added")
+    parser.add_argument("gguf", type=Path, help="the model as transformers reads it")
+    parser.add_argument("--texts", type=Path, nargs="*", default=_TEXTS)
+    parser.add_argument("--k", type=int, default=0, help="neighbors of each chunk that ours reads")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    add_minutes(parser)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-real-model.json"))
+    options = parser.parse_args()
+    limit = budget(options)
+    torch.set_num_threads(1)
+    from transformers import AutoModelForCausalLM
+
+    model = LanguageModel.open(options.checkpoint, device="cpu", retrieval=bool(options.k))
+    folder, file = options.gguf.parent, options.gguf.name
+    other = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=placement().dtype).eval()
+    prompts = prompts_of(model, options.texts)
+    theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
+    rows = measure(model, other, prompts, options, limit)
+    floor = 2 * count_parameters(model.model, embeddings=True) / bandwidth()
+    own, exact = losses(model, prompts)
+    print(markdown(table(rows, floor)))
+    say(f"limit: {1 / floor:.0f} tokens/s. Loss of the texts: {own:.5f} nats a token, in float32 {exact:.5f}")
+    write(options.output, {"floor_seconds": floor, "loss": own, "loss_float32": exact, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
