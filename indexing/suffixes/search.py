@@ -107,14 +107,19 @@ class _Tokens:
         first = end + 1 - len(ending)
         return first >= 0 and tokens[first : end + 1] == ending and first >= self._first(end, offsets)
 
-    def next_token(self, position: int) -> int:
-        """The token after a position in the same document; -1 = none."""
-        base, tokens, lengths, offsets = self._shard(position)
-        chunk, place = divmod(position + 1 - base, self._chunk_length)
-        if chunk == len(lengths) or place >= lengths[chunk]:
-            return -1
-        begins = place == 0 and offsets[bisect.bisect_left(offsets, chunk)] == chunk  # the next document
-        return -1 if begins else int(tokens[position + 1 - base])
+    def next_tokens(self, positions: list[int]) -> list[int]:
+        """The tokens after positions in the same documents; -1 = none."""
+        shard, m, following = self._shard, self._chunk_length, list[int]()
+        for position in positions:
+            base, tokens, lengths, offsets = shard(position)
+            after = position + 1 - base
+            chunk, place = divmod(after, m)
+            if place:
+                following.append(tokens[after] if place < lengths[chunk] else -1)
+            else:  # of a chunk, and perhaps of the next document, if there is one
+                begins = offsets[bisect.bisect_left(offsets, chunk)] == chunk
+                following.append(-1 if begins else tokens[after])
+        return following
 
 
 class _Order:
@@ -405,9 +410,16 @@ class SuffixIndex:
     def _read(self, samples: Sequence[_Ends]) -> Iterator[list[int]]:
         """The tokens after the positions of each sample, in one read; -1 = none."""
         if samples:
-            tokens = iter(self._texts.following(np.concatenate([sample.positions for sample in samples])).tolist())
+            tokens = iter(self._next_tokens(np.concatenate([sample.positions for sample in samples])))
             for sample in samples:
                 yield [*itertools.islice(tokens, len(sample.positions))]
+
+    def _next_tokens(self, positions: np.ndarray) -> list[int]:
+        """The tokens after positions [n]; -1 = none. NumPy reads those of one shard at once; a few of many shards are faster one by one."""
+        if len(self._texts.starts) == 2 or len(positions) > _SCANNED // 2:
+            following: list[int] = self._texts.following(positions).tolist()
+            return following
+        return self._tokens.next_tokens(positions.tolist())
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
@@ -428,7 +440,7 @@ class SuffixIndex:
 
     def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""
-        return self._tokens.next_token(position)
+        return self._tokens.next_tokens([position])[0]
 
     def ends(self, match: Match) -> list[int]:
         """Every position where a match ends outside of deleted documents."""
@@ -473,7 +485,7 @@ class SuffixIndex:
 
     def _following(self, ends: _Ends) -> list[int]:
         """The tokens that follow some places."""
-        return [token for token in self._texts.following(ends.positions).tolist() if token >= 0]
+        return [token for token in self._next_tokens(ends.positions) if token >= 0]
 
 
 def _slice(places: range) -> slice:
