@@ -109,8 +109,9 @@ class _Order:
     def _runs(self, executor: Executor) -> list[list[Path]]:
         """The folders of what is merged: whole orders of some of the shards, and of all others one run each, which is made."""
         runs, made, first = list[list[Path]](), list[Shard](), self.shards.start
+        stored = {shards_of(path.relative_to(self.folder).as_posix()) for path in self.folder.glob(f"{SUFFIXES}/*-*-*")}
         while first < self.shards.stop:
-            order = self._whole_order(first)
+            order = self._whole_order(first, stored)
             paths = [path for path, _ in order.parts] if order else [path_of(_PREFIX_RUNS, first)]
             if not order:
                 recipe = Recipe(
@@ -122,10 +123,9 @@ class _Order:
         run_shards(self.folder, "sparse", "chunks", prefix_run_task, made, executor, name="suffixes, runs")
         return runs
 
-    def _whole_order(self, first: int) -> "_Order | None":
-        """The largest whole order that begins with this shard, and is a part of this one."""
-        found = {shards_of(path.relative_to(self.folder).as_posix()) for path in self.folder.glob(f"{SUFFIXES}/*-*-*")}
-        inner = [shards for shards in found if shards and shards.start == first and shards.stop <= self.shards.stop]
+    def _whole_order(self, first: int, stored: set[range | None]) -> "_Order | None":
+        """The largest whole order among the stored ones that begins with this shard, and is a part of this one."""
+        inner = [shards for shards in stored if shards and shards.start == first and shards.stop <= self.shards.stop]
         for order in (replace(self, shards=shards) for shards in sorted(inner, key=len, reverse=True)):
             if all(made_by(self.folder / path, [recipe]) for path, recipe in order.parts):
                 return order
@@ -172,23 +172,21 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
             f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
         )
     deleted, made_from = deletions_of(datastore), finished(folder, [name for name, _ in recorded_parts(datastore)])
-    recipe = partial(Recipe, "votes", VERSION, inputs={SUFFIXES: made_from})
-    numbers = all_shards(folder)
+    numbers, ranges, rows = all_shards(folder), list[Path](), datastore.train.chunk_rows
     block = shards_of_block(len(numbers))
-    ranges = list[Path]()
+
+    def recipe(**settings: Any) -> Recipe:
+        return Recipe("votes", VERSION, {"deleted": deleted, **settings}, {SUFFIXES: made_from})
 
     def shard_of(shard: int) -> Shard:
-        of_shard = recipe({"shard": shard, "deleted": deleted})
         collected = ([folder / path_of(_BLOCKS, shard // block)], shard % block) if block > 1 else (ranges, shard)
-        return Shard(path_of(VOTES, shard), of_shard, (datastore, shard, *collected), datastore.train.chunk_rows[shard])
+        return Shard(path_of(VOTES, shard), recipe(shard=shard), (datastore, shard, *collected), rows[shard])
 
     def make_ranges(unfinished: Sequence[Shard]) -> None:
         if unfinished:
-            ranges.extend(
-                _ranges(datastore, partial(_with, recipe, deleted=deleted), executor)
-            )  # arguments of the shards
+            ranges.extend(_ranges(datastore, recipe, executor))  # arguments of the shards
             if block > 1:
-                _make_blocks(folder, ranges, block, partial(_with, recipe, deleted=deleted), executor)
+                _make_blocks(folder, ranges, block, recipe, executor)
 
     shards = [shard_of(shard) for shard in numbers]
     _remove_others(folder, shards)
@@ -199,10 +197,6 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
         if (folder / temporary).exists():  # also those of a build that was killed after its last shard
             remove(folder / temporary)
     return votes
-
-
-def _with(recipe: Callable[[dict[str, Any]], Recipe], /, **settings: Any) -> Recipe:
-    return recipe(settings)
 
 
 def _remove_others(folder: Path, shards: list[Shard]) -> None:
