@@ -134,6 +134,7 @@ def names_on_the_page() -> list[re.Pattern[str]]:
         "signatures/0": "signatures/(evaluation\\-)?0",
         "00000": "\\d{5}",
         "00001": "\\d{5}",
+        "00007": "\\d{5}",
         "\\-0": "\\-\\d+",
     }
     for written, meaning in meanings.items():

@@ -25,7 +25,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
-from pipelines.stages import token_indexes
+from pipelines.stages import suffixes, token_indexes
 from pipelines.stages.table import lock
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import problems_of
@@ -146,10 +146,10 @@ def test_what_a_build_leaves_that_is_killed_after_its_last_shard_is_reported_and
         remove(path)
 
     shutil.rmtree(folder / "00000")
-    monkeypatch.setattr(token_indexes, "remove", die)
-    with pytest.raises(RuntimeError, match="killed"):
-        build_local(config, only=stage)
-    monkeypatch.setattr(token_indexes, "remove", remove)
+    with monkeypatch.context() as patched:
+        patched.setattr(suffixes if stage == "votes" else token_indexes, "remove", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            build_local(config, only=stage)
     (folder / ".00000.0123abcd.tmp").mkdir()  # of a second process, which died when this one had finished the shard
     (folder / ".00000.0123abcd.tmp" / "x.npy").write_bytes(b"x")
     (temporary,) = {"runs", "ranges"} & {path.name for path in folder.iterdir()}

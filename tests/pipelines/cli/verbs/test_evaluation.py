@@ -287,7 +287,8 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
         return [piece.log_probability for piece in first]
 
-    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-6)
+    # Passes have other sizes, and with bfloat16 those of few tokens multiply float16 weights instead.
+    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-3)
     assert all(
         one != other for one, other in zip(log_probabilities(read.given), log_probabilities(others), strict=True)
     )
