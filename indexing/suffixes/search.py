@@ -34,12 +34,12 @@ class Match:
     Attributes:
         length: tokens; 0 if even the last token occurs nowhere.
         ranges: for each order the rows [first, stop) of the prefixes that end in these tokens, or in the last 64 of them.
-        ends: of a match of more than 64 tokens where it ends, outside of documents that were deleted then: positions [n] int64.
+        ends: of a match of more than 64 tokens the positions where it ends, outside of documents that were deleted then.
     """
 
     length: int
     ranges: tuple[tuple[int, int], ...]
-    ends: np.ndarray | None = None
+    ends: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -330,7 +330,7 @@ class SuffixIndex:
             ends, length = ends[shared == more], length + more
             if more < LONGEST:
                 break
-        return Match(length, match.ranges, ends)
+        return Match(length, match.ranges, tuple(ends.tolist()))
 
     def occurrences(self, match: Match, most: int = _ALL) -> np.ndarray:
         """Where a match ends, outside of deleted documents: chunk id and place in the chunk, [n, 2] int64.
@@ -452,7 +452,8 @@ class SuffixIndex:
         deleted = self.split.deleted
         if match.ends is None:
             return self._ends(match.ranges, deleted, most)
-        living = match.ends[self._orders[0].living(match.ends, deleted)]
+        ends = np.array(match.ends, np.int64)
+        living = ends[self._orders[0].living(ends, deleted)]
         return _Ends(len(living), living[_slice(spread([len(living)], most)[0])])
 
     def _ends(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray, most: int = _ALL) -> _Ends:

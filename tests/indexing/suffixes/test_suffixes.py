@@ -403,6 +403,14 @@ def test_a_run_of_any_length_stays_one(tmp_path: Path) -> None:
     assert divmod(5, split.chunk_length) == (place.first[0] - split.chunk_range(0)[0], place.first[1])
 
 
+def test_matches_of_more_than_64_tokens_are_equal_where_their_texts_are(datastore: Datastore) -> None:
+    """The server finds the places of equal runs once."""
+    index, document = SuffixIndex(datastore.train), documents_of(datastore.train)[2]
+    one, again, longer = (index.longest_match(document[start:100]) for start in (20, 20, 10))
+    assert (one.length, longer.length) == (80, 90)
+    assert {one: 1, longer: 2}[again] == 1
+
+
 def test_a_trace_of_a_document_is_one_run(datastore: Datastore) -> None:
     document = np.array(documents_of(datastore.train)[2])
     (run,) = trace(SuffixIndex(datastore.train), document, 8)
