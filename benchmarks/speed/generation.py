@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
+from benchmarks.common import Budget, add_minutes, add_precision, budget, say, seconds, write
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
-from retro.device import Placement
+from retro.device import Placement, Precision, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
+from retro.inference.packed_weights import pack
 from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode
@@ -50,6 +51,7 @@ def ours(
 ) -> Run:
     """Return generation as `LanguageModel` runs it."""
     model = Retro(settings).to(placement.device).eval()
+    pack(model, placement)
     placement.cast(model)
 
     def run(batch: int) -> None:
@@ -86,9 +88,9 @@ def theirs(settings: ModelSettings, placement: Placement, tokens: int) -> Run:
     return run
 
 
-def cases(datastore: Path, tokens: int, precision: str) -> dict[str, Run]:
+def cases(datastore: Path, tokens: int, precision: Precision) -> dict[str, Run]:
     """Return the cases by name. The first is the reference: retro-pytorch if it is installed."""
-    placed, retriever = placement(precision), Retriever.open(datastore)
+    placed, retriever = choose_inference_placement("auto", precision), Retriever.open(datastore)
     settings = replace(SMALL, vocab_size=retriever.tokenizer.vocab_size)
 
     def retrieve(chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +177,7 @@ def main() -> None:
     print(f"{'':26}{'batch':>6}{'tokens/s':>11}{'ratio':>9}")
     for row in rows:
         print(f"{row['case']:26}{row['batch']:6}{row['tokens_per_second']:11,.0f}{row['ratio']:8.2f}×")
-    precision = str(placement(options.precision).dtype)
+    precision = str(choose_inference_placement("auto", options.precision).dtype)
     write(options.output, {"tokens": tokens, "k": K, "precision": precision, "rows": rows})
 
 

@@ -28,7 +28,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.paths import names_at, parts_of
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.texts import Texts
+from indexing.suffixes.texts import Texts, view
 
 FOLDER = "suffixes"
 VERSION = 4
@@ -72,7 +72,11 @@ def planned_orders(generations: Sequence[range], tokens: Sequence[int]) -> list[
 
 
 def num_parts(tokens: int) -> int:
-    """The parts of an order of so many tokens."""
+    """How many parts an order has.
+
+    Args:
+        tokens: of the order.
+    """
     return max(1, -(-tokens // PART_TOKENS))
 
 
@@ -151,7 +155,7 @@ class Prefixes:
         self.rows = np.cumsum([0, *(len(positions) for positions, _ in opened)]).tolist()
         self._positions = [np.asarray(positions) for positions, _ in opened]
         self._head_arrays = [np.asarray(heads) for _, heads in opened]
-        self._heads = [memoryview(heads) for heads in self._head_arrays]  # type: ignore[arg-type]
+        self._heads = [view(heads) for heads in self._head_arrays]
         self._firsts = [heads[0] for heads in self._heads]
         self.position = self._reader()
         """`position(row)`: the position of the last token of a prefix."""
@@ -220,10 +224,9 @@ class Prefixes:
 def _reader_of(positions: np.ndarray) -> Callable[[int], int]:
     """Reads a single one of stored positions."""
     if positions.ndim == 1:
-        reader: Callable[[int], int] = memoryview(positions).__getitem__  # type: ignore[arg-type]
-        return reader
-    width, view = positions.shape[1], memoryview(positions.reshape(-1))  # type: ignore[arg-type]
-    return lambda row: int.from_bytes(view[row * width : (row + 1) * width], "little")
+        return view(positions).__getitem__
+    width, stored = positions.shape[1], view(positions.reshape(-1))
+    return lambda row: int.from_bytes(stored[row * width : (row + 1) * width], "little")
 
 
 def _as_numbers(stored: np.ndarray) -> np.ndarray:
@@ -265,9 +268,9 @@ class _Writer:
     def __enter__(self) -> "_Writer":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for file in (self._positions, self._heads):
-            file.__exit__(error[0], *error[1:])  # type: ignore[arg-type]
+            file.__exit__(error)
 
 
 def write_run(work: Path, split: Split, shard: int, advance: Advance = lambda units: None) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
-from indexing.suffixes.order import ALL_HEADS, LONGEST, Prefixes, stored_orders, write_chosen
-from indexing.suffixes.texts import Texts
+from indexing.suffixes.order import ALL_HEADS, LONGEST, Prefixes, blocks, stored_orders, write_chosen
+from indexing.suffixes.texts import Texts, view
 from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, spread, within_limit
 
 _SCANNED = 4096
@@ -73,7 +73,7 @@ class _Tokens:
         self._starts = (np.asarray(split.tokens.starts) * split.chunk_length).tolist()
         self._split, self._chunk_length = split, split.chunk_length
         self._open: dict[int, tuple[int, memoryview, memoryview, memoryview]] = {}
-        self._several, self._format = len(self._starts) > 2, _view(split.tokens.shard(0)).format
+        self._several, self._format = len(self._starts) > 2, view(split.tokens.shard(0)).format
 
     def _shard(self, position: int) -> tuple[int, memoryview, memoryview, memoryview]:
         """The first position of the shard of a position, its tokens, lengths of chunks, and first chunks of documents."""
@@ -82,8 +82,8 @@ class _Tokens:
 
     def _opened(self, number: int) -> tuple[int, memoryview, memoryview, memoryview]:
         split = self._split
-        tokens, lengths = _view(split.tokens.shard(number).reshape(-1)), _view(split.lengths.shard(number))
-        self._open[number] = self._starts[number], tokens, lengths, _view(split.document_offsets.shard(number))
+        tokens, lengths = view(split.tokens.shard(number).reshape(-1)), view(split.lengths.shard(number))
+        self._open[number] = self._starts[number], tokens, lengths, view(split.document_offsets.shard(number))
         return self._open[number]
 
     def _first(self, end: int, offsets: memoryview) -> int:
@@ -98,7 +98,7 @@ class _Tokens:
 
     def ending(self, text: list[int]) -> memoryview:
         """The last tokens of a text, forwards, as `ends_in` compares them."""
-        return _view(np.array(text[::-1], self._format))
+        return view(np.array(text[::-1], self._format))
 
     def ends_in(self, position: int, ending: memoryview) -> bool:
         """Whether the text up to a position ends in some tokens."""
@@ -140,8 +140,7 @@ class _Order:
     def living(self, positions: np.ndarray, deleted: np.ndarray) -> np.ndarray:
         """Which of some positions [n] are outside of deleted ranges of chunks [n, 2]: [n] bool."""
         living = np.empty(len(positions), bool)
-        for start in range(0, len(positions), _BLOCK):
-            block = slice(start, start + _BLOCK)
+        for block in blocks(len(positions), _BLOCK):
             living[block] = ~inside(positions[block] // self._chunk_length, deleted)
         return living
 
@@ -257,11 +256,6 @@ class _Ends(NamedTuple):
 
     occurrences: int
     positions: np.ndarray
-
-
-def _view(array: np.ndarray) -> memoryview:
-    view: Any = np.asarray(array)
-    return memoryview(view)
 
 
 def _common(one: list[int], other: list[int]) -> int:

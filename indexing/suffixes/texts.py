@@ -4,9 +4,10 @@ The position of a token is (id of its chunk) · m + (its place in the chunk). On
 document have consecutive positions, and the prefix that ends at a position is all of its document up to there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,11 @@ class ShardText:
         return following
 
 
+_Rows = np.ndarray | slice
+_Read = Callable[[ShardText, np.ndarray, _Rows], np.ndarray]
+"""The text of a shard, positions [r] in it, and their rows among all that are read → [r, ...]."""
+
+
 class Texts:
     """The texts of all shards of a split. A shard is opened when it is first read."""
 
@@ -127,7 +133,7 @@ class Texts:
             )
         return self._open[number]
 
-    def by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray | slice]]:
+    def _by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, _Rows]]:
         """The shards of positions [n], in order, each with the rows of those in it."""
         if not len(positions):
             return
@@ -146,19 +152,21 @@ class Texts:
         present, first = np.unique(shards[order], return_index=True)
         yield from zip(present.tolist(), np.split(order, first[1:]), strict=True)
 
+    def _read(self, out: np.ndarray, positions: np.ndarray, read: _Read) -> np.ndarray:
+        """Fill `out` [n, ...] with what is read for positions [n], shard by shard."""
+        for shard, rows in self._by_shard(positions):
+            out[rows] = read(self.shard(shard), positions[rows] - self.starts[shard], rows)
+        return out
+
     def windows(self, positions: np.ndarray, count: int) -> np.ndarray:
         """`ShardText.windows` of positions of all shards: [n] int64 → [n, count] of `dtype`."""
         out = np.empty((len(positions), count), self.dtype)
-        for shard, rows in self.by_shard(positions):
-            out[rows] = self.shard(shard).windows(positions[rows] - self.starts[shard], count, self.dtype)
-        return out
+        return self._read(out, positions, lambda text, own, _: text.windows(own, count, self.dtype))
 
     def available(self, positions: np.ndarray) -> np.ndarray:
         """The tokens of prefixes, by the positions of their last ones: [n] int64 → [n] int64."""
         out = np.empty(len(positions), np.int64)
-        for shard, rows in self.by_shard(positions):
-            out[rows] = self.shard(shard).available(positions[rows] - self.starts[shard])
-        return out
+        return self._read(out, positions, lambda text, own, _: text.available(own))
 
     def words(self, positions: np.ndarray, available: np.ndarray, skip: int) -> np.ndarray:
         """The tokens of prefixes before their last `skip` ones, as numbers that compare like them: [n], [n] → [n] uint64.
@@ -169,25 +177,19 @@ class Texts:
             skip: tokens that are left out.
         """
         out = np.empty(len(positions), np.uint64)
-        for shard, rows in self.by_shard(positions):
-            ends = positions[rows] - self.starts[shard] - skip
-            out[rows] = self.shard(shard).words(ends, available[rows] - skip, self.dtype)
-        return out
+        return self._read(
+            out, positions, lambda text, own, rows: text.words(own - skip, available[rows] - skip, self.dtype)
+        )
 
     def following(self, positions: np.ndarray) -> np.ndarray:
         """`ShardText.following` of positions of all shards: [n] int64 → [n] int64."""
         out = np.empty(len(positions), np.int64)
-        for shard, rows in self.by_shard(positions):
-            out[rows] = self.shard(shard).following(positions[rows] - self.starts[shard])
-        return out
+        return self._read(out, positions, lambda text, own, _: text.following(own))
 
     def documents(self, positions: np.ndarray) -> np.ndarray:
         """The numbers of the documents of positions: [n] int64 → [n] int64."""
         out = np.empty(len(positions), np.int64)
-        for shard, rows in self.by_shard(positions):
-            text = self.shard(shard)
-            out[rows] = text.documents(positions[rows] - self.starts[shard]) + text.first_document
-        return out
+        return self._read(out, positions, lambda text, own, _: text.documents(own) + text.first_document)
 
     def heads(self, positions: np.ndarray) -> np.ndarray:
         """The last 8 bytes of tokens of prefixes, as numbers that compare like them: [n] int64 → [n] uint64."""
@@ -197,3 +199,9 @@ class Texts:
 def numbers(window: np.ndarray) -> np.ndarray:
     """Windows [n, w] as numbers that compare in the same order, [n, w · bytes of a token / 8] uint64."""
     return window.astype(window.dtype.newbyteorder(">")).view(">u8").astype(np.uint64)
+
+
+def view(array: np.ndarray) -> memoryview:
+    """An array as a memory view, from which Python reads a single number several times as fast."""
+    untyped: Any = np.asarray(array)
+    return memoryview(untyped)

@@ -39,17 +39,29 @@ _HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
 def num_ranges(tokens: int) -> int:
-    """The ranges of the prefixes of so many training tokens."""
+    """How many ranges the prefixes of a datastore are cut into.
+
+    Args:
+        tokens: of its training documents.
+    """
     return max(1, -(-tokens // RANGE_TOKENS))
 
 
 def ranges_of_task(ranges: int) -> int:
-    """How many ranges one task finds the votes of."""
+    """For how many ranges one task finds the votes.
+
+    Args:
+        ranges: of the datastore.
+    """
     return max(1, min(_MOST_RANGES, ranges // _LEAST_TASKS))
 
 
 def shards_of_block(shards: int) -> int:
-    """How many shards one block collects the votes of; 1: shards collect them from the ranges, without blocks."""
+    """For how many shards one block collects the votes. 1: each shard collects its own from the ranges, without blocks.
+
+    Args:
+        shards: of the datastore.
+    """
     return -(-shards // FAN_OUT)
 
 

@@ -71,9 +71,10 @@ class LocalExecutor:
 
 def kept_for_stage(function: Callable[P, T]) -> Callable[P, T]:
     """Keep the last result of a function, such as a loaded model, until the worker runs another stage."""
-    cached = lru_cache(maxsize=1)(function)
+    cached: Any = lru_cache(maxsize=1)(function)
     _kept.append(cached)
-    return cached  # type: ignore[return-value]  # which names no arguments
+    kept: Callable[P, T] = cached
+    return kept
 
 
 def forget_stage() -> None:
