@@ -26,6 +26,7 @@ from retro.evaluation.question_answering import (
 )
 from retro.evaluation.question_sets import Question
 from retro.evaluation.settings import QaSettings
+from retro.inference import language_model
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.model.settings import CopyHeadSettings, updated
@@ -264,7 +265,11 @@ def test_qa_reads_passages_as_neighbors_of_the_papers_prompt(
     assert gold["answer_in_passages"] == 1  # a document's text begins with its number
 
 
-def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(trained: Path) -> None:
+def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With bfloat16, packed weights round differently in passes of few tokens and of many.
+    monkeypatch.setattr(language_model, "pack", lambda model, placement: None)
     settings = QaSettings(k=0, prompt_passages=0, neighbor_passages=2, max_tokens=4)
     model, retriever = open_model(trained / "run", trained / "datastore", settings, "cpu")
     assert retriever is not None
@@ -287,8 +292,7 @@ def test_neighbors_contain_the_text_of_the_passages_and_change_the_answers(train
         first = next(model.generate(read.prompts, GenerationSettings(max_tokens=1, temperature=0), given=given))
         return [piece.log_probability for piece in first]
 
-    # Passes have other sizes, and with bfloat16 those of few tokens multiply float16 weights instead.
-    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-3)
+    assert log_probabilities(none) == pytest.approx(log_probabilities(None), abs=1e-6)
     assert all(
         one != other for one, other in zip(log_probabilities(read.given), log_probabilities(others), strict=True)
     )
