@@ -1,5 +1,6 @@
 """Cases in processes of their own, each with a time limit. Figures are printed and written as they come, so a cut run keeps them."""
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -7,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,16 @@ class Case(NamedTuple):
 
     work: Callable[[], Iterator[Figures]]
     seconds: float
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--cases` for `selected`."""
+    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
+
+
+def selected(cases: Mapping[str, Case], parts: Sequence[str]) -> dict[str, Case]:
+    """The cases whose name contains one of these parts; all if there are none."""
+    return {name: case for name, case in cases.items() if not parts or any(part in name for part in parts)}
 
 
 def run_cases(cases: Mapping[str, Case], file: Path, limit: Budget, about: Figures) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import add_minutes, budget, placement, say, seconds
-from benchmarks.deadline import Case, Figures, run_cases
+from benchmarks.deadline import Case, Figures, add_cases, run_cases, selected
 from benchmarks.speed import training
 from indexing.embedding.settings import EmbedderSettings
 from indexing.embedding.transformer import TransformerEmbedder
@@ -259,6 +259,14 @@ CASES: dict[str, tuple[Callable[..., Iterator[Figures]], float]] = {
 """Cases, the most important first, and the seconds after which each is ended."""
 
 
+def cases_of(tiny: bool) -> dict[str, Case]:
+    """All cases in order."""
+    works = {name: partial(work, tiny=tiny) for name, (work, _) in CASES.items()}
+    if tiny:
+        works = {name: partial(without_code, work) for name, work in works.items()}
+    return {name: Case(works[name], seconds) for name, (_, seconds) in CASES.items()}
+
+
 def without_code(work: Callable[[], Iterator[Figures]]) -> Iterator[Figures]:
     """Let compilation generate no code, which takes minutes on a CPU."""
     torch.compile = partial(torch.compile, backend="aot_eager")
@@ -268,19 +276,15 @@ def without_code(work: Callable[[], Iterator[Figures]]) -> Iterator[Figures]:
 def main() -> int:
     """Print the figures and write them as JSON. Return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
+    add_cases(parser)
     parser.add_argument("--tiny", action="store_true", help="run at a size for tests, without a GPU too")
     add_minutes(parser, MINUTES)
     parser.add_argument("--output", type=Path, default=Path("benchmark-gpu.json"))
     options = parser.parse_args()
-    chosen = [name for name in CASES if not options.cases or any(part in name for part in options.cases)]
+    cases = selected(cases_of(options.tiny), options.cases)
     if not options.tiny and not torch.cuda.is_available():
-        say("Skipped, since torch finds no CUDA device (`retro doctor` shows what it finds):", *chosen, sep="\n  ")
+        say("Skipped, since torch finds no CUDA device (`retro doctor` shows what it finds):", *cases, sep="\n  ")
         return 0
-    works = {name: partial(CASES[name][0], tiny=options.tiny) for name in chosen}
-    if options.tiny:
-        works = {name: partial(without_code, work) for name, work in works.items()}
-    cases = {name: Case(work, CASES[name][1]) for name, work in works.items()}
     return run_cases(cases, options.output, budget(options), {"tiny": options.tiny})
 
 

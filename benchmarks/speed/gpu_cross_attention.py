@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import budget, percent, placement
-from benchmarks.deadline import Case, Figures, run_cases
+from benchmarks.deadline import Case, Figures, run_cases, selected
 from benchmarks.quality.datastore_copying import ALL, chosen_windows, result_of, with_head
 from benchmarks.speed.gpu_run import build_stages, config_of, part_parser, train_within
 from indexing.store.datastore import Datastore
@@ -221,7 +221,12 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [path.resolve() for path in options.corpora]
     cases = cases_of(paths, options.gguf, options.work, options.tiny)
-    return run_cases(cases, options.output / "gpu-cross-attention.json", budget(options), {"tiny": options.tiny})
+    return run_cases(
+        selected(cases, options.cases),
+        options.output / "gpu-cross-attention.json",
+        budget(options),
+        {"tiny": options.tiny},
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Part B of three on one NVIDIA GPU, in ten minutes: a datastore, a RETRO of the paper's size, and its decoder, from text to scores.
 
-    python -m benchmarks.speed.gpu_run CORPUS ... [--minutes 10] [--output FOLDER] [--work FOLDER] [--tiny]
+    python -m benchmarks.speed.gpu_run CORPUS ... [--minutes 10] [--cases NAME ...] [--output FOLDER] [--work FOLDER] [--tiny]
 
 All stages of a datastore that copying needs, each with its seconds. Then the paper's 172m with chunks of 32, which copies from its
 own context, neighbors and the whole datastore, and the same decoder that copies from its own context only: equal tokens, as many as
-fit into the time. Bits per byte of held-out documents: OFF, neighbors, datastore, all; changes are against the decoder. OUTPUT has
+fit into `--minutes`. Bits per byte of held-out documents: OFF, neighbors, datastore, all; changes are against the decoder. OUTPUT has
 the figures and the loss curves, WORK the datastore and the runs. Corpora are JSON Lines, with `.zst` too: pyarrow reads these, so
 that zstandard need not be installed. `--tiny` runs everything with little text and a small model.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import add_minutes, budget, percent, placement
-from benchmarks.deadline import Case, Figures, run_cases
+from benchmarks.deadline import Case, Figures, add_cases, run_cases, selected
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
@@ -60,7 +60,11 @@ MODES = {
 _PROBE_STEPS = 12
 _TINY_BYTES = 200_000
 _FILLED = 0.85
-"""Part of the time left that steps take; the rest is for compilation of the second model, evaluation and the checkpoint."""
+"""Part of the time left that steps take; the rest is for compilation, evaluation and the checkpoint."""
+_OTHER_SECONDS = 160.0
+"""Of the datastore, the scores and the picture."""
+_SHARE_OF_RETRO = 0.6
+"""Part of the time of training: equal tokens take the decoder less time."""
 
 
 # --- the datastore ---------------------------------------------------------------------------------------------------
@@ -208,17 +212,19 @@ def decoder_of(config: Config) -> Config:
     return replace(config, run=config.run.with_name("decoder"), model=updated(resolve(config.model), own))
 
 
-def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool) -> dict[str, Case]:
-    """All cases in order."""
+def cases_of(paths: Sequence[Path], output: Path, work: Path, tiny: bool, seconds: float) -> dict[str, Case]:
+    """All cases in order, for a time limit."""
     config = config_of(work, tiny)
     decoder = decoder_of(config)
     steps = work / "steps.txt"
-    training = partial(train_within, steps_file=steps, seconds=260.0, most_steps=1_600, tiny=tiny)
+    for_training = min(max(seconds, 2 * _OTHER_SECONDS), 60 * MINUTES) - _OTHER_SECONDS
+    of_retro = _SHARE_OF_RETRO * for_training
+    training = partial(train_within, steps_file=steps, seconds=of_retro, most_steps=1_600, tiny=tiny)
     tokens = 2_000 if tiny else 200_000
     work_of: dict[str, tuple[Any, float]] = {
         "datastore": (partial(build_stages, config, paths, tiny), 150),
-        "train the RETRO": (partial(training, config), 290),
-        "train the decoder": (partial(training, decoder), 220),
+        "train the RETRO": (partial(training, config), of_retro + 30),
+        "train the decoder": (partial(training, decoder), for_training - of_retro + 40),
         "scores": (partial(scores, config, decoder.run, tokens), 90),
         "loss curves": (partial(draw_losses, (config.run, decoder.run), output / "loss.svg"), 20),
     }
@@ -232,6 +238,7 @@ def part_parser(about: str | None, minutes: float, name: str) -> argparse.Argume
     parser.add_argument("--output", type=Path, default=Path(name), help="folder of the figures")
     parser.add_argument("--work", type=Path, default=Path(".kit") / name, help="folder of the datastore and the runs")
     parser.add_argument("--tiny", action="store_true", help="little text and a small model, without a GPU too")
+    add_cases(parser)
     add_minutes(parser, minutes)
     return parser
 
@@ -241,8 +248,10 @@ def main() -> int:
     options = part_parser(__doc__, MINUTES, "gpu-run").parse_args()
     for folder in (options.output, options.work):
         folder.mkdir(parents=True, exist_ok=True)
-    cases = cases_of([path.resolve() for path in options.corpora], options.output, options.work, options.tiny)
-    return run_cases(cases, options.output / "gpu-run.json", budget(options), {"tiny": options.tiny})
+    limit = budget(options)
+    paths = [path.resolve() for path in options.corpora]
+    cases = cases_of(paths, options.output, options.work, options.tiny, limit.seconds)
+    return run_cases(selected(cases, options.cases), options.output / "gpu-run.json", limit, {"tiny": options.tiny})
 
 
 if __name__ == "__main__":
