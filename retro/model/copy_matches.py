@@ -169,21 +169,51 @@ class Counts(NamedTuple):
 
 
 def levels(matches: Matches) -> Tensor:
-    """Number of `MATCH_LENGTHS` that each match reaches, int64 [N, Q, S]: 0 to L."""
-    reached = [sum(length <= n for length in MATCH_LENGTHS) for n in range(-1, LONGEST + 1)]
-    return torch.tensor(reached, device=matches.lengths.device)[matches.lengths.long() + 1]
+    """Number of `MATCH_LENGTHS` that each match reaches, int8 [N, Q, S]: 0 to L."""
+    reached = torch.zeros_like(matches.lengths)
+    for length in MATCH_LENGTHS:
+        reached = reached + (matches.lengths >= length)
+    return reached
+
+
+_COLUMNS = 4 * (1 + len(MATCH_LENGTHS))
+"""Columns of `_counted`: four for each number of reached lengths, 0 to L."""
+_BLOCK = 1 << 24
+"""Positions that are counted at a time on a GPU, in 0.5 GB."""
 
 
 def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
-    following = matches.following[:, None]
-    # By length, then by id. So it does not depend on the order of neighbors.
-    best = ((matches.lengths.long() << 32) + following).amax(2, keepdim=True)
-    agree = following == best & (1 << 32) - 1
-    # Four columns for each number of reached lengths: does the position vote for the label, does it agree.
-    column = 4 * levels(matches) + 2 * (following == labels[..., None]) + agree
-    one = torch.ones((), dtype=torch.int32, device=column.device)
-    counts = torch.zeros(*column.shape[:2], 4 * len(MATCH_LENGTHS) + 4, dtype=torch.int32, device=column.device)
-    counts = counts.scatter_add(2, column, one.expand_as(column))[..., 4:].unflatten(2, (-1, 4)).float()
+    counted = _counted_alone if labels.device.type == "cuda" else _counted
+    counts = counted(*matches, labels)[..., 4:].unflatten(2, (-1, 4)).float()
     neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
     return Counts(neither + agrees + right + both, right + both, agrees + both)
+
+
+def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
+    """Positions of each query by column, int32 [N, Q, 4 + 4 L]: 4 reached lengths + 2 votes for the label + 1 agrees."""
+    following = following[:, None]
+    # By length, then by id. So it does not depend on the order of neighbors.
+    best = ((lengths.long() << 32) + following).amax(2, keepdim=True)
+    agree = following == best & (1 << 32) - 1
+    column = (4 * levels(Matches(lengths, following)) + 2 * (following == labels[..., None]) + agree).long()
+    one = torch.ones((), dtype=torch.int32, device=column.device)
+    counts = torch.zeros(*column.shape[:2], _COLUMNS, dtype=torch.int32, device=column.device)
+    return counts.scatter_add(2, column, one.expand_as(column))
+
+
+# Opaque to torch.compile: Inductor puts it into one kernel, which writes the columns in a first loop and reads them in a second one
+# without a barrier. Triton may give the loops other threads, which then read what is not yet written (pytorch/pytorch#190519): on an
+# H100, with 128 positions, indices were out of bounds.
+@torch.library.custom_op("retro::count_votes", mutates_args=())
+def _counted_alone(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
+    """`_counted`, for some rows at a time."""
+    rows = max(1, _BLOCK // lengths[0].numel())
+    parts = zip(*(each.split(rows) for each in (lengths, following, labels)), strict=True)
+    return torch.cat([_counted(*part) for part in parts])
+
+
+@_counted_alone.register_fake
+def _(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
+    """The shape of the result, which torch.compile needs."""
+    return labels.new_empty((*labels.shape, _COLUMNS), dtype=torch.int32)

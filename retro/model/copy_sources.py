@@ -75,7 +75,7 @@ class SourceMatches(NamedTuple):
         num_tokens = shares.shape[1]
         # A position has a part of the share of every length that its match reaches.
         of_position = self.split(shares * (1 - sizes).exp2())  # share / number of votes
-        weights = F.pad(of_position.cumsum(-1), (1, 0)).gather(2, levels(self.matches))  # [N, Q, S]
+        weights = F.pad(of_position.cumsum(-1), (1, 0)).gather(2, levels(self.matches).long())  # [N, Q, S]
         following = self.matches.following[:, None].expand_as(weights)
         return self.join(following, num_tokens), self.join(weights, num_tokens)
 

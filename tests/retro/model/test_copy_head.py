@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retro.model import copy_matches
 from retro.model.copy_head import CopyHead, Origins
 from retro.model.copy_matches import (
     LONGEST,
@@ -108,6 +109,32 @@ def test_compiled_counts_are_equal_and_queries_without_positions_have_none() -> 
     matches = context_matches(tokens, None, 4)
     for found, expected in zip(compiled(matches, tokens), counts_by_length(matches, tokens), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_counts_of_some_rows_at_a_time_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = few_tokens(5, 40)
+    matches = context_matches(tokens, None, 4)
+    monkeypatch.setattr(copy_matches, "_BLOCK", 2 * 40 * 40)  # two rows, two, one
+    torch.library.opcheck(copy_matches._counted_alone, (*matches, tokens))
+    assert torch.equal(copy_matches._counted_alone(*matches, tokens), copy_matches._counted(*matches, tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "queries", "positions"), [(512, 32, 128), (4, 2048, 2048)])
+def test_counts_that_a_gpu_compiles_are_equal(rows: int, queries: int, positions: int) -> None:
+    """Once the columns were read before they were written: see `copy_matches._counted_alone`."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(-1, LONGEST + 1, (rows, queries, positions), generator=random, dtype=torch.int8)
+    following, labels = (torch.randint(0, 9, (rows, size), generator=random) for size in (positions, queries))
+
+    def counted(lengths: torch.Tensor, following: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return counts_by_length(Matches(lengths + 0, following), labels)
+
+    given = [x.cuda() for x in (lengths, following, labels)]
+    for found, expected in zip(
+        torch.compile(counted, fullgraph=True)(*given), counted(lengths, following, labels), strict=True
+    ):
+        assert torch.equal(found.cpu(), expected)
 
 
 def heads() -> list[dict[str, Any]]:
