@@ -136,9 +136,9 @@ def peak_flops(placement: Placement) -> float:
 
 def measured_flops(placement: Placement, size: int = 2048, repeats: int = 5) -> float:
     """The best rate of square matrix products in the placement's dtype, in FLOPs per second."""
-    a = torch.ones(
-        size, size, device=placement.device, dtype=placement.dtype
-    )  # not random: random numbers would change those of the model
+    # Random numbers, as a GPU multiplies equal ones faster; of a generator of its own, so that those of the model stay the same.
+    generator = torch.Generator(placement.device).manual_seed(0)
+    a = torch.randn(size, size, generator=generator, device=placement.device, dtype=placement.dtype)
     count = 5 if a.is_cuda else 1  # on a GPU, synchronizing after each product would be timed too
     best = min(_seconds(a, count) for _ in range(repeats + 1))  # the first one warms up, and is never the best
     return 2 * size**3 * count / best
