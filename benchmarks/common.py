@@ -97,6 +97,11 @@ def add_minutes(parser: argparse.ArgumentParser, default: float = MINUTES) -> No
     parser.add_argument("--minutes", type=float, default=default, help=f"{about} (default: {default:g})")
 
 
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--cases` for `deadline.selected`."""
+    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
+
+
 def model_parser(about: str) -> argparse.ArgumentParser:
     """A parser for measurements of a trained model: the model or the word `summary`, a folder for the figures, `--minutes`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)

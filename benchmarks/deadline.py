@@ -1,6 +1,5 @@
 """Cases in processes of their own, each with a time limit. Figures are printed and written as they come, so a cut run keeps them."""
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -33,11 +32,6 @@ class Case(NamedTuple):
 
     work: Callable[[], Iterator[Figures]]
     seconds: float
-
-
-def add_cases(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--cases` for `selected`."""
-    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
 
 
 def selected(cases: Mapping[str, Case], parts: Sequence[str]) -> dict[str, Case]:

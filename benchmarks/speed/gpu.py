@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import add_minutes, budget, placement, say, seconds
-from benchmarks.deadline import Case, Figures, add_cases, run_cases, selected
+from benchmarks.common import add_cases, add_minutes, budget, placement, say, seconds
+from benchmarks.deadline import Case, Figures, run_cases, selected
 from benchmarks.speed import training
 from indexing.embedding.settings import EmbedderSettings
 from indexing.embedding.transformer import TransformerEmbedder

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import add_minutes, budget, percent, placement
-from benchmarks.deadline import Case, Figures, add_cases, run_cases, selected
+from benchmarks.common import add_cases, add_minutes, budget, percent, placement
+from benchmarks.deadline import Case, Figures, run_cases, selected
 from indexing.corpus.chunks import ChunkSettings
 from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
