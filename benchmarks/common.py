@@ -98,7 +98,7 @@ def add_minutes(parser: argparse.ArgumentParser, default: float = MINUTES) -> No
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--cases` for `deadline.selected`."""
+    """Add the option `--cases`."""
     parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
 
 

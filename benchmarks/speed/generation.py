@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Budget, add_minutes, add_precision, budget, say, seconds, write
+from benchmarks.common import Budget, add_cases, add_minutes, add_precision, budget, say, seconds, write
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
 from retro.device import Placement, Precision, choose_inference_placement
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help=help_tokens)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
+    add_cases(parser)
     add_precision(parser)
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-generation.json"))

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say, seconds, write
+from benchmarks.common import Budget, add_cases, add_minutes, add_precision, budget, placement, say, seconds, write
 from indexing.machine import keep_freed_memory
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps of a round")
     add_precision(parser)
     parser.add_argument("--datastore", type=Path, help="also measure the data path on this datastore")
-    parser.add_argument("--cases", nargs="*", default=[], help="run only cases whose name contains one of these")
+    add_cases(parser)
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-training.json"))
     options = parser.parse_args()
