@@ -7,15 +7,18 @@ All prefixes that end in the same tokens are neighbors in this order, so one bin
 and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts suffixes and asks for what follows them).
 
     each shard ─ sort by the last 8 bytes of tokens ─► a run
+    more than 512 runs ─ merge groups of them, part by part ─► longer runs
     the runs ─ cut at the same heads ─► ranges of about 2^20 prefixes ─ sort by the last 64 tokens ─► the order, in parts
 
 Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
-An order is a run too: what was appended is merged with it.
+An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its heads, so the files that
+are opened grow with the prefixes times the levels of merges.
 """
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +44,9 @@ RANGE_TOKENS = 1 << 20
 ROWS_OF_HEAD = 256
 """Sorted prefixes from one stored head to the next. Heads are small and stay in the cache. They replace the first steps of a binary
 search: each of those would read a page of the prefixes and a page of the tokens."""
+FAN_IN = 512
+"""Runs that are merged at a time. If there are more, groups of them are merged into longer runs first, so that a build makes one more pass
+over all prefixes from 513 runs on, and two from 262,145 on."""
 RUN_BYTES = 32
 """Memory for each token of a shard whose prefixes are sorted."""
 ALL_HEADS = 1 << 64
@@ -78,6 +84,15 @@ def num_parts(tokens: int) -> int:
         tokens: of the order.
     """
     return max(1, -(-tokens // PART_TOKENS))
+
+
+def runs_together(runs: int) -> int:
+    """How many runs are merged into one longer run, before all are merged. 1: all are merged at once.
+
+    Args:
+        runs: of the order.
+    """
+    return min(FAN_IN, -(-runs // FAN_IN))
 
 
 def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
@@ -126,6 +141,25 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
                 f"An older version wrote {datastore.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
             )
         yield name, shards
+
+
+@dataclass(frozen=True)
+class SortedRun:
+    """Prefixes of consecutive shards in the order of their heads: a run, or a whole order.
+
+    Attributes:
+        shards: their numbers.
+        folders: of its parts.
+        borders: each part has heads between two of these, [parts + 1].
+    """
+
+    shards: range
+    folders: Sequence[Path]
+    borders: Sequence[int]
+
+    def between(self, first: int, stop: int) -> Sequence[Path]:
+        """The folders of the parts that can have heads in [first, stop)."""
+        return self.folders[max(0, bisect_right(self.borders, first) - 1) : bisect_left(self.borders, stop)]
 
 
 # --- read -------------------------------------------------------------------------------------------------------------
@@ -273,19 +307,18 @@ class _Writer:
             file.__exit__(error)
 
 
-def write_run(work: Path, split: Split, shard: int, advance: Advance = lambda units: None) -> None:
+def write_run(work: Path, texts: Texts, shard: int, advance: Advance = lambda units: None) -> None:
     """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of positions.
 
     Memory: `RUN_BYTES` for each token of the shard.
     """
-    texts = Texts(split)
     positions = texts.shard(shard).positions() + texts.starts[shard]
     heads = np.concatenate(
         [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
     )
     with _Writer(work, texts, int(texts.starts[-1])) as file:
         file.append(positions[np.argsort(heads, kind="stable")])
-    advance(split.chunk_rows[shard])
+    advance(texts.split.chunk_rows[shard])
 
 
 def cuts(texts: Texts, shards: range, count: int) -> list[int]:
@@ -297,39 +330,48 @@ def cuts(texts: Texts, shards: range, count: int) -> list[int]:
         return []
     heads = []
     for shard in shards:
-        positions = texts.shard(shard).positions()
-        heads.append(texts.heads(positions[:: max(1, len(positions) // _SAMPLES)] + texts.starts[shard]))
+        text = texts.shard(shard)
+        step = max(1, int(text.lengths.sum(dtype=np.int64)) // _SAMPLES)
+        heads.append(texts.heads(text.positions(step) + texts.starts[shard]))
     ordered = np.sort(np.concatenate(heads))
     return [int(ordered[len(ordered) * number // count]) for number in range(1, count)] if len(ordered) else []
 
 
 def write_part(
-    work: Path, split: Split, shards: range, runs: Sequence[Sequence[Path]], first: int, stop: int, advance: Advance
+    work: Path,
+    texts: Texts,
+    shards: range,
+    runs: Sequence[Sequence[Path]],
+    first: int,
+    stop: int,
+    advance: Advance,
+    compared: int = LONGEST,
 ) -> int:
-    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`.
+    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`.
 
     Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head.
 
     Args:
         work: the folder to write to.
-        split: `train`.
+        texts: of `train`.
         shards: consecutive ones.
-        runs: the folders of the parts of each run, in the order of their shards, which are all of `shards`.
+        runs: the folders of the parts of each run that have these heads, in the order of their shards, which are all of `shards`.
         first: smallest head.
         stop: above the largest head.
         advance: called with the number of prefixes that were written.
+        compared: tokens by which prefixes are sorted; those of a head for a run.
 
     Returns:
         the number of prefixes.
     """
-    texts, written = Texts(split), 0
+    written = 0
     opened = [Prefixes(texts, folders) for folders in runs]
     with _Writer(work, texts, int(texts.starts[shards.stop])) as file:
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
             positions = np.concatenate(
                 [run.positions(rows.start, rows.stop) for run in opened for rows in [run.between(low, high)]]
             )
-            file.append(positions[order_of_prefixes(texts, positions)])
+            file.append(positions[order_of_prefixes(texts, positions, compared)])
             written += len(positions)
             advance(len(positions))
     return written
@@ -352,15 +394,15 @@ def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 
 
-def order_of_prefixes(texts: Texts, positions: np.ndarray) -> np.ndarray:
-    """The order [n] of prefixes by their last 64 tokens; equal ones stay in their order. Tokens are read as far back as they decide."""
+def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGEST) -> np.ndarray:
+    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as they decide."""
 
     available = texts.available(positions)
 
     def keys(rows: np.ndarray, column: int) -> np.ndarray:
         return texts.words(positions[rows], available[rows], column * texts.head_tokens)
 
-    return order_of(len(positions), keys, LONGEST // texts.head_tokens)
+    return order_of(len(positions), keys, compared // texts.head_tokens)
 
 
 def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns: int) -> np.ndarray:

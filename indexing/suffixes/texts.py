@@ -4,6 +4,7 @@ The position of a token is (id of its chunk) · m + (its place in the chunk). On
 document have consecutive positions, and the prefix that ends at a position is all of its document up to there.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,9 +33,14 @@ class ShardText:
     chunk_length: int
     first_document: int
 
-    def positions(self) -> np.ndarray:
-        """The positions of all tokens, without padding: [n] int64."""
-        return np.flatnonzero(np.arange(self.chunk_length) < np.asarray(self.lengths)[:, None])
+    def positions(self, step: int = 1) -> np.ndarray:
+        """The positions of every `step`-th token, without padding: [n] int64."""
+        if step == 1:
+            return np.flatnonzero(np.arange(self.chunk_length) < np.asarray(self.lengths)[:, None])
+        stops = np.cumsum(self.lengths, dtype=np.int64)
+        tokens = np.arange(0, stops[-1], step)
+        chunks = np.searchsorted(stops, tokens, side="right")
+        return chunks * self.chunk_length + tokens - stops[chunks] + self.lengths[chunks]
 
     def documents(self, positions: np.ndarray) -> np.ndarray:
         """The documents of positions, counted from the first one of the shard."""
@@ -108,6 +114,7 @@ class Texts:
         self.split = split
         self.starts = np.asarray(split.tokens.starts) * split.chunk_length
         """First position of every shard, then the number of positions: [shards + 1] int64."""
+        self._first_documents = [0, *itertools.accumulate(split.document_rows)]
         self._open: dict[int, ShardText] = {}
 
     @cached_property
@@ -129,7 +136,7 @@ class Texts:
                 lengths=np.asarray(split.lengths.shard(number)),
                 offsets=np.asarray(split.document_offsets.shard(number)),
                 chunk_length=split.chunk_length,
-                first_document=sum(split.document_rows[:number]),
+                first_document=self._first_documents[number],
             )
         return self._open[number]
 

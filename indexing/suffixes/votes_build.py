@@ -72,7 +72,7 @@ def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
     """Write the prefixes of the held-out documents of a shard, in the order of their heads: a folder for each split."""
     for name in _HELD_OUT:
         (work / name).mkdir()
-        write_run(work / name, datastore.split(name), shard)
+        write_run(work / name, Texts(datastore.split(name)), shard)
 
 
 def open_prefixes(datastore: Datastore, held_out: Path) -> list[Prefixes]:

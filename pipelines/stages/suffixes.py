@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from indexing.progress import Advance
-from indexing.store.artifact import Artifacts, Recipe, made_by, remove
+from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
@@ -15,11 +16,13 @@ from indexing.store.paths import path_of
 from indexing.suffixes.order import (
     ALL_HEADS,
     Prefixes,
+    SortedRun,
     cuts,
     num_parts,
     part_path,
     planned_orders,
     recorded_parts,
+    runs_together,
     shards_of,
     write_part,
     write_run,
@@ -91,37 +94,74 @@ class _Order:
         recipe = partial(Recipe, "suffixes", ORDER_VERSION, inputs={"chunks": self._chunks(self.shards)})
         return [(part_path(self.shards, part), recipe({"part": part, "parts": count})) for part in range(count)]
 
+    @cached_property
+    def borders(self) -> list[int]:
+        """Heads between which those of each part are, [parts + 1]."""
+        return [0, *cuts(Texts(self.train), self.shards, len(self.parts)), ALL_HEADS]
+
     def make(self, executor: Executor) -> None:
         """Make the unfinished parts."""
-        runs, borders = list[list[Path]](), list[int]()
+        merges = [list[Any]() for _ in self.parts]
 
         def make_runs(unfinished: Sequence[Shard]) -> None:  # the arguments of these parts
             if unfinished:
-                runs.extend(self._runs(executor))
-                borders.extend([0, *cuts(Texts(self.train), self.shards, len(self.parts)), ALL_HEADS])
+                runs = self._merged(self._runs(executor), executor)
+                for arguments, merge in zip(merges, self._merges(runs), strict=True):
+                    arguments.extend(merge)
 
         parts = [
-            Shard(path, recipe, (self.train, self.shards, runs, borders, part), self.size // len(self.parts))
-            for part, (path, recipe) in enumerate(self.parts)
+            Shard(path, recipe, (self.folder, self.shards, merge), self.size // len(self.parts))
+            for (path, recipe), merge in zip(self.parts, merges, strict=True)
         ]
         run_shards(self.folder, "sparse", "tokens", suffixes_task, parts, executor, name="suffixes", before=make_runs)
 
-    def _runs(self, executor: Executor) -> list[list[Path]]:
-        """The folders of what is merged: whole orders of some of the shards, and of all others one run each, which is made."""
-        runs, made, first = list[list[Path]](), list[Shard](), self.shards.start
+    def _merges(self, runs: Sequence[SortedRun]) -> list[tuple[list[Sequence[Path]], int, int]]:
+        """What each part is merged from: the folders of the parts of each run, and between which heads."""
+        return [([run.between(first, stop) for run in runs], first, stop) for first, stop in pairwise(self.borders)]
+
+    def _runs(self, executor: Executor) -> list[SortedRun]:
+        """What is merged: whole orders of some of the shards, and of all others one run each, which is made."""
+        runs, made, first = list[SortedRun](), list[Shard](), self.shards.start
         stored = {shards_of(path.relative_to(self.folder).as_posix()) for path in self.folder.glob(f"{SUFFIXES}/*-*-*")}
         while first < self.shards.stop:
-            order = self._whole_order(first, stored)
-            paths = [path for path, _ in order.parts] if order else [path_of(_PREFIX_RUNS, first)]
-            if not order:
-                recipe = Recipe(
-                    "suffixes", ORDER_VERSION, {"run": first}, {"chunks": self._chunks(range(first, first + 1))}
-                )
-                made.append(Shard(paths[0], recipe, (self.train, first), self.train.chunk_rows[first]))
-            runs.append([self.folder / path for path in paths])
-            first = order.shards.stop if order else first + 1
+            if order := self._whole_order(first, stored):
+                runs.append(SortedRun(order.shards, [self.folder / path for path, _ in order.parts], order.borders))
+            else:
+                own, path = range(first, first + 1), path_of(_PREFIX_RUNS, first)
+                recipe = Recipe("suffixes", ORDER_VERSION, {"run": first}, {"chunks": self._chunks(own)})
+                made.append(Shard(path, recipe, (self.folder, first), self.train.chunk_rows[first]))
+                runs.append(SortedRun(own, [self.folder / path], [0, ALL_HEADS]))
+            first = runs[-1].shards.stop
         run_shards(self.folder, "sparse", "chunks", prefix_run_task, made, executor, name="suffixes, runs")
         return runs
+
+    def _merged(self, runs: list[SortedRun], executor: Executor) -> list[SortedRun]:
+        """The same prefixes in at most `FAN_IN` runs: if there are more, groups of them are merged into longer ones."""
+        if (together := runs_together(len(runs))) == 1:
+            return runs
+        longer, made = list[SortedRun](), list[Shard]()
+        for group in (runs[first : first + together] for first in range(0, len(runs), together)):
+            run, parts = (group[0], []) if len(group) == 1 else self._longer_run(group)
+            longer.append(run)
+            made += parts
+        _remove_others(self.folder, made)
+        run_shards(self.folder, "sparse", "tokens", longer_run_task, made, executor, name="suffixes, longer runs")
+        return self._merged(longer, executor)
+
+    def _longer_run(self, runs: Sequence[SortedRun]) -> tuple[SortedRun, list[Shard]]:
+        """The run that some runs are merged into, and its parts to make."""
+        whole = replace(self, shards=range(runs[0].shards.start, runs[-1].shards.stop))
+        merged = fingerprint([folder.name for run in runs for folder in run.folders])
+        parts = [
+            Shard(
+                path=path.replace(SUFFIXES, _PREFIX_RUNS, 1),
+                recipe=replace(recipe, settings={**recipe.settings, "merged": merged}),
+                arguments=(self.folder, whole.shards, merge),
+                size=whole.size // len(whole.parts),
+            )
+            for (path, recipe), merge in zip(whole.parts, whole._merges(runs), strict=True)
+        ]
+        return SortedRun(whole.shards, [self.folder / part.path for part in parts], whole.borders), parts
 
     def _whole_order(self, first: int, stored: set[range | None]) -> "_Order | None":
         """The largest whole order among the stored ones that begins with this shard, and is a part of this one."""
@@ -135,16 +175,29 @@ class _Order:
         return finished(self.folder, path_of("chunks", shards))
 
 
-def prefix_run_task(work: Path, train: Split, shard: int, *, advance: Advance) -> None:
+@kept_for_stage
+def _train(folder: Path) -> Texts:
+    return Texts(Datastore.open(folder).train)
+
+
+def prefix_run_task(work: Path, folder: Path, shard: int, *, advance: Advance) -> None:
     """Sort the prefixes of one shard by their last tokens."""
-    write_run(work, train, shard, advance)
+    write_run(work, _train(folder), shard, advance)
+
+
+def longer_run_task(
+    work: Path, folder: Path, shards: range, merge: tuple[list[list[Path]], int, int], *, advance: Advance
+) -> None:
+    """Merge the runs of some shards into one part of a longer run."""
+    texts = _train(folder)
+    write_part(work, texts, shards, *merge, advance, texts.head_tokens)
 
 
 def suffixes_task(
-    work: Path, train: Split, shards: range, runs: list[list[Path]], borders: list[int], part: int, *, advance: Advance
+    work: Path, folder: Path, shards: range, merge: tuple[list[list[Path]], int, int], *, advance: Advance
 ) -> dict[str, Any]:
     """Merge the runs of some shards into one part of their order."""
-    return {"tokens": write_part(work, train, shards, runs, borders[part], borders[part + 1], advance)}
+    return {"tokens": write_part(work, _train(folder), shards, *merge, advance)}
 
 
 def remove_other_orders(datastore: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,18 @@ from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
 from indexing.suffixes import order, search
-from indexing.suffixes.order import FOLDER, LONGEST, Prefixes, order_of, planned_orders, position_bytes, stored_orders
+from indexing.suffixes.order import (
+    ALL_HEADS,
+    FOLDER,
+    LONGEST,
+    Prefixes,
+    SortedRun,
+    order_of,
+    planned_orders,
+    position_bytes,
+    runs_together,
+    stored_orders,
+)
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import KEPT, SAMPLED, SHARES
@@ -134,10 +146,14 @@ def ordered_positions(split: Split) -> list[int]:
     return [position for _, position in sorted(keys)]
 
 
-@pytest.mark.parametrize(("part", "size", "width"), [(1 << 27, 1 << 20, 4), (7000, 1 << 20, 5), (2000, 700, 6)])
+@pytest.mark.parametrize(
+    ("part", "size", "width", "fan_in"),
+    [(1 << 27, 1 << 20, 4, 512), (7000, 1 << 20, 5, 3), (2000, 700, 6, 2)],
+)
 def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
-    part: int, size: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: int, size: int, width: int, fan_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(order, "FAN_IN", fan_in)
     monkeypatch.setattr(order, "PART_TOKENS", part)
     monkeypatch.setattr(order, "RANGE_TOKENS", size)
     monkeypatch.setattr(order, "ROWS_OF_HEAD", 16)
@@ -162,6 +178,58 @@ def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
         assert problem.artifact == folder.relative_to(built.folder).as_posix()
         build_local(config, only="suffixes")
     assert not (built.folder / FOLDER / "runs").exists()
+
+
+def test_levels_of_merges_change_no_byte_and_open_few_files(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "PART_TOKENS", 3000)
+    merged, write_part = list[int](), suffixes.write_part
+
+    def counted(*arguments: Any) -> int:
+        runs = arguments[3]
+        assert all(len(folders) <= 3 for folders in runs)
+        merged.append(len(runs))
+        return write_part(*arguments)
+
+    monkeypatch.setattr(suffixes, "write_part", counted)
+    written = []
+    for fan_in in (512, 2, 3):
+        config = tiny_config(tmp_path / str(fan_in), datastore.folder.parent / "corpus.jsonl")
+        config = replace(config, corpus=replace(config.corpus, shard_bytes=6000))
+        monkeypatch.setattr(order, "FAN_IN", fan_in)
+        for stage in ("chunk", "suffixes"):
+            built = build_local(config, only=stage)
+        shards = len(built.train.chunk_rows)
+        assert shards > 2 * 3
+        assert max(merged) == min(fan_in, shards)
+        assert len(set(merged)) > (fan_in < shards) - 1
+        written.append(contents(built.folder / FOLDER))
+        merged.clear()
+    assert len(written[0]) > 2 * 3
+    assert written[0] == written[1] == written[2]
+
+
+def test_runs_are_merged_in_as_few_levels_as_they_need() -> None:
+    for runs, levels in ((1, 0), (512, 0), (513, 1), (66_667, 1), (512**2, 1), (512**2 + 1, 2), (10**7, 2)):
+        count = 0
+        while (together := runs_together(runs)) > 1:
+            assert together <= order.FAN_IN
+            runs, count = -(-runs // together), count + 1
+        assert (count, runs <= order.FAN_IN) == (levels, True)
+
+
+def test_parts_of_runs_are_opened_for_the_heads_that_they_can_have() -> None:
+    run = SortedRun(range(3), [Path(name) for name in "abcd"], [0, 10, 10, 20, ALL_HEADS])
+    for first, stop, names in ((0, 10, "a"), (0, 11, "abc"), (10, 20, "c"), (12, 13, "c"), (20, ALL_HEADS, "d")):
+        assert "".join(map(str, run.between(first, stop))) == names
+    assert "".join(map(str, run.between(0, ALL_HEADS))) == "abcd"
+
+
+def test_some_positions_of_a_shard_are_every_nth_of_all(datastore: Datastore) -> None:
+    text = Texts(datastore.train).shard(1)
+    for step in (1, 2, 7, 1000, 10**6):
+        assert text.positions(step).tolist() == text.positions()[::step].tolist()
 
 
 def test_positions_have_as_many_bytes_as_they_need() -> None:
@@ -358,6 +426,33 @@ def test_a_merge_that_was_killed_leaves_the_old_orders_and_is_finished_by_the_ne
     finished, other = build_local(config, only="suffixes"), appended(tmp_path / "other", 50)
     assert contents(finished.folder / FOLDER) == contents(other.folder / FOLDER)
     assert len(stored_orders(finished.train)) == 1
+
+
+@pytest.mark.parametrize("merge", [1, 4, 7])
+def test_a_build_that_was_killed_in_a_level_of_merges_resumes_to_the_same_bytes(
+    merge: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    config = replace(config, corpus=replace(config.corpus, shard_bytes=6000))
+    build_local(config, only="chunk")
+    shutil.copytree(config.datastore, tmp_path / "whole")
+    whole = build_local(replace(config, datastore=tmp_path / "whole"), only="suffixes")
+    monkeypatch.setattr(order, "FAN_IN", 2)
+    merged, write_part = list[Any](), suffixes.write_part
+
+    def killed(*arguments: Any) -> int:
+        merged.append(arguments[2])
+        if len(merged) == merge:
+            raise KeyboardInterrupt
+        return write_part(*arguments)
+
+    monkeypatch.setattr(suffixes, "write_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_local(config, only="suffixes")
+    assert (config.datastore / FOLDER / "runs").exists()
+    built = build_local(config, only="suffixes")
+    assert len(set(merged)) == len(merged) - 1  # the killed one is made again, and no other
+    assert contents(built.folder / FOLDER) == contents(whole.folder / FOLDER)
 
 
 def test_an_index_is_refused_until_appended_documents_are_sorted(tmp_path: Path) -> None:
