@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from indexing.machine import usable_memory
 from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
@@ -31,7 +32,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter
 from indexing.store.paths import names_at, parts_of
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.texts import Texts, view
+from indexing.suffixes.texts import Texts, numbers, view
 
 FOLDER = "suffixes"
 VERSION = 4
@@ -93,6 +94,18 @@ def runs_together(runs: int) -> int:
         runs: of the order.
     """
     return min(FAN_IN, -(-runs // FAN_IN))
+
+
+def carries_tokens(text_bytes: int) -> bool:
+    """Whether runs carry the last 64 tokens of each prefix: if the text does not fit into half of the memory.
+
+    A merge compares tokens all over the text. They are read from memory faster than from the runs, and from a disk at random a hundred
+    times as slowly.
+
+    Args:
+        text_bytes: bytes of the tokens of an order.
+    """
+    return text_bytes > usable_memory() / 2
 
 
 def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
@@ -179,16 +192,19 @@ class Prefixes:
     Attributes:
         texts: their texts.
         folders: of the parts, see `write_part`.
+        carried: whether their last tokens are stored with them, as in runs of a text that is larger than the memory.
         rows: first row of each part that is not empty, then the number of rows.
     """
 
     def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
-        opened = [(open_array(folder / "positions.npy"), open_array(folder / "heads.npy")) for folder in folders]
-        opened = [pair for pair in opened if len(pair[0])]
         self.texts, self.folders = texts, folders
-        self.rows = np.cumsum([0, *(len(positions) for positions, _ in opened)]).tolist()
-        self._positions = [np.asarray(positions) for positions, _ in opened]
-        self._head_arrays = [np.asarray(heads) for _, heads in opened]
+        self.carried = all((folder / "windows.npy").exists() for folder in folders)
+        names = ["positions.npy", "heads.npy", *["windows.npy"] * self.carried]
+        opened = [[open_array(folder / name) for name in names] for folder in folders]
+        opened = [arrays for arrays in opened if len(arrays[0])]
+        self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
+        self._positions, self._head_arrays = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
+        self._windows = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
         self._heads = [view(heads) for heads in self._head_arrays]
         self._firsts = [heads[0] for heads in self._heads]
         self.position = self._reader()
@@ -210,16 +226,34 @@ class Prefixes:
 
     def positions(self, first: int, stop: int, step: int = 1) -> np.ndarray:
         """The positions of every `step`-th of the rows [first, stop): [n] int64."""
-        if len(self._positions) == 1:
-            return _as_numbers(self._positions[0][first:stop:step])
-        read = [np.empty(0, np.int64)]
-        for start, end, stored in zip(self.rows, self.rows[1:], self._positions, strict=False):
+        read = [_as_numbers(stored) for stored in self._stored(self._positions, first, stop, step)]
+        return read[0] if len(read) == 1 else np.concatenate([np.empty(0, np.int64), *read])
+
+    def windows(self, first: int, stop: int) -> np.ndarray:
+        """The last 64 tokens of the rows [first, stop), see `ShardText.windows`: [n, 64]. From the text unless they are carried."""
+        if not self.carried:
+            return self.texts.windows(self.positions(first, stop), LONGEST)
+        read = self._stored(self._windows, first, stop, 1)
+        return read[0] if len(read) == 1 else np.concatenate([np.empty((0, LONGEST), self.texts.dtype), *read])
+
+    def heads(self, first: int, stop: int) -> np.ndarray:
+        """The heads of the rows [first, stop): [n] uint64."""
+        if self.carried:
+            return _heads_of(self.windows(first, stop))
+        return self.texts.heads(self.positions(first, stop))
+
+    def _stored(self, parts: Sequence[np.ndarray], first: int, stop: int, step: int) -> list[np.ndarray]:
+        """Every `step`-th of the rows [first, stop), from each part that has some."""
+        if len(parts) == 1:
+            return [parts[0][first:stop:step]]
+        read = []
+        for start, end, stored in zip(self.rows, self.rows[1:], parts, strict=False):
             begin = (
                 first if first >= start else first + -(-(start - first) // step) * step
             )  # the first wanted row of the part
             if begin < min(stop, end):
-                read.append(_as_numbers(stored[begin - start : min(stop, end) - start : step]))
-        return read[-1] if len(read) == 2 else np.concatenate(read)
+                read.append(stored[begin - start : min(stop, end) - start : step])
+        return read
 
     def head_before(self, head: int) -> int:
         """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
@@ -238,7 +272,7 @@ class Prefixes:
         if head >= ALL_HEADS:
             return len(self)
         first, stop = self.head_before(head) + 1, self.head_from(head)
-        heads = self.texts.heads(self.positions(first, stop))
+        heads = self.heads(first, stop)
         return first + int(np.searchsorted(heads, np.uint64(head)))
 
     def between(self, first: int, stop: int) -> range:
@@ -280,9 +314,10 @@ class _Writer:
 
     - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than 2^32 positions.
     - `heads.npy` [n / 256, rounded up] uint64: the head of every 256th prefix.
+    - `windows.npy` [n, 64]: the last tokens of each, see `ShardText.windows`; of runs of a text that is larger than the memory.
     """
 
-    def __init__(self, work: Path, texts: Texts, positions: int) -> None:
+    def __init__(self, work: Path, texts: Texts, positions: int, *, carried: bool = False) -> None:
         """`positions`: the number of positions up to the last shard, which decides how many bytes one has."""
         self._texts, self._width = texts, position_bytes(positions)
         narrow = self._width == 4
@@ -290,34 +325,49 @@ class _Writer:
             work / "positions.npy", np.uint32 if narrow else np.uint8, () if narrow else (self._width,)
         )
         self._heads = NpyWriter(work / "heads.npy", np.uint64)
+        self._windows = NpyWriter(work / "windows.npy", texts.dtype, (LONGEST,)) if carried else None
 
-    def append(self, positions: np.ndarray) -> None:
-        """Add prefixes by the positions [n] int64 of their last tokens."""
-        self._heads.append(self._texts.heads(positions[-self._positions.rows % ROWS_OF_HEAD :: ROWS_OF_HEAD]))
-        for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
-            if self._width > 4:
-                block = block.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
-            self._positions.append(block)
+    def append(self, positions: np.ndarray, windows: np.ndarray | None = None) -> None:
+        """Add prefixes by the positions [n] int64 of their last tokens, and these tokens [n, 64] if they are known."""
+        stored = slice(-self._positions.rows % ROWS_OF_HEAD, None, ROWS_OF_HEAD)
+        self._heads.append(self._texts.heads(positions[stored]) if windows is None else _heads_of(windows[stored]))
+        if self._windows is not None and windows is not None:
+            self._windows.append(windows)
+        if self._width > 4:
+            positions = positions.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
+        self._positions.append(positions)
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for file in (self._positions, self._heads):
-            file.__exit__(error)
+        for file in (self._positions, self._heads, self._windows):
+            if file is not None:
+                file.__exit__(error)
 
 
-def write_run(work: Path, texts: Texts, shard: int, advance: Advance = lambda units: None) -> None:
+def write_run(
+    work: Path, texts: Texts, shard: int, advance: Advance = lambda units: None, *, carried: bool = False
+) -> None:
     """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of positions.
 
     Memory: `RUN_BYTES` for each token of the shard.
+
+    Args:
+        work: the folder to write to.
+        texts: the split.
+        shard: the shard.
+        advance: called with its chunks.
+        carried: whether to store the last tokens of each prefix with it.
     """
     positions = texts.shard(shard).positions() + texts.starts[shard]
     heads = np.concatenate(
         [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
     )
-    with _Writer(work, texts, int(texts.starts[-1])) as file:
-        file.append(positions[np.argsort(heads, kind="stable")])
+    positions = positions[np.argsort(heads, kind="stable")]
+    with _Writer(work, texts, int(texts.starts[-1]), carried=carried) as file:
+        for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
+            file.append(block, texts.windows(block, LONGEST) if carried else None)
     advance(texts.split.chunk_rows[shard])
 
 
@@ -349,7 +399,9 @@ def write_part(
 ) -> int:
     """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`.
 
-    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head.
+    If all runs carry the last tokens of prefixes, the text is not read, and longer runs carry them too.
+
+    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 200 if runs carry their last tokens.
 
     Args:
         work: the folder to write to.
@@ -366,12 +418,18 @@ def write_part(
     """
     written = 0
     opened = [Prefixes(texts, folders) for folders in runs]
-    with _Writer(work, texts, int(texts.starts[shards.stop])) as file:
+    carried = all(run.carried for run in opened)
+    with _Writer(work, texts, int(texts.starts[shards.stop]), carried=carried and compared < LONGEST) as file:
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
-            positions = np.concatenate(
-                [run.positions(rows.start, rows.stop) for run in opened for rows in [run.between(low, high)]]
-            )
-            file.append(positions[order_of_prefixes(texts, positions, compared)])
+            rows = [(run, run.between(low, high)) for run in opened]
+            positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
+            if carried:
+                windows = np.concatenate([run.windows(own.start, own.stop) for run, own in rows])
+                order = order_of_windows(windows, compared)
+            else:
+                order = order_of_prefixes(texts, positions, compared)
+            for block in (order[at] for at in blocks(len(order), _BLOCK)):
+                file.append(positions[block], windows[block] if carried else None)
             written += len(positions)
             advance(len(positions))
     return written
@@ -403,6 +461,21 @@ def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGE
         return texts.words(positions[rows], available[rows], column * texts.head_tokens)
 
     return order_of(len(positions), keys, compared // texts.head_tokens)
+
+
+def order_of_windows(windows: np.ndarray, compared: int = LONGEST) -> np.ndarray:
+    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in their order."""
+    width = 8 // windows.itemsize
+
+    def keys(rows: np.ndarray, column: int) -> np.ndarray:
+        return numbers(windows[rows, column * width : (column + 1) * width])[:, 0]
+
+    return order_of(len(windows), keys, compared // width)
+
+
+def _heads_of(windows: np.ndarray) -> np.ndarray:
+    """The heads [n] uint64 of prefixes, from their last tokens [n, 64]."""
+    return numbers(windows[:, : 8 // windows.itemsize])[:, 0]
 
 
 def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns: int) -> np.ndarray:

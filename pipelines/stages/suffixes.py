@@ -17,6 +17,7 @@ from indexing.suffixes.order import (
     ALL_HEADS,
     Prefixes,
     SortedRun,
+    carries_tokens,
     cuts,
     num_parts,
     part_path,
@@ -95,6 +96,11 @@ class _Order:
         return [(part_path(self.shards, part), recipe({"part": part, "parts": count})) for part in range(count)]
 
     @cached_property
+    def carried(self) -> bool:
+        """Whether its runs carry tokens."""
+        return carries_tokens(self.size * self.train.tokens.dtype.itemsize)
+
+    @cached_property
     def borders(self) -> list[int]:
         """Heads between which those of each part are, [parts + 1]."""
         return [0, *cuts(Texts(self.train), self.shards, len(self.parts)), ALL_HEADS]
@@ -120,18 +126,23 @@ class _Order:
         return [([run.between(first, stop) for run in runs], first, stop) for first, stop in pairwise(self.borders)]
 
     def _runs(self, executor: Executor) -> list[SortedRun]:
-        """What is merged: whole orders of some of the shards, and of all others one run each, which is made."""
+        """What is merged: whole orders of some of the shards, and of all others one run each, which is made.
+
+        An order carries no tokens. If runs do, its shards are sorted again instead: that reads their text in sequence.
+        """
         runs, made, first = list[SortedRun](), list[Shard](), self.shards.start
         stored = {shards_of(path.relative_to(self.folder).as_posix()) for path in self.folder.glob(f"{SUFFIXES}/*-*-*")}
         while first < self.shards.stop:
-            if order := self._whole_order(first, stored):
+            if not self.carried and (order := self._whole_order(first, stored)):
                 runs.append(SortedRun(order.shards, [self.folder / path for path, _ in order.parts], order.borders))
             else:
                 own, path = range(first, first + 1), path_of(_PREFIX_RUNS, first)
-                recipe = Recipe("suffixes", ORDER_VERSION, {"run": first}, {"chunks": self._chunks(own)})
-                made.append(Shard(path, recipe, (self.folder, first), self.train.chunk_rows[first]))
+                settings = {"run": first, "carried": self.carried}
+                recipe = Recipe("suffixes", ORDER_VERSION, settings, {"chunks": self._chunks(own)})
+                made.append(Shard(path, recipe, (self.folder, first, self.carried), self.train.chunk_rows[first]))
                 runs.append(SortedRun(own, [self.folder / path], [0, ALL_HEADS]))
             first = runs[-1].shards.stop
+        _remove_others(self.folder, made)
         run_shards(self.folder, "sparse", "chunks", prefix_run_task, made, executor, name="suffixes, runs")
         return runs
 
@@ -155,7 +166,7 @@ class _Order:
         parts = [
             Shard(
                 path=path.replace(SUFFIXES, _PREFIX_RUNS, 1),
-                recipe=replace(recipe, settings={**recipe.settings, "merged": merged}),
+                recipe=replace(recipe, settings={**recipe.settings, "merged": merged, "carried": self.carried}),
                 arguments=(self.folder, whole.shards, merge),
                 size=whole.size // len(whole.parts),
             )
@@ -180,9 +191,9 @@ def _train(folder: Path) -> Texts:
     return Texts(Datastore.open(folder).train)
 
 
-def prefix_run_task(work: Path, folder: Path, shard: int, *, advance: Advance) -> None:
+def prefix_run_task(work: Path, folder: Path, shard: int, carried: bool, *, advance: Advance) -> None:
     """Sort the prefixes of one shard by their last tokens."""
-    write_run(work, _train(folder), shard, advance)
+    write_run(work, _train(folder), shard, advance, carried=carried)
 
 
 def longer_run_task(
