@@ -24,17 +24,18 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.machine import usable_memory
 from indexing.progress import Advance
 from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
-from indexing.store.files import NpyWriter
+from indexing.store.files import MANIFEST, NpyWriter
 from indexing.store.paths import names_at, parts_of
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.texts import Texts, numbers, view
 
 FOLDER = "suffixes"
+RUNS = "runs"
+"""Folder in it with what is merged, removed after the build."""
 VERSION = 4
 LONGEST = 64
 """Prefixes are sorted by this many of their last tokens. Longer matches count as this long."""
@@ -96,16 +97,17 @@ def runs_together(runs: int) -> int:
     return min(FAN_IN, -(-runs // FAN_IN))
 
 
-def carries_tokens(text_bytes: int) -> bool:
-    """Whether runs carry the last 64 tokens of each prefix: if the text does not fit into half of the memory.
+def carries_tokens(text_bytes: float, memory: float) -> bool:
+    """Whether runs carry the tokens of each prefix that are compared: if the text does not fit into half of the memory.
 
-    A merge compares tokens all over the text. They are read from memory faster than from the runs, and from a disk at random a hundred
-    times as slowly.
+    A merge compares tokens all over the text. Reading them from memory is faster than reading longer runs, and reading them from a disk,
+    at random, many times slower.
 
     Args:
         text_bytes: bytes of the tokens of an order.
+        memory: bytes of a machine.
     """
-    return text_bytes > usable_memory() / 2
+    return text_bytes > memory / 2
 
 
 def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
@@ -115,6 +117,12 @@ def _tokens_of(shards: range, tokens: Sequence[int]) -> int:
 def part_path(shards: range, part: int) -> str:
     """The path of a part of the order of some shards: their first and last number, and that of the part."""
     return f"{FOLDER}/{shard_name(shards[0])}-{shard_name(shards[-1])}-{shard_name(part)}"
+
+
+def with_tokens(parts: Sequence[Path]) -> Sequence[Path]:
+    """The folders that hold the prefixes of some parts and carry tokens, if the stage has kept them for `votes`; otherwise the parts."""
+    kept = [part.parent / RUNS / part.name for part in parts]
+    return kept if all((folder / MANIFEST).exists() for folder in kept) else parts
 
 
 def shards_of(path: str) -> range | None:
@@ -192,19 +200,19 @@ class Prefixes:
     Attributes:
         texts: their texts.
         folders: of the parts, see `write_part`.
-        carried: whether their last tokens are stored with them, as in runs of a text that is larger than the memory.
+        carried: whether their tokens are stored with them, see `carry_tokens`.
         rows: first row of each part that is not empty, then the number of rows.
     """
 
     def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
         self.texts, self.folders = texts, folders
-        self.carried = all((folder / "windows.npy").exists() for folder in folders)
-        names = ["positions.npy", "heads.npy", *["windows.npy"] * self.carried]
+        self.carried = all((folder / "tokens.npy").exists() for folder in folders)
+        names = ["positions.npy", "heads.npy", *["tokens.npy"] * self.carried]
         opened = [[open_array(folder / name) for name in names] for folder in folders]
         opened = [arrays for arrays in opened if len(arrays[0])]
         self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
         self._positions, self._head_arrays = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
-        self._windows = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
+        self._tokens = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
         self._heads = [view(heads) for heads in self._head_arrays]
         self._firsts = [heads[0] for heads in self._heads]
         self.position = self._reader()
@@ -229,18 +237,16 @@ class Prefixes:
         read = [_as_numbers(stored) for stored in self._stored(self._positions, first, stop, step)]
         return read[0] if len(read) == 1 else np.concatenate([np.empty(0, np.int64), *read])
 
-    def windows(self, first: int, stop: int) -> np.ndarray:
-        """The last 64 tokens of the rows [first, stop), see `ShardText.windows`: [n, 64]. From the text unless they are carried."""
+    def tokens(self, first: int, stop: int) -> np.ndarray:
+        """The tokens after the rows [first, stop) and their last 64 tokens, see `_Writer`: [n, 65]. From the text unless they are carried."""
         if not self.carried:
-            return self.texts.windows(self.positions(first, stop), LONGEST)
-        read = self._stored(self._windows, first, stop, 1)
-        return read[0] if len(read) == 1 else np.concatenate([np.empty((0, LONGEST), self.texts.dtype), *read])
+            return _tokens_of_prefixes(self.texts, self.positions(first, stop))
+        read = self._stored(self._tokens, first, stop, 1)
+        return read[0] if len(read) == 1 else np.concatenate([np.empty((0, 1 + LONGEST), self.texts.dtype), *read])
 
     def heads(self, first: int, stop: int) -> np.ndarray:
         """The heads of the rows [first, stop): [n] uint64."""
-        if self.carried:
-            return _heads_of(self.windows(first, stop))
-        return self.texts.heads(self.positions(first, stop))
+        return _heads_of(self.tokens(first, stop)) if self.carried else self.texts.heads(self.positions(first, stop))
 
     def _stored(self, parts: Sequence[np.ndarray], first: int, stop: int, step: int) -> list[np.ndarray]:
         """Every `step`-th of the rows [first, stop), from each part that has some."""
@@ -314,7 +320,7 @@ class _Writer:
 
     - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than 2^32 positions.
     - `heads.npy` [n / 256, rounded up] uint64: the head of every 256th prefix.
-    - `windows.npy` [n, 64]: the last tokens of each, see `ShardText.windows`; of runs of a text that is larger than the memory.
+    - `tokens.npy` [n, 65], if they carry tokens: the token after each prefix, and its last ones backwards, all plus 1; 0 = none.
     """
 
     def __init__(self, work: Path, texts: Texts, positions: int, *, carried: bool = False) -> None:
@@ -325,14 +331,14 @@ class _Writer:
             work / "positions.npy", np.uint32 if narrow else np.uint8, () if narrow else (self._width,)
         )
         self._heads = NpyWriter(work / "heads.npy", np.uint64)
-        self._windows = NpyWriter(work / "windows.npy", texts.dtype, (LONGEST,)) if carried else None
+        self._tokens = NpyWriter(work / "tokens.npy", texts.dtype, (1 + LONGEST,)) if carried else None
 
-    def append(self, positions: np.ndarray, windows: np.ndarray | None = None) -> None:
-        """Add prefixes by the positions [n] int64 of their last tokens, and these tokens [n, 64] if they are known."""
+    def append(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Add prefixes by the positions [n] int64 of their last tokens, with their tokens [n, 65] if they are known."""
         stored = slice(-self._positions.rows % ROWS_OF_HEAD, None, ROWS_OF_HEAD)
-        self._heads.append(self._texts.heads(positions[stored]) if windows is None else _heads_of(windows[stored]))
-        if self._windows is not None and windows is not None:
-            self._windows.append(windows)
+        self._heads.append(self._texts.heads(positions[stored]) if tokens is None else _heads_of(tokens[stored]))
+        if self._tokens is not None and tokens is not None:
+            self._tokens.append(tokens)
         if self._width > 4:
             positions = positions.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
         self._positions.append(positions)
@@ -341,7 +347,7 @@ class _Writer:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for file in (self._positions, self._heads, self._windows):
+        for file in (self._positions, self._heads, self._tokens):
             if file is not None:
                 file.__exit__(error)
 
@@ -358,7 +364,7 @@ def write_run(
         texts: the split.
         shard: the shard.
         advance: called with its chunks.
-        carried: whether to store the last tokens of each prefix with it.
+        carried: whether to store the tokens of each prefix with it.
     """
     positions = texts.shard(shard).positions() + texts.starts[shard]
     heads = np.concatenate(
@@ -367,7 +373,7 @@ def write_run(
     positions = positions[np.argsort(heads, kind="stable")]
     with _Writer(work, texts, int(texts.starts[-1]), carried=carried) as file:
         for block in (positions[rows] for rows in blocks(len(positions), _BLOCK)):
-            file.append(block, texts.windows(block, LONGEST) if carried else None)
+            file.append(block, _tokens_of_prefixes(texts, block) if carried else None)
     advance(texts.split.chunk_rows[shard])
 
 
@@ -395,13 +401,15 @@ def write_part(
     first: int,
     stop: int,
     advance: Advance,
+    *,
     compared: int = LONGEST,
+    carried: bool = False,
 ) -> int:
     """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`.
 
-    If all runs carry the last tokens of prefixes, the text is not read, and longer runs carry them too.
+    The text is not read if all runs carry tokens.
 
-    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 200 if runs carry their last tokens.
+    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16 bits.
 
     Args:
         work: the folder to write to.
@@ -412,27 +420,32 @@ def write_part(
         stop: above the largest head.
         advance: called with the number of prefixes that were written.
         compared: tokens by which prefixes are sorted; those of a head for a run.
+        carried: whether to store the tokens of each prefix with it; all runs carry them.
 
     Returns:
         the number of prefixes.
     """
-    written = 0
-    opened = [Prefixes(texts, folders) for folders in runs]
-    carried = all(run.carried for run in opened)
-    with _Writer(work, texts, int(texts.starts[shards.stop]), carried=carried and compared < LONGEST) as file:
+    opened, written = [Prefixes(texts, folders) for folders in runs], 0
+    with _Writer(work, texts, int(texts.starts[shards.stop]), carried=carried) as file:
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
-            rows = [(run, run.between(low, high)) for run in opened]
-            positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
-            if carried:
-                windows = np.concatenate([run.windows(own.start, own.stop) for run, own in rows])
-                order = order_of_windows(windows, compared)
-            else:
-                order = order_of_prefixes(texts, positions, compared)
-            for block in (order[at] for at in blocks(len(order), _BLOCK)):
-                file.append(positions[block], windows[block] if carried else None)
+            positions, order, tokens = _sorted_range(texts, opened, low, high, compared)
+            for block in (order[rows] for rows in blocks(len(order), _BLOCK)):
+                file.append(positions[block], None if tokens is None else tokens[block])
             written += len(positions)
             advance(len(positions))
     return written
+
+
+def _sorted_range(
+    texts: Texts, runs: Sequence[Prefixes], first: int, stop: int, compared: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if all runs carry them."""
+    rows = [(run, run.between(first, stop)) for run in runs]
+    positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
+    if not all(run.carried for run in runs):
+        return positions, order_of_prefixes(texts, positions, compared), None
+    tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
+    return positions, order_of_windows(tokens[:, 1:], compared), tokens
 
 
 def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefixes:
@@ -473,9 +486,15 @@ def order_of_windows(windows: np.ndarray, compared: int = LONGEST) -> np.ndarray
     return order_of(len(windows), keys, compared // width)
 
 
-def _heads_of(windows: np.ndarray) -> np.ndarray:
-    """The heads [n] uint64 of prefixes, from their last tokens [n, 64]."""
-    return numbers(windows[:, : 8 // windows.itemsize])[:, 0]
+def _tokens_of_prefixes(texts: Texts, positions: np.ndarray) -> np.ndarray:
+    """The tokens of prefixes that runs carry, see `_Writer`: [n] int64 → [n, 65]."""
+    following = (texts.following(positions) + 1).astype(texts.dtype)
+    return np.concatenate([following[:, None], texts.windows(positions, LONGEST)], axis=1)
+
+
+def _heads_of(tokens: np.ndarray) -> np.ndarray:
+    """The heads [n] uint64 of prefixes, from the tokens that runs carry, [n, 65]."""
+    return numbers(tokens[:, 1 : 1 + 8 // tokens.itemsize])[:, 0]
 
 
 def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns: int) -> np.ndarray:

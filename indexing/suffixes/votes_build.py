@@ -22,7 +22,14 @@ from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.order import LONGEST, RANGE_TOKENS, Prefixes, order_of, stored_orders, write_run
+from indexing.suffixes.order import (
+    RANGE_TOKENS,
+    Prefixes,
+    order_of_windows,
+    stored_orders,
+    with_tokens,
+    write_run,
+)
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, spread, vote_dtype
 
@@ -77,7 +84,8 @@ def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
 
 def open_prefixes(datastore: Datastore, held_out: Path) -> list[Prefixes]:
     """Open the orders of the training documents, and the runs of the held-out ones in the folder that has those of each shard."""
-    runs = [Prefixes(texts, parts) for texts in [Texts(datastore.train)] for _, parts in stored_orders(datastore.train)]
+    texts = Texts(datastore.train)
+    runs = [Prefixes(texts, with_tokens(parts)) for _, parts in stored_orders(datastore.train)]
     for name in _HELD_OUT:
         texts = Texts(datastore.split(name))
         runs += [Prefixes(texts, [held_out / shard_name(shard) / name]) for shard in range(len(texts.starts) - 1)]
@@ -324,17 +332,13 @@ def _range(
     datastore: Datastore, runs: Sequence[Prefixes], first: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Source, position in the shard and votes of all prefixes with heads in [first, stop): [n], [n] uint32, [n]."""
-    pairs = [(run.texts, run.positions(rows.start, rows.stop)) for run in runs for rows in [run.between(first, stop)]]
-    window = np.concatenate([texts.windows(positions, LONGEST) for texts, positions in pairs])
-    width = 8 // window.itemsize
-    order = order_of(
-        len(window),
-        lambda rows, column: numbers(window[rows, column * width : (column + 1) * width])[:, 0],
-        LONGEST // width,
-    )
-    following = np.concatenate([texts.following(positions) for texts, positions in pairs])[order]
+    rows = [(run, run.between(first, stop)) for run in runs]
+    pairs = [(run.texts, run.positions(own.start, own.stop)) for run, own in rows]
+    read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
+    order = order_of_windows(read[:, 1:])
+    following, window = read[order, 0].astype(np.int64) - 1, read[order, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
-    window, tokens = window[order], datastore.train.tokens.dtype
+    tokens = datastore.train.tokens.dtype
     votes = np.empty(len(window), vote_dtype(tokens))
     cut = list(_cut_matches(runs, window, first, stop))
     votes[order] = votes_in_range(window, following, document, document >= 0, tokens, cut)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from indexing.machine import usable_memory
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
 from indexing.store.datastore import Datastore, Split
@@ -15,6 +16,8 @@ from indexing.store.files import MANIFEST
 from indexing.store.paths import path_of
 from indexing.suffixes.order import (
     ALL_HEADS,
+    LONGEST,
+    RUNS,
     Prefixes,
     SortedRun,
     carries_tokens,
@@ -48,7 +51,7 @@ from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.shards import Shard, finished, run_shards
 
-_PREFIX_RUNS = f"{SUFFIXES}/runs"
+_PREFIX_RUNS = f"{SUFFIXES}/{RUNS}"
 _HELD_OUT, _RANGES, _BLOCKS = TEMPORARY_VOTES = tuple(f"{VOTES}/{name}" for name in ("held-out", "ranges", "blocks"))
 
 # --- suffixes: exact matches of any length -------------------------------------------------------------------------
@@ -59,10 +62,17 @@ def run_suffixes(config: Config, executor: Executor) -> Artifacts:
     folder = config.datastore
     datastore = Datastore.open(folder)
     tokens = datastore.manifest["splits"]["train"]["tokens"]
-    orders = [_Order(folder, datastore.train, shards, tokens) for shards in planned_orders(generations(folder), tokens)]
+    votes = not config.skip_stages
+    orders = [
+        _Order(folder, datastore.train, shards, tokens, votes) for shards in planned_orders(generations(folder), tokens)
+    ]
     for order in orders:
         order.make(executor)
-    if (folder / _PREFIX_RUNS).exists():  # also those of a build that was killed after its last part
+    kept = {_run_path(path) for order in orders if order.keeps_tokens for path, _ in order.parts}
+    for run in (folder / _PREFIX_RUNS).glob("*"):  # also those of a build that was killed after its last part
+        if run.relative_to(folder).as_posix() not in kept:
+            remove(run)
+    if (folder / _PREFIX_RUNS).exists() and not kept:
         remove(folder / _PREFIX_RUNS)
     return finished(folder, [path for order in orders for path, _ in order.parts])
 
@@ -76,12 +86,14 @@ class _Order:
         train: its training documents.
         shards: their numbers.
         tokens: training tokens of every shard of the datastore.
+        votes: whether the stage `votes` follows.
     """
 
     folder: Path
     train: Split
     shards: range
     tokens: Sequence[int]
+    votes: bool
 
     @cached_property
     def size(self) -> int:
@@ -98,7 +110,12 @@ class _Order:
     @cached_property
     def carried(self) -> bool:
         """Whether its runs carry tokens."""
-        return carries_tokens(self.size * self.train.tokens.dtype.itemsize)
+        return carries_tokens(self.size * self.train.tokens.dtype.itemsize, usable_memory())
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a run of all its shards is kept for `votes`, because it carries tokens."""
+        return self.carried and self.votes
 
     @cached_property
     def borders(self) -> list[int]:
@@ -147,32 +164,36 @@ class _Order:
         return runs
 
     def _merged(self, runs: list[SortedRun], executor: Executor) -> list[SortedRun]:
-        """The same prefixes in at most `FAN_IN` runs: if there are more, groups of them are merged into longer ones."""
-        if (together := runs_together(len(runs))) == 1:
-            return runs
+        """The same prefixes in at most `FAN_IN` runs, or in one whose tokens are kept."""
+        while (together := runs_together(len(runs))) > 1:
+            groups = [runs[first : first + together] for first in range(0, len(runs), together)]
+            runs = self._longer_runs(groups, False, executor)
+        return self._longer_runs([runs], True, executor) if self.keeps_tokens else runs
+
+    def _longer_runs(self, groups: Sequence[list[SortedRun]], whole: bool, executor: Executor) -> list[SortedRun]:
+        """Merge each group of runs into one longer run; `whole`: in the order of 64 tokens."""
         longer, made = list[SortedRun](), list[Shard]()
-        for group in (runs[first : first + together] for first in range(0, len(runs), together)):
-            run, parts = (group[0], []) if len(group) == 1 else self._longer_run(group)
-            longer.append(run)
+        for runs in groups:
+            if len(runs) == 1 and not whole:
+                longer += runs
+                continue
+            order = replace(self, shards=range(runs[0].shards.start, runs[-1].shards.stop))
+            merged = fingerprint([folder.name for run in runs for folder in run.folders])
+            settings = {"merged": merged, "carried": self.carried, "whole": whole}
+            parts = [
+                Shard(
+                    path=_run_path(path),
+                    recipe=replace(recipe, settings={**recipe.settings, **settings}),
+                    arguments=(self.folder, order.shards, merge, self.carried, whole),
+                    size=order.size // len(order.parts),
+                )
+                for (path, recipe), merge in zip(order.parts, order._merges(runs), strict=True)
+            ]
             made += parts
+            longer.append(SortedRun(order.shards, [self.folder / part.path for part in parts], order.borders))
         _remove_others(self.folder, made)
         run_shards(self.folder, "sparse", "tokens", longer_run_task, made, executor, name="suffixes, longer runs")
-        return self._merged(longer, executor)
-
-    def _longer_run(self, runs: Sequence[SortedRun]) -> tuple[SortedRun, list[Shard]]:
-        """The run that some runs are merged into, and its parts to make."""
-        whole = replace(self, shards=range(runs[0].shards.start, runs[-1].shards.stop))
-        merged = fingerprint([folder.name for run in runs for folder in run.folders])
-        parts = [
-            Shard(
-                path=path.replace(SUFFIXES, _PREFIX_RUNS, 1),
-                recipe=replace(recipe, settings={**recipe.settings, "merged": merged, "carried": self.carried}),
-                arguments=(self.folder, whole.shards, merge),
-                size=whole.size // len(whole.parts),
-            )
-            for (path, recipe), merge in zip(whole.parts, whole._merges(runs), strict=True)
-        ]
-        return SortedRun(whole.shards, [self.folder / part.path for part in parts], whole.borders), parts
+        return longer
 
     def _whole_order(self, first: int, stored: set[range | None]) -> "_Order | None":
         """The largest whole order among the stored ones that begins with this shard, and is a part of this one."""
@@ -191,17 +212,30 @@ def _train(folder: Path) -> Texts:
     return Texts(Datastore.open(folder).train)
 
 
+def _run_path(part: str) -> str:
+    """The path of a part of a longer run, from that of the part of an order of the same shards."""
+    return f"{_PREFIX_RUNS}/{part.rpartition('/')[2]}"
+
+
 def prefix_run_task(work: Path, folder: Path, shard: int, carried: bool, *, advance: Advance) -> None:
     """Sort the prefixes of one shard by their last tokens."""
     write_run(work, _train(folder), shard, advance, carried=carried)
 
 
 def longer_run_task(
-    work: Path, folder: Path, shards: range, merge: tuple[list[list[Path]], int, int], *, advance: Advance
+    work: Path,
+    folder: Path,
+    shards: range,
+    merge: tuple[list[list[Path]], int, int],
+    carried: bool,
+    whole: bool,
+    *,
+    advance: Advance,
 ) -> None:
     """Merge the runs of some shards into one part of a longer run."""
     texts = _train(folder)
-    write_part(work, texts, shards, *merge, advance, texts.head_tokens)
+    compared = LONGEST if whole else texts.head_tokens
+    write_part(work, texts, shards, *merge, advance, compared=compared, carried=carried)
 
 
 def suffixes_task(
@@ -257,7 +291,7 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
     votes = run_shards(
         folder, "sparse", "chunks", shard_votes_task, shards, executor, name="votes, collect", before=make_ranges
     )
-    for temporary in TEMPORARY_VOTES:
+    for temporary in (*TEMPORARY_VOTES, _PREFIX_RUNS):
         if (folder / temporary).exists():  # also those of a build that was killed after its last shard
             remove(folder / temporary)
     return votes

@@ -214,11 +214,11 @@ def test_levels_of_merges_and_carried_tokens_change_no_byte_and_open_few_files(
     monkeypatch.setattr(order, "PART_TOKENS", 3000)
     merged, write_part = list[int](), suffixes.write_part
 
-    def counted(*arguments: Any) -> int:
+    def counted(*arguments: Any, **settings: Any) -> int:
         runs = arguments[3]
         assert all(len(folders) <= 3 for folders in runs)
         merged.append(len(runs))
-        return write_part(*arguments)
+        return write_part(*arguments, **settings)
 
     monkeypatch.setattr(suffixes, "write_part", counted)
     written = []
@@ -226,7 +226,7 @@ def test_levels_of_merges_and_carried_tokens_change_no_byte_and_open_few_files(
         config = tiny_config(tmp_path / f"{fan_in}-{memory}", datastore.folder.parent / "corpus.jsonl")
         config = replace(config, corpus=replace(config.corpus, shard_bytes=6000))
         monkeypatch.setattr(order, "FAN_IN", fan_in)
-        monkeypatch.setattr(order, "usable_memory", lambda: memory)  # noqa: B023
+        monkeypatch.setattr(suffixes, "usable_memory", lambda: memory)  # noqa: B023
         for stage in ("chunk", "suffixes"):
             built = build_local(config, only=stage)
         shards = len(built.train.chunk_rows)
@@ -408,7 +408,7 @@ def appended(folder: Path, documents: int) -> Datastore:
 def test_appended_documents_have_an_order_that_is_merged_when_it_has_grown(
     memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "usable_memory", lambda: memory)
+    monkeypatch.setattr(suffixes, "usable_memory", lambda: memory)
     appended(tmp_path, 60)
     files = contents(tmp_path / "datastore" / FOLDER)
     few = appended(tmp_path, 20)
@@ -445,7 +445,7 @@ def test_a_merge_that_was_killed_leaves_the_old_orders_and_is_finished_by_the_ne
     shutil.copytree(tmp_path, tmp_path / "other")
     before = contents(tmp_path / "datastore" / FOLDER)
 
-    def killed(*arguments: object) -> int:
+    def killed(*arguments: object, **settings: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suffixes, "write_part", killed)
@@ -471,21 +471,21 @@ def test_a_build_that_was_killed_in_a_level_of_merges_resumes_to_the_same_bytes(
     shutil.copytree(config.datastore, tmp_path / "whole")
     whole = build_local(replace(config, datastore=tmp_path / "whole"), only="suffixes")
     monkeypatch.setattr(order, "FAN_IN", 2)
-    monkeypatch.setattr(order, "usable_memory", lambda: memory)
+    monkeypatch.setattr(suffixes, "usable_memory", lambda: memory)
     merged, write_part = list[Any](), suffixes.write_part
 
-    def killed(*arguments: Any) -> int:
-        merged.append(arguments[2])
+    def killed(*arguments: Any, **settings: Any) -> int:
+        merged.append((*arguments[2:4], *settings.items()))
         if len(merged) == merge:
             raise KeyboardInterrupt
-        return write_part(*arguments)
+        return write_part(*arguments, **settings)
 
     monkeypatch.setattr(suffixes, "write_part", killed)
     with pytest.raises(KeyboardInterrupt):
         build_local(config, only="suffixes")
     assert (config.datastore / FOLDER / "runs").exists()
     built = build_local(config, only="suffixes")
-    assert len(set(merged)) == len(merged) - 1  # the killed one is made again, and no other
+    assert len(set(map(str, merged))) == len(merged) - 1  # the killed one is made again, and no other
     assert contents(built.folder / FOLDER) == contents(whole.folder / FOLDER)
 
 

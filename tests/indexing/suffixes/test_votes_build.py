@@ -15,6 +15,7 @@ from indexing.store.files import read_json, write_checked
 from indexing.suffixes import votes_build
 from indexing.suffixes.order import LONGEST, stored_orders
 from indexing.suffixes.search import SuffixIndex
+from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import (
     COLUMNS,
     KEPT,
@@ -246,6 +247,31 @@ def test_tasks_of_several_ranges_and_blocks_of_shards_give_the_same_votes(
     monkeypatch.setattr(votes_build, "FAN_OUT", 1)
     other = rebuilt(datastore, tmp_path / "other")
     assert contents(one.folder / "votes") == contents(other.folder / "votes")
+
+
+def test_tokens_that_sorted_prefixes_carry_give_the_same_votes_without_reading_the_training_text(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suffixes, "usable_memory", lambda: 0)
+    ignored = shutil.ignore_patterns("votes", "suffixes")
+    shutil.copytree(datastore.folder, tmp_path / "datastore", ignore=ignored)
+    config = replace(tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl"), skip_stages=())
+    build_local(config, only="suffixes")
+    kept, windows, read = config.datastore / "suffixes" / "runs", Texts.windows, set[str]()
+    assert [path.name for path in kept.iterdir()] == ["00000-00001-00000"]
+    build_local(config, only="suffixes")
+    assert kept.exists()
+
+    def counted(texts: Texts, positions: np.ndarray, count: int) -> np.ndarray:
+        read.add(texts.split.name)
+        return windows(texts, positions, count)
+
+    monkeypatch.setattr(Texts, "windows", counted)
+    build_local(config, only="votes")
+    assert read == {"valid", "test"}
+    assert not kept.exists()
+    for folder in ("suffixes", "votes"):
+        assert contents(config.datastore / folder) == contents(datastore.folder / folder)
 
 
 def test_larger_token_ids_give_the_same_votes() -> None:
