@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.plan_scale --tokens 1e9 1e10 1e11 1e12
 
-Orders, parts, ranges, tasks and blocks are those of the functions that plan the stages `suffixes` and `votes`. Sequential bytes are what the tasks
-read and write of files that they go through; reads are 4 KB somewhere in the tokens, one for each prefix and stage, and fall away while the
-tokens of a machine's tasks fit into its memory. CPU seconds a token are measured ones, see `--cpu`.
+Runs, levels of merges, orders, parts, ranges, tasks and blocks are those of the functions that plan the stages `suffixes` and `votes`. Sequential
+bytes are what the tasks read and write of files that they go through; a text that stays in memory is read once by each machine. Without
+tokens in the runs (`--carry no`) a larger text would be read at random: 4 KB for each prefix and stage. CPU seconds a token are measured ones,
+see `--cpu`.
 
 A last table simulates a datastore that grows by 1,000 generations of random sizes: the orders that a search looks into, and how often a token
 was sorted.
@@ -12,19 +13,28 @@ was sorted.
 
 import argparse
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import markdown, measured_on, say
 from indexing.suffixes.order import (
+    ALL_HEADS,
+    FAN_IN,
+    LONGEST,
     PART_TOKENS,
     RANGE_TOKENS,
     ROWS_OF_HEAD,
     RUN_BYTES,
+    SortedRun,
+    carries_tokens,
     num_parts,
     planned_orders,
     position_bytes,
+    runs_together,
 )
 from indexing.suffixes.votes import vote_dtype
 from indexing.suffixes.votes_build import FAN_OUT, num_ranges, ranges_of_task, shards_of_block
@@ -40,70 +50,112 @@ class Counters:
 
     Attributes:
         shards: of text.
+        levels: of merges of runs into longer ones.
         parts: of the order.
         tasks: of `votes`, each some ranges.
-        blocks: of shards; 0 if shards collect their votes from the tasks.
         files: made, those that are removed again included.
         opened: files opened by tasks, the tokens of each shard once for each worker.
         read, written: bytes.
+        carried: how often each token is written with those before it.
+        temporary: bytes of runs, which are kept until the order is done.
         scattered: reads of 4 KB.
         kept: bytes of orders and votes.
     """
 
     shards: int
+    levels: int
     parts: int
     tasks: int
-    blocks: int
     files: int
     opened: int
     read: int
     written: int
+    carried: int
+    temporary: int
     scattered: int
     kept: int
 
 
-def counters(tokens: int, shard_tokens: int, token_bytes: int, workers: int) -> Counters:
+def counters(tokens: int, options: argparse.Namespace) -> Counters:
     """Count what it takes to make the order and the votes of a datastore in one build."""
+    shard_tokens, text = int(options.shard_tokens), tokens * options.token_bytes
     shards, parts = -(-tokens // shard_tokens), num_parts(tokens)
+    carried = options.carry != "no" and carries_tokens(text, options.memory)
+    levels = list(merges(shards, tokens, shard_tokens))
     tasks = -(-num_ranges(tokens) // ranges_of_task(num_ranges(tokens)))
     together = shards_of_block(shards)
     blocks = -(-shards // together) if together > 1 else 0
-    position = position_bytes(tokens)
-    head, vote = 8 / ROWS_OF_HEAD, vote_dtype(np.dtype(f"u{token_bytes}")).itemsize
-    prefixes = math.ceil(tokens * (position + head))
+    vote = vote_dtype(np.dtype(f"u{options.token_bytes}")).itemsize
+    prefixes = math.ceil(tokens * (position_bytes(tokens) + 8 / ROWS_OF_HEAD))
+    run = prefixes + carried * tokens * (1 + LONGEST) * options.token_bytes
     found = tokens * (4 + vote) + 8 * tasks * _SPLITS * shards  # positions, votes and offsets of all tasks
     collected = tasks * _FILES * (blocks or shards)
+    longer = levels if carried else levels[:-1]  # otherwise the last level is the order
+    in_memory = 0 if carries_tokens(text, options.memory) else options.machines * text
+    # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets.
+    readers = min(options.workers, tasks) + (1 if carried else min(options.workers, parts))
     return Counters(
         shards=shards,
+        levels=len(levels) - 1,
         parts=parts,
         tasks=tasks,
-        blocks=blocks,
-        files=2 * shards + 2 * parts + 4 * shards + _FILES * (tasks + blocks) + _SPLITS * shards,
-        opened=3 * shards * workers * 2 + 2 * shards * parts + collected + (blocks and _FILES * shards),
-        read=tokens * token_bytes + prefixes * 2 + (2 if blocks else 1) * found,
-        written=prefixes * 2 + (2 if blocks else 1) * found + tokens * vote,
-        scattered=2 * tokens,
+        files=(2 + carried) * (shards + sum(made for made, _ in longer))
+        + 2 * parts
+        + 4 * shards
+        + _FILES * (tasks + blocks)
+        + _SPLITS * shards,
+        opened=3 * shards * (1 + readers)
+        + (2 + carried) * sum(opened for _, opened in levels)
+        + collected
+        + (blocks and _FILES * shards),
+        read=text + in_memory + run * len(levels) + (run if carried else 0) + prefixes + (2 if blocks else 1) * found,
+        written=run * (1 + len(longer)) + prefixes + (2 if blocks else 1) * found + tokens * vote,
+        carried=carried * (1 + len(longer)),
+        temporary=run * (1 + len(longer)),
+        scattered=0 if carried or in_memory else 2 * tokens,
         kept=prefixes + tokens * vote,
     )
 
 
+def merges(shards: int, tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
+    """The parts that each level of merges makes, and the parts of runs that it opens. Heads are spread evenly."""
+    runs = [whole_run(range(shard, shard + 1), 1) for shard in range(shards)]
+    while (together := runs_together(len(runs))) > 1:
+        groups = [runs[first : first + together] for first in range(0, len(runs), together)]
+        longer = [merged(group, min(tokens, shard_tokens * sum(len(run.shards) for run in group))) for group in groups]
+        yield sum(len(run.folders) for run, _ in longer), sum(opened for _, opened in longer)
+        runs = [run for run, _ in longer]
+    run, opened = merged(runs, tokens)  # the order, or a run from which it is copied, and which `votes` read
+    yield len(run.folders), opened
+
+
+def merged(runs: Sequence[SortedRun], tokens: int) -> tuple[SortedRun, int]:
+    """The run that some runs with this many tokens are merged into, and how many of their parts are opened."""
+    run = whole_run(range(runs[0].shards.start, runs[-1].shards.stop), num_parts(tokens))
+    return run, sum(len(each.between(first, stop)) for first, stop in pairwise(run.borders) for each in runs)
+
+
+def whole_run(shards: range, parts: int) -> SortedRun:
+    """A run of some shards in parts of the same size."""
+    borders = [ALL_HEADS * number // parts for number in range(parts + 1)]
+    return SortedRun(shards, [Path(str(number)) for number in range(parts)], borders)
+
+
 def table(options: argparse.Namespace) -> Table:
     """A row for each size."""
-    header = ["tokens", "shards", "parts", "tasks", "blocks", "files", "opened", "read", "written", "kept", "CPU hours"]
+    header = ["tokens", "shards", "levels", "parts", "tasks", "files", "opened", "read", "written", "temporary", "kept"]
     rows = []
     for tokens in map(int, options.tokens):
-        each = counters(tokens, int(options.shard_tokens), options.token_bytes, options.workers)
-        hours = tokens * sum(options.cpu) * 1e-6 / 3600
+        each = counters(tokens, options)
+        suffixes, votes, carried = options.cpu
+        hours = tokens * (suffixes + votes + carried * each.carried) * 1e-6 / 3600
         disk = (each.read + each.written) / options.disk / options.machines / 3600
         scattered = each.scattered / options.reads / options.machines / 3600
-        counts = [each.shards, each.parts, each.tasks, each.blocks, each.files, each.opened]
-        sizes = [f"{size / 1e9:,.0f} GB" for size in (each.read, each.written, each.kept)]
-        rows.append([f"{tokens:.0e}", *(f"{count:,}" for count in counts), *sizes, f"{hours:,.1f}"])
-        say(
-            f"{tokens:.0e} tokens on {options.machines:,} machines: {hours / options.machines / options.cores:,.2f} h of {options.cores} cores, "
-            f"{disk:,.2f} h of disks, {scattered:,.2f} h of scattered reads if the tokens are not in memory"
-        )
-    return Table(header, rows)
+        counts = [each.shards, each.levels, each.parts, each.tasks, each.files, each.opened]
+        sizes = [f"{size / 1e9:,.0f} GB" for size in (each.read, each.written, each.temporary, each.kept)]
+        times = [f"{hours:,.1f}", f"{disk:,.2f}", f"{scattered:,.2f}"]
+        rows.append([f"{tokens:.0e}", *(f"{count:,}" for count in counts), *sizes, *times])
+    return Table([*header, "CPU hours", "hours of disks", "of scattered reads"], rows)
 
 
 def grown(generations: int, seed: int = 0) -> Table:
@@ -127,15 +179,23 @@ def main() -> None:
     parser.add_argument("--shard-tokens", type=float, default=15e6, help="of a shard of 64 MiB of text")
     parser.add_argument("--token-bytes", type=int, choices=(2, 4), default=2)
     parser.add_argument(
-        "--cpu", type=float, nargs=2, default=[1.0, 2.8], help="CPU microseconds a token: suffixes and votes"
+        "--cpu",
+        type=float,
+        nargs=3,
+        default=[1.0, 2.8, 0.5],
+        help="CPU microseconds a token: suffixes, votes, and each time that a run with tokens is written",
     )
     parser.add_argument("--machines", type=int, default=32)
     parser.add_argument("--cores", type=int, default=64, help="of a machine")
     parser.add_argument("--workers", type=int, default=2048, help="processes that make ranges and parts")
     parser.add_argument("--disk", type=float, default=2e9, help="bytes a second that a machine reads or writes")
+    parser.add_argument("--memory", type=float, default=5e11, help="bytes of a machine")
+    parser.add_argument("--carry", choices=("auto", "no"), default="auto", help="no: runs never carry tokens")
     parser.add_argument("--reads", type=float, default=5e5, help="reads of 4 KB a second of a machine")
     options = parser.parse_args()
-    say(f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_OUT} blocks of shards")
+    say(
+        f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_IN} runs and {FAN_OUT} blocks of shards"
+    )
     say(f"a run is sorted in {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB of memory")
     say(markdown(table(options)))
     say(markdown(grown(1000)))

@@ -13,9 +13,13 @@ and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts
 Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
 An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its heads, so the files that
 are opened grow with the prefixes times the levels of merges.
+
+If the text is larger than half of the memory, runs carry the tokens of each prefix. Then runs are written and read in sequence, and the text
+is read when the runs are made, and not by merges. The last of them is kept until `votes` has read it.
 """
 
 import re
+import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +57,7 @@ RUN_BYTES = 32
 """Memory for each token of a shard whose prefixes are sorted."""
 ALL_HEADS = 1 << 64
 """Above all heads."""
+_TOKENS = "tokens.npy"
 _SAMPLES = 1 << 12  # heads of a shard that decide where an order is cut
 _BLOCK = 1 << 18
 _NAME = re.compile(rf"{FOLDER}/(\d{{5,9}})-(\d{{5,9}})-(\d{{5,9}})")
@@ -200,14 +205,14 @@ class Prefixes:
     Attributes:
         texts: their texts.
         folders: of the parts, see `write_part`.
-        carried: whether their tokens are stored with them, see `carry_tokens`.
+        carried: whether their tokens are stored with them, see `carries_tokens`.
         rows: first row of each part that is not empty, then the number of rows.
     """
 
     def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
         self.texts, self.folders = texts, folders
-        self.carried = all((folder / "tokens.npy").exists() for folder in folders)
-        names = ["positions.npy", "heads.npy", *["tokens.npy"] * self.carried]
+        self.carried = all((folder / _TOKENS).exists() for folder in folders)
+        names = ["positions.npy", "heads.npy", *[_TOKENS] * self.carried]
         opened = [[open_array(folder / name) for name in names] for folder in folders]
         opened = [arrays for arrays in opened if len(arrays[0])]
         self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
@@ -331,7 +336,7 @@ class _Writer:
             work / "positions.npy", np.uint32 if narrow else np.uint8, () if narrow else (self._width,)
         )
         self._heads = NpyWriter(work / "heads.npy", np.uint64)
-        self._tokens = NpyWriter(work / "tokens.npy", texts.dtype, (1 + LONGEST,)) if carried else None
+        self._tokens = NpyWriter(work / _TOKENS, texts.dtype, (1 + LONGEST,)) if carried else None
 
     def append(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add prefixes by the positions [n] int64 of their last tokens, with their tokens [n, 65] if they are known."""
@@ -446,6 +451,14 @@ def _sorted_range(
         return positions, order_of_prefixes(texts, positions, compared), None
     tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     return positions, order_of_windows(tokens[:, 1:], compared), tokens
+
+
+def copy_part(work: Path, part: Path) -> int:
+    """Copy a part of a run that is a whole order, without the tokens that it carries; returns the number of prefixes."""
+    for file in part.iterdir():
+        if file.name not in (MANIFEST, _TOKENS):
+            shutil.copyfile(file, work / file.name)
+    return len(open_array(work / "positions.npy"))
 
 
 def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefixes:

@@ -21,6 +21,7 @@ from indexing.suffixes.order import (
     Prefixes,
     SortedRun,
     carries_tokens,
+    copy_part,
     cuts,
     num_parts,
     part_path,
@@ -124,7 +125,7 @@ class _Order:
 
     def make(self, executor: Executor) -> None:
         """Make the unfinished parts."""
-        merges = [list[Any]() for _ in self.parts]
+        merges, task = [list[Any]() for _ in self.parts], copied_part_task if self.keeps_tokens else suffixes_task
 
         def make_runs(unfinished: Sequence[Shard]) -> None:  # the arguments of these parts
             if unfinished:
@@ -136,7 +137,7 @@ class _Order:
             Shard(path, recipe, (self.folder, self.shards, merge), self.size // len(self.parts))
             for (path, recipe), merge in zip(self.parts, merges, strict=True)
         ]
-        run_shards(self.folder, "sparse", "tokens", suffixes_task, parts, executor, name="suffixes", before=make_runs)
+        run_shards(self.folder, "sparse", "tokens", task, parts, executor, name="suffixes", before=make_runs)
 
     def _merges(self, runs: Sequence[SortedRun]) -> list[tuple[list[Sequence[Path]], int, int]]:
         """What each part is merged from: the folders of the parts of each run, and between which heads."""
@@ -243,6 +244,16 @@ def suffixes_task(
 ) -> dict[str, Any]:
     """Merge the runs of some shards into one part of their order."""
     return {"tokens": write_part(work, _train(folder), shards, *merge, advance)}
+
+
+def copied_part_task(
+    work: Path, folder: Path, shards: range, merge: tuple[list[list[Path]], int, int], *, advance: Advance
+) -> dict[str, Any]:
+    """Take one part of an order from the run of all its shards, without its tokens."""
+    ((source,),) = merge[0]
+    tokens = copy_part(work, source)
+    advance(tokens)
+    return {"tokens": tokens}
 
 
 def remove_other_orders(datastore: Path) -> None:
