@@ -7,6 +7,9 @@ bytes are what the tasks read and write of files that they go through; a text th
 tokens in the runs (`--carry no`) a larger text would be read at random: 4 KB for each prefix and stage. CPU seconds a token are measured ones,
 see `--cpu`.
 
+`--ties DATASTORE` measures how many prefixes of a real text share their last 4 to 64 tokens with a neighbor in the order. A run that carries
+fewer than 64 tokens would leave those to reads at random.
+
 A last table simulates a datastore that grows by 1,000 generations of random sizes: the orders that a search looks into, and how often a token
 was sorted.
 """
@@ -21,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import markdown, measured_on, say
+from indexing.store.datastore import Datastore
 from indexing.suffixes.order import (
     ALL_HEADS,
     FAN_IN,
@@ -29,13 +33,17 @@ from indexing.suffixes.order import (
     RANGE_TOKENS,
     ROWS_OF_HEAD,
     RUN_BYTES,
+    Prefixes,
     SortedRun,
+    blocks,
     carries_tokens,
     num_parts,
     planned_orders,
     position_bytes,
     runs_together,
+    stored_orders,
 )
+from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import vote_dtype
 from indexing.suffixes.votes_build import FAN_OUT, num_ranges, ranges_of_task, shards_of_block
 from pipelines.cli.results import Table
@@ -80,7 +88,7 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
     """Count what it takes to make the order and the votes of a datastore in one build."""
     shard_tokens, text = int(options.shard_tokens), tokens * options.token_bytes
     shards, parts = -(-tokens // shard_tokens), num_parts(tokens)
-    carried = options.carry != "no" and carries_tokens(text, options.memory)
+    carried = options.carry != "no" and carries_tokens(text, options.memory, math.inf)
     levels = list(merges(shards, tokens, shard_tokens))
     tasks = -(-num_ranges(tokens) // ranges_of_task(num_ranges(tokens)))
     together = shards_of_block(shards)
@@ -91,7 +99,7 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
     found = tokens * (4 + vote) + 8 * tasks * _SPLITS * shards  # positions, votes and offsets of all tasks
     collected = tasks * _FILES * (blocks or shards)
     longer = levels if carried else levels[:-1]  # otherwise the last level is the order
-    in_memory = 0 if carries_tokens(text, options.memory) else options.machines * text
+    in_memory = 0 if carries_tokens(text, options.memory, math.inf) else options.machines * text
     # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets.
     readers = min(options.workers, tasks) + (1 if carried else min(options.workers, parts))
     return Counters(
@@ -158,6 +166,22 @@ def table(options: argparse.Namespace) -> Table:
     return Table([*header, "CPU hours", "hours of disks", "of scattered reads"], rows)
 
 
+def ties(folder: Path) -> Table:
+    """The share of prefixes in the orders of a datastore that have the same last tokens as the one before or after them."""
+    split = Datastore.open(folder).train
+    texts, lengths, total = Texts(split), (4, 8, 16, 32, LONGEST), 0
+    tied = np.zeros(len(lengths), np.int64)
+    for prefixes in (Prefixes(texts, parts) for _, parts in stored_orders(split)):
+        for rows in blocks(len(prefixes), RANGE_TOKENS):
+            windows = prefixes.tokens(rows.start, min(rows.stop, len(prefixes)))[:, 1:]
+            equal = np.logical_and.accumulate((windows[1:] == windows[:-1]) & (windows[1:] > 0), axis=1)
+            for place, length in enumerate(lengths):
+                same = equal[:, length - 1]
+                tied[place] += np.count_nonzero(np.append(same, False) | np.append(False, same))
+        total += len(prefixes)
+    return Table(["tokens", *map(str, lengths)], [[f"{total:,}", *(f"{count / total:.0%}" for count in tied)]])
+
+
 def grown(generations: int, seed: int = 0) -> Table:
     """Orders and sorting of a datastore that grows by generations whose sizes differ by a factor of up to 1,000."""
     tokens = (1e9 * np.random.default_rng(seed).pareto(1, generations).clip(0.001, 1)).astype(int).tolist()
@@ -192,7 +216,10 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=5e11, help="bytes of a machine")
     parser.add_argument("--carry", choices=("auto", "no"), default="auto", help="no: runs never carry tokens")
     parser.add_argument("--reads", type=float, default=5e5, help="reads of 4 KB a second of a machine")
+    parser.add_argument("--ties", type=Path, help="a datastore with the stage suffixes")
     options = parser.parse_args()
+    if options.ties:
+        say(markdown(ties(options.ties)))
     say(
         f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_IN} runs and {FAN_OUT} blocks of shards"
     )

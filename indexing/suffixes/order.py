@@ -58,6 +58,7 @@ RUN_BYTES = 32
 ALL_HEADS = 1 << 64
 """Above all heads."""
 _TOKENS = "tokens.npy"
+_COPIES = 3  # of prefixes with tokens at a time: runs, longer ones, and the one that is kept
 _SAMPLES = 1 << 12  # heads of a shard that decide where an order is cut
 _BLOCK = 1 << 18
 _NAME = re.compile(rf"{FOLDER}/(\d{{5,9}})-(\d{{5,9}})-(\d{{5,9}})")
@@ -102,8 +103,8 @@ def runs_together(runs: int) -> int:
     return min(FAN_IN, -(-runs // FAN_IN))
 
 
-def carries_tokens(text_bytes: float, memory: float) -> bool:
-    """Whether runs carry the tokens of each prefix that are compared: if the text does not fit into half of the memory.
+def carries_tokens(text_bytes: float, memory: float, room: float) -> bool:
+    """Whether runs carry the tokens of each prefix: if the text does not fit into half of the memory, and the disk has room for them.
 
     A merge compares tokens all over the text. Reading them from memory is faster than reading longer runs, and reading them from a disk,
     at random, many times slower.
@@ -111,8 +112,9 @@ def carries_tokens(text_bytes: float, memory: float) -> bool:
     Args:
         text_bytes: bytes of the tokens of an order.
         memory: bytes of a machine.
+        room: free bytes of the disk.
     """
-    return text_bytes > memory / 2
+    return text_bytes > memory / 2 and room > _COPIES * (1 + LONGEST) * text_bytes
 
 
 def _tokens_of(shards: range, tokens: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """The stages `suffixes`, exact matches of any length, and `votes`, what follows them in other documents."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -110,8 +111,10 @@ class _Order:
 
     @cached_property
     def carried(self) -> bool:
-        """Whether its runs carry tokens."""
-        return carries_tokens(self.size * self.train.tokens.dtype.itemsize, usable_memory())
+        """Whether its runs carry tokens. A build that was killed has filled some of the room with runs."""
+        runs = sum(path.stat().st_size for path in (self.folder / _PREFIX_RUNS).glob("*/*"))
+        room = shutil.disk_usage(self.folder).free + runs
+        return carries_tokens(self.size * self.train.tokens.dtype.itemsize, usable_memory(), room)
 
     @property
     def keeps_tokens(self) -> bool:

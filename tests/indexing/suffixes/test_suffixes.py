@@ -23,6 +23,7 @@ from indexing.suffixes.order import (
     LONGEST,
     Prefixes,
     SortedRun,
+    carries_tokens,
     order_of,
     planned_orders,
     position_bytes,
@@ -246,6 +247,14 @@ def test_runs_are_merged_in_as_few_levels_as_they_need() -> None:
             assert together <= order.FAN_IN
             runs, count = -(-runs // together), count + 1
         assert (count, runs <= order.FAN_IN) == (levels, True)
+
+
+def test_runs_carry_tokens_if_the_memory_is_too_small_and_the_disk_has_room() -> None:
+    text = 10**12
+    room = 3 * (1 + LONGEST) * text
+    assert carries_tokens(text, 2 * text - 1, room + 1)
+    assert not carries_tokens(text, 2 * text, room + 1)
+    assert not carries_tokens(text, 0, room)
 
 
 def test_parts_of_runs_are_opened_for_the_heads_that_they_can_have() -> None:
