@@ -63,6 +63,7 @@ class Counters:
         tasks: of `votes`, each some ranges.
         files: made, those that are removed again included.
         opened: files opened by tasks, the tokens of each shard once for each worker.
+        maps: files that a worker of `votes` has opened at a time, which are memory-mapped.
         read, written: bytes.
         carried: how often each token is written with those before it.
         temporary: bytes of runs, which are kept until the order is done.
@@ -76,6 +77,7 @@ class Counters:
     tasks: int
     files: int
     opened: int
+    maps: int
     read: int
     written: int
     carried: int
@@ -100,8 +102,10 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
     collected = tasks * _FILES * (blocks or shards)
     longer = levels if carried else levels[:-1]  # otherwise the last level is the order
     in_memory = 0 if carries_tokens(text, options.memory, math.inf) else options.machines * text
-    # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets.
-    readers = min(options.workers, tasks) + (1 if carried else min(options.workers, parts))
+    # A worker opens the text of a shard at most once for each stage: tokens, lengths and offsets; for `votes` also held-out runs, with tokens.
+    voters = min(options.workers, tasks)
+    sorters = 1 + (0 if carried else min(options.workers, parts))
+    maps = 3 * _SPLITS * shards + (2 + carried) * parts
     return Counters(
         shards=shards,
         levels=len(levels) - 1,
@@ -112,10 +116,12 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
         + 4 * shards
         + _FILES * (tasks + blocks)
         + _SPLITS * shards,
-        opened=3 * shards * (1 + readers)
+        opened=3 * shards * sorters
+        + maps * voters
         + (2 + carried) * sum(opened for _, opened in levels)
         + collected
         + (blocks and _FILES * shards),
+        maps=maps,
         read=text + in_memory + run * len(levels) + (run if carried else 0) + prefixes + (2 if blocks else 1) * found,
         written=run * (1 + len(longer)) + prefixes + (2 if blocks else 1) * found + tokens * vote,
         carried=carried * (1 + len(longer)),
@@ -151,7 +157,20 @@ def whole_run(shards: range, parts: int) -> SortedRun:
 
 def table(options: argparse.Namespace) -> Table:
     """A row for each size."""
-    header = ["tokens", "shards", "levels", "parts", "tasks", "files", "opened", "read", "written", "temporary", "kept"]
+    header = [
+        "tokens",
+        "shards",
+        "levels",
+        "parts",
+        "tasks",
+        "files",
+        "opened",
+        "maps",
+        "read",
+        "written",
+        "temporary",
+        "kept",
+    ]
     rows = []
     for tokens in map(int, options.tokens):
         each = counters(tokens, options)
@@ -159,7 +178,7 @@ def table(options: argparse.Namespace) -> Table:
         hours = tokens * (suffixes + votes + carried * each.carried) * 1e-6 / 3600
         disk = (each.read + each.written) / options.disk / options.machines / 3600
         scattered = each.scattered / options.reads / options.machines / 3600
-        counts = [each.shards, each.levels, each.parts, each.tasks, each.files, each.opened]
+        counts = [each.shards, each.levels, each.parts, each.tasks, each.files, each.opened, each.maps]
         sizes = [f"{size / 1e9:,.0f} GB" for size in (each.read, each.written, each.temporary, each.kept)]
         times = [f"{hours:,.1f}", f"{disk:,.2f}", f"{scattered:,.2f}"]
         rows.append([f"{tokens:.0e}", *(f"{count:,}" for count in counts), *sizes, *times])

@@ -76,10 +76,10 @@ def shards_of_block(shards: int) -> int:
 
 
 def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
-    """Write the prefixes of the held-out documents of a shard, in the order of their heads: a folder for each split."""
+    """Write the prefixes of the held-out documents of a shard, in the order of their heads, with their tokens: a folder for each split."""
     for name in _HELD_OUT:
         (work / name).mkdir()
-        write_run(work / name, Texts(datastore.split(name)), shard)
+        write_run(work / name, Texts(datastore.split(name)), shard, carried=True)
 
 
 def open_prefixes(datastore: Datastore, held_out: Path) -> list[Prefixes]:

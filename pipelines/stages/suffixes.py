@@ -70,12 +70,10 @@ def run_suffixes(config: Config, executor: Executor) -> Artifacts:
     ]
     for order in orders:
         order.make(executor)
-    kept = {_run_path(path) for order in orders if order.keeps_tokens for path, _ in order.parts}
-    for run in (folder / _PREFIX_RUNS).glob("*"):  # also those of a build that was killed after its last part
-        if run.relative_to(folder).as_posix() not in kept:
-            remove(run)
-    if (folder / _PREFIX_RUNS).exists() and not kept:
-        remove(folder / _PREFIX_RUNS)
+    runs = folder / _PREFIX_RUNS  # also those of a build that was killed after its last part
+    kept = {folder / _run_path(path) for order in orders if order.keeps_tokens for path, _ in order.parts}
+    for path in {*runs.glob("*")} - kept if kept else [runs] * runs.exists():
+        remove(path)
     return finished(folder, [path for order in orders for path, _ in order.parts])
 
 
