@@ -10,7 +10,7 @@
       sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
       suffixes/00000-00000-00000/   positions.npy heads.npy
       ngrams/00000/                 hashes.npy offsets.npy chunks.npy
-      votes/00000/                  train.npy valid.npy test.npy
+      votes/00000/                  train.zst train.npy valid.zst valid.npy …
       neighbors/00000/{train,valid,test}/  ids.npy
       materialized/00000/{train,valid,test}/  tokens.npy lengths.npy
       appended/00001/               corpus/ of each appended generation
@@ -32,6 +32,7 @@ import numpy as np
 
 from indexing.store import remote
 from indexing.store.artifact import fingerprint, parse_manifest, reading, require_finished
+from indexing.store.compressed_array import CompressedArray, rows_of_block
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
 from indexing.store.errors import DatastoreChanged, InputError
@@ -139,9 +140,10 @@ class Split:
         return self._array("materialized", f"{self.name}/lengths")
 
     @cached_property
-    def votes(self) -> ShardedArray:
-        """[chunks, m] of `suffixes.votes.vote_dtype`: the tokens after matches of the text up to each token, by their length."""
-        return self._array("votes", self.name)
+    def votes(self) -> CompressedArray:
+        """The tokens after matches of the text up to each token, see `suffixes.votes.read_votes`."""
+        paths = [self.folder / "votes" / shard_name(s) / self.name for s in range(len(self.chunk_rows))]
+        return CompressedArray(paths, self.chunk_rows, rows_of_block(self.chunk_length), self.reading)
 
     @cached_property
     def neighbor_limit(self) -> float:

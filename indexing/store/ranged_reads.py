@@ -67,7 +67,7 @@ class RangedArray:
     def __init__(self, paths: Sequence[Path], starts: np.ndarray, gap_bytes: int = GAP_BYTES) -> None:
         self.paths, self.starts, self.gap_bytes = list(paths), starts, gap_bytes
         self._headers: dict[int, Header] = {}
-        self._files = _Files()
+        self._files = RangedFiles()
 
     def headers(self, shards: Sequence[int]) -> list[Header]:
         """The headers of some files, each read once.
@@ -132,7 +132,7 @@ def check_rows(path: Path, rows: int, expected: int) -> None:
         raise damaged(path, f"{path} has {rows} rows, the datastore's manifest says {expected}")
 
 
-class _Files:
+class RangedFiles:
     """Reads bytes of files by range, and keeps the descriptors of the most recent files."""
 
     def __init__(self) -> None:

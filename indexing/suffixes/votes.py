@@ -1,7 +1,7 @@
 """The votes of a datastore: what follows a text in other documents, by the length of the match.
 
-For each token of a datastore they are stored in 21 to 24 bytes. `votes_build.py` makes them, models read them in training, and
-`search.py` finds the same for a text while it is generated.
+For each token of a datastore they are stored in about 10 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
+them, models read them in training, and `search.py` finds the same for a text while it is generated.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.order import LONGEST
 
 FOLDER = "votes"
-VERSION = 2
+VERSION = 3
 """Of the format. Votes of another version are made again."""
 LENGTHS = (1, 2, 3, 4, 6, 10, 16)
 """Lengths of matches whose occurrences vote: the last tokens of a text, up to the longest match."""
@@ -35,7 +35,7 @@ LARGEST_VOCABULARY = 1 << 24
 
 
 def vote_dtype(tokens: np.dtype) -> np.dtype:
-    """The votes of one position: 21 bytes with token ids of 16 bits, 24 bytes with larger ones.
+    """The votes of one position, before they are compressed: 21 bytes with token ids of 16 bits, 24 bytes with larger ones.
 
     - `length` u1: of the longest match, at most 64; 0 = nothing votes at any length.
     - `tokens` [3]: the candidates, uint16, or three bytes each, the lowest first. From the longest length to the shortest, those with
@@ -85,6 +85,22 @@ def require_votes(datastore: Datastore) -> None:
         )
 
 
+def read_votes(split: Split, chunks: np.ndarray) -> np.ndarray:
+    """The stored votes of chunks of a split.
+
+    Args:
+        split: the split.
+        chunks: ids [n] int64.
+
+    Returns:
+        [n, m] of `vote_dtype`.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    return split.votes.gather(chunks, vote_dtype(split.tokens.dtype), split.chunk_length)
+
+
 def as_columns(votes: np.ndarray) -> np.ndarray:
     """Votes [...] as numbers [..., 32] int64.
 
@@ -93,8 +109,11 @@ def as_columns(votes: np.ndarray) -> np.ndarray:
     tokens, levels = votes["tokens"], votes["levels"]
     if tokens.ndim == votes.ndim + 2:
         tokens = tokens @ np.array([1, 1 << 8, 1 << 16])
-    numbers = np.stack([levels & 15, levels >> 4], axis=-1).reshape(*votes.shape, -1)
-    return np.concatenate([votes["length"][..., None], tokens, numbers], axis=-1, dtype=np.int64)
+    columns = np.empty((*votes.shape, COLUMNS), np.int64)
+    columns[..., 0], columns[..., 1 : 1 + KEPT] = votes["length"], tokens
+    pairs = levels.reshape(*votes.shape, -1)
+    columns[..., 1 + KEPT :: 2], columns[..., 2 + KEPT :: 2] = pairs & 15, pairs >> 4
+    return columns
 
 
 def packed(lengths: np.ndarray, candidates: np.ndarray, numbers: np.ndarray, tokens: np.dtype) -> np.ndarray:

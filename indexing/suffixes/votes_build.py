@@ -18,6 +18,7 @@ import numpy as np
 
 from indexing.machine import compiled
 from indexing.progress import Advance
+from indexing.store.compressed_array import rows_of_block, write_compressed
 from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.deletions import inside
 from indexing.store.files import save_array
@@ -397,7 +398,7 @@ def write_block(work: Path, ranges: Sequence[Path], shards: range) -> None:
 
 
 def write_shard(work: Path, datastore: Datastore, shard: int, collected: Sequence[Path], number: int) -> dict[str, int]:
-    """Write `SPLIT.npy` [chunks, m] of `vote_dtype` for each split of a shard.
+    """Write the votes [chunks, m] of `vote_dtype` of each split of a shard, see `write_compressed`.
 
     Args:
         work: the folder to write to.
@@ -416,6 +417,6 @@ def write_shard(work: Path, datastore: Datastore, shard: int, collected: Sequenc
         for folder in collected:
             rows = slice(*open_array(folder / "offsets.npy")[source : source + 2].tolist())
             votes[open_array(folder / "positions.npy")[rows]] = open_array(folder / "votes.npy")[rows]
-        save_array(work / f"{split.name}.npy", votes.reshape(tokens.shape))
+        write_compressed(work / split.name, votes.reshape(tokens.shape), rows_of_block(split.chunk_length))
         counts[split.name] = int(np.count_nonzero(votes["length"]))
     return counts

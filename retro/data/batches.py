@@ -20,7 +20,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-from indexing.suffixes.votes import COLUMNS, as_columns, require_votes, within_limit
+from indexing.suffixes.votes import COLUMNS, as_columns, read_votes, require_votes, within_limit
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -63,10 +63,12 @@ def read_sequences(
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = votes = None
     if use.votes:
-        votes = np.zeros((*ids.shape, m, COLUMNS), dtype=np.int64)
-        found = as_columns(split.votes.gather(ids[real])) if use.found_votes is None else use.found_votes[ids[real]]
-        votes[real] = within_limit(found, split, use.max_overlap)
-        votes = votes.reshape(len(ids), -1, votes.shape[-1])  # [B, T, 32]
+        found = as_columns(read_votes(split, ids[real])) if use.found_votes is None else use.found_votes[ids[real]]
+        votes = within_limit(found, split, use.max_overlap)
+        if not real.all():  # the usual batch is not copied
+            votes = np.zeros((*ids.shape, m, COLUMNS), dtype=np.int64)
+            votes[real] = found
+        votes = votes.reshape(len(ids), -1, COLUMNS)  # [B, T, 32]
     if use.k:
         # The documents of a range of chunks are a range of chunks too.
         own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]

@@ -17,7 +17,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.order import LONGEST
-from indexing.suffixes.votes import has_votes
+from indexing.suffixes.votes import has_votes, read_votes
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
@@ -54,7 +54,7 @@ class LongestMatches:
 
     def of_tokens(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of the longest match that ends in each token: chunk ids [n] int64 → [n, m] uint8; 0 in padding."""
-        lengths: np.ndarray = self.split.votes.gather(ids)["length"]
+        lengths: np.ndarray = read_votes(self.split, ids)["length"]
         return lengths
 
     def of_documents(self, documents: np.ndarray, advance: Advance = lambda _: None) -> np.ndarray:

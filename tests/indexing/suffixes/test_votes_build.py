@@ -25,6 +25,7 @@ from indexing.suffixes.votes import (
     SHARES,
     as_columns,
     has_votes,
+    read_votes,
     require_votes,
     within_limit,
 )
@@ -51,7 +52,9 @@ def votes_by_document(split: Split) -> list[np.ndarray]:
     )
     return [
         as_columns(
-            np.concatenate([split.votes.read(chunk, chunk + 1)[0, : lengths[chunk]] for chunk in range(first, stop)])
+            np.concatenate(
+                [read_votes(split, np.array([chunk]))[0, : lengths[chunk]] for chunk in range(first, stop)]
+            )
         )
         for first, stop in split.chunk_ranges(kept)
     ]
@@ -201,7 +204,7 @@ def test_the_limit_of_the_stored_neighbors_holds_for_stored_and_live_votes(
         index = SuffixIndex.open(split.folder)
         first, stop = split.chunk_range(1)
         text = split.tokens.read(first, stop).ravel()[: 16 * (stop - first - 1)]
-        stored = as_columns(split.votes.read(first, stop)).reshape(-1, COLUMNS)[: len(text)]
+        stored = as_columns(read_votes(split, np.arange(first, stop))).reshape(-1, COLUMNS)[: len(text)]
         assert (stored[:, 0] == LONGEST).any()
         read = within_limit(stored.copy(), split)
         kept = stored[:, 0] <= (4 if limit < 1 else LONGEST)
@@ -232,7 +235,7 @@ def test_several_ranges_give_nearly_the_same_votes(
 ) -> None:
     monkeypatch.setattr(votes_build, "RANGE_TOKENS", 1500)
     cut = rebuilt(datastore, tmp_path)
-    one, other = (as_columns(split.votes.read(0, split.num_chunks)) for split in (datastore.train, cut.train))
+    one, other = (as_columns(read_votes(split, np.arange(split.num_chunks))) for split in (datastore.train, cut.train))
     assert (one[..., 0] == other[..., 0]).mean() > 0.95
     assert (one == other).all(axis=-1).mean() > 0.85
 

@@ -9,7 +9,7 @@ import pytest
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
-from indexing.suffixes.votes import COLUMNS, as_columns
+from indexing.suffixes.votes import COLUMNS, as_columns, read_votes
 from retro.data.batches import TrainingData, read_sequences, readers_first
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
@@ -26,7 +26,7 @@ def test_a_batch_has_the_stored_votes(voting_datastore: Datastore, k: int) -> No
     batch = data.batch(range(6))
     for sample in range(6):
         _, (first, stop) = data.locate(sample)
-        stored = as_columns(voting_datastore.train.votes.gather(np.arange(first, stop)))
+        stored = as_columns(read_votes(voting_datastore.train, np.arange(first, stop)))
         assert np.array_equal(batch.votes[sample, : 16 * (stop - first)], stored.reshape(-1, COLUMNS))
         assert not batch.votes[sample, 16 * (stop - first) :].any()
     assert batch.votes[..., 0].any()

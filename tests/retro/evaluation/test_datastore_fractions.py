@@ -15,7 +15,7 @@ from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from indexing.suffixes.votes import COLUMNS, as_columns
+from indexing.suffixes.votes import COLUMNS, as_columns, read_votes
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation import datastore_fractions
 from retro.evaluation.datastore_fractions import (
@@ -257,7 +257,7 @@ def test_votes_of_the_whole_datastore_are_the_stored_ones(voting_datastore: Data
     nothing, whole = votes_in_fractions(held_out, stop, (1e-9, 1.0))
     assert nothing.votes is not None
     assert (nothing.documents, nothing.chunks, nothing.votes.any()) == (0, 0, False)
-    stored = as_columns(held_out.split.votes.read(0, stop))
+    stored = as_columns(read_votes(held_out.split, np.arange(0, stop)))
     assert whole.found is None
     assert whole.votes is not None
     assert np.array_equal(whole.votes[..., 0], stored[..., 0])

@@ -13,6 +13,7 @@ import torch
 
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
+from indexing.suffixes.votes import read_votes
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.leakage import LongestMatches, longest_matches
@@ -100,7 +101,7 @@ def test_a_token_counts_for_the_match_before_it(tiny_model: Retro, held_out: Eva
     expected = np.zeros(4, dtype=np.int64)
     for first, stop in split.chunk_ranges(np.arange(split.num_documents)).tolist():
         real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
-        before = split.votes.read(first, stop)["length"][real][:-1]
+        before = read_votes(split, np.arange(first, stop))["length"][real][:-1]
         starts = [0, *STARTS, 65]
         expected += [((before >= low) & (before < high)).sum() for low, high in pairwise(starts)]
     parts = by_token(measure(tiny_model, held_out), split)

@@ -6,7 +6,7 @@ import torch
 
 from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
-from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns, read_votes
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import draft
 from retro.inference.generation import Batch, generate
@@ -27,7 +27,7 @@ def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: 
     equal = list[bool]()
     for first, stop in split.chunk_ranges(np.arange(split.num_documents)):
         real = np.arange(split.chunk_length) < split.lengths.read(first, stop)[:, None]
-        text, stored = split.tokens.read(first, stop)[real], as_columns(split.votes.read(first, stop)[real])
+        text, stored = split.tokens.read(first, stop)[real], as_columns(read_votes(split, np.arange(first, stop))[real])
         live = index.votes(text)
         assert np.array_equal(live[:, 0], stored[:, 0])
         assert np.array_equal(index.votes(text, 5), live[5:])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.suffixes.votes import as_columns
+from indexing.suffixes.votes import as_columns, read_votes
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
@@ -201,7 +201,7 @@ def test_a_model_that_copies_from_the_datastore_scores_live_what_it_is_evaluated
     real = np.arange(split.chunk_length) < split.lengths.read(*split.chunk_range(0))[:, None]
     text = split.tokens.read(*split.chunk_range(0))[real].astype(np.int64)[:60]
     opened = LanguageModel.open(found.path, device="cpu")
-    votes = as_columns(split.votes.read(*split.chunk_range(0))[real][:59])
+    votes = as_columns(read_votes(split, np.arange(*split.chunk_range(0)))[real][:59])
     inputs = Inputs(torch.from_numpy(text[None, :-1]), votes=torch.from_numpy(votes[None]))
     with torch.no_grad(), opened.placement.autocast():
         expected = opened.model(inputs)[0].log_softmax(-1).gather(1, torch.from_numpy(text[1:, None]))[:, 0]
