@@ -50,6 +50,7 @@ from pipelines.cli.results import Table
 
 _FILES = 3  # of a task of `votes`: positions, votes and offsets, without manifests
 _SPLITS = 3
+_STORED = 12  # bytes of the compressed votes of a token, measured (docs/results/scale.md)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
         + 2 * parts
         + 4 * shards
         + _FILES * (tasks + blocks)
-        + _SPLITS * shards,
+        + 2 * _SPLITS * shards,
         opened=3 * shards * sorters
         + maps * voters
         + (2 + carried) * sum(opened for _, opened in levels)
@@ -123,11 +124,11 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
         + (blocks and _FILES * shards),
         maps=maps,
         read=text + in_memory + run * len(levels) + (run if carried else 0) + prefixes + (2 if blocks else 1) * found,
-        written=run * (1 + len(longer)) + prefixes + (2 if blocks else 1) * found + tokens * vote,
+        written=run * (1 + len(longer)) + prefixes + (2 if blocks else 1) * found + tokens * _STORED,
         carried=carried * (1 + len(longer)),
         temporary=run * (1 + len(longer)),
         scattered=0 if carried or in_memory else 2 * tokens,
-        kept=prefixes + tokens * vote,
+        kept=prefixes + tokens * _STORED,
     )
 
 

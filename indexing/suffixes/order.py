@@ -268,6 +268,15 @@ class Prefixes:
                 read.append(stored[begin - start : min(stop, end) - start : step])
         return read
 
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """The positions of rows in any order: [n] → [n] int64."""
+        if len(self._positions) == 1:
+            return _as_numbers(self._positions[0][rows])
+        out, parts = np.empty(len(rows), np.int64), np.searchsorted(self.rows, rows, side="right") - 1
+        for part in np.unique(parts).tolist():
+            out[parts == part] = _as_numbers(self._positions[part][rows[parts == part] - self.rows[part]])
+        return out
+
     def head_before(self, head: int) -> int:
         """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
         if (part := bisect_left(self._firsts, head) - 1) < 0:

@@ -62,8 +62,14 @@ def has_votes(datastore: Datastore) -> bool:
     return bool(recipe["version"] == VERSION and recipe["settings"]["deleted"] == deletions_of(datastore))
 
 
-def _recipe(datastore: Datastore) -> dict[str, Any]:
-    recipe: dict[str, Any] = read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]
+def all_vote(datastore: Datastore) -> bool:
+    """Whether all documents vote for all tokens, and not only for those that were appended with them or later. The datastore has votes."""
+    shards = len(datastore.train.chunk_rows)
+    return all(_recipe(datastore, shard)["settings"]["orders"][-1] == shards for shard in range(shards))
+
+
+def _recipe(datastore: Datastore, shard: int = 0) -> dict[str, Any]:
+    recipe: dict[str, Any] = read_manifest(datastore.folder / FOLDER / shard_name(shard))["recipe"]
     return recipe
 
 

@@ -5,7 +5,8 @@
     for each of `LENGTHS` up to it: all prefixes with the same last tokens ─► at most 32 of them ─► votes
     votes of ranges ─► votes of shards; of many shards through blocks of them
 
-Every token is in one range, so time is linear in the tokens. Only documents of `train` vote, and no document for itself. Prefixes of
+Every token is in one range, so time is linear in the tokens. Tokens of appended documents are in ranges of the orders that have them; earlier
+orders are searched (`occurrences.py`), so their time is linear in the appended tokens times a logarithm. Only documents of `train` vote, and no document for itself. Prefixes of
 held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
 """
 
@@ -20,12 +21,13 @@ from indexing.machine import compiled
 from indexing.progress import Advance
 from indexing.store.compressed_array import rows_of_block, write_compressed
 from indexing.store.datastore import SPLITS, Datastore, shard_name
-from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
+from indexing.suffixes.occurrences import Occurrences, is_deleted, occurrences_of
 from indexing.suffixes.order import (
     RANGE_TOKENS,
     Prefixes,
+    blocks,
     order_of_windows,
     stored_orders,
     with_tokens,
@@ -40,6 +42,8 @@ _MOST_RANGES = 8
 """Ranges of prefixes whose votes one task finds, if there are many; so the files of a task stay below 250 MB."""
 _LEAST_TASKS = 64
 """With fewer ranges each is a task."""
+_DRAWN_ROWS = 1 << 17
+"""Rows whose voters in several orders are drawn at a time."""
 _HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
@@ -47,10 +51,10 @@ _HELD_OUT = tuple(name for name in SPLITS if name != "train")
 
 
 def num_ranges(tokens: int) -> int:
-    """How many ranges the prefixes of a datastore are cut into.
+    """How many ranges prefixes are cut into.
 
     Args:
-        tokens: of its training documents.
+        tokens: of the orders that are read whole.
     """
     return max(1, -(-tokens // RANGE_TOKENS))
 
@@ -83,22 +87,51 @@ def write_held_out(work: Path, datastore: Datastore, shard: int) -> None:
         write_run(work / name, Texts(datastore.split(name)), shard, carried=True)
 
 
-def open_prefixes(datastore: Datastore, held_out: Path) -> list[Prefixes]:
-    """Open the orders of the training documents, and the runs of the held-out ones in the folder that has those of each shard."""
-    texts = Texts(datastore.train)
-    runs = [Prefixes(texts, with_tokens(parts)) for _, parts in stored_orders(datastore.train)]
+@dataclass(frozen=True)
+class Voting:
+    """The prefixes of a datastore, for the votes of some shards.
+
+    Attributes:
+        wanted: [shards] bool, whether the votes of each shard are made.
+        searched: orders of training documents that have none of these shards. They are searched for each prefix.
+        runs: the other orders, and the runs of the held-out documents of these shards. They are read whole.
+    """
+
+    wanted: np.ndarray
+    searched: list[Prefixes]
+    runs: list[Prefixes]
+
+    @property
+    def orders(self) -> list[Prefixes]:
+        """All orders of training documents."""
+        return [*self.searched, *(run for run in self.runs if run.texts.split.name == "train")]
+
+
+def open_prefixes(datastore: Datastore, held_out: Path, shards: Sequence[int], searched: int) -> Voting:
+    """Open the prefixes that the votes of some shards are made from.
+
+    Args:
+        datastore: the datastore.
+        held_out: the folder with the runs of the held-out documents of each shard.
+        shards: the shards.
+        searched: the number of orders that are searched, the first ones; these shards are in the others.
+    """
+    texts, wanted = Texts(datastore.train), np.zeros(len(datastore.train.chunk_rows), bool)
+    wanted[np.array(shards)] = True
+    orders = [parts for _, parts in stored_orders(datastore.train)]
+    earlier = [Prefixes(texts, parts) for parts in orders[:searched]]
+    runs = [Prefixes(texts, with_tokens(parts)) for parts in orders[searched:]]
     for name in _HELD_OUT:
         texts = Texts(datastore.split(name))
-        runs += [Prefixes(texts, [held_out / shard_name(shard) / name]) for shard in range(len(texts.starts) - 1)]
-    return runs
+        runs += [Prefixes(texts, [held_out / shard_name(shard) / name]) for shard in shards]
+    return Voting(wanted, earlier, runs)
 
 
 def _voting_documents(texts: Texts, positions: np.ndarray) -> np.ndarray:
     """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
     if texts.split.name != "train":
         return np.full(len(positions), -1)
-    deleted = inside(positions // texts.split.chunk_length, texts.split.deleted)
-    return np.where(deleted, -1, texts.documents(positions))
+    return np.where(is_deleted(texts, positions), -1, texts.documents(positions))
 
 
 # --- ranges --------------------------------------------------------------------------------------------------------
@@ -145,6 +178,8 @@ def votes_in_range(
     voting: np.ndarray,
     tokens: np.dtype,
     cut: Sequence[CutMatch] = (),
+    wanted: np.ndarray | None = None,
+    others: Sequence[Occurrences] = (),
 ) -> np.ndarray:
     """The votes [n] of `vote_dtype` of the prefixes of a range in their order.
 
@@ -155,6 +190,8 @@ def votes_in_range(
         voting: [n] bool.
         tokens: type of token ids.
         cut: matches that occur outside of the range too.
+        wanted: [n] bool; the others get no votes. None = all.
+        others: where the prefixes occur in orders of other documents, which vote too.
     """
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
@@ -164,22 +201,31 @@ def votes_in_range(
     poll = (
         np.concatenate([own[voters], *(match.own for match in cut)]),
         np.concatenate([following[voters], *(match.following for match in cut)]).astype(np.int32),
-        own,
-        np.where(nearest < 0, -1, following[nearest]).astype(np.int32),
     )
+    after = np.where(nearest < 0, -1, following[nearest])
+    for other in others:
+        after, length = np.where(other.shared > length, other.following, after), np.maximum(other.shared, length)
+    length = length if wanted is None else length * wanted
+    rest = own, after.astype(np.int32)
     candidates = np.full((len(window), KEPT), -1, np.int32)
     numbers = np.zeros((len(window), len(LENGTHS), 1 + KEPT), np.uint8)
-    longer = np.zeros((2, len(window)), np.int64)  # the voters [low, high) of the next longer match
+    longer = np.zeros((2 + 2 * len(others), len(window)), np.int64)  # the voters [low, high) of the next longer match
     for level in reversed(range(len(LENGTHS))):
         low, high, size = _voters_of(LENGTHS[level], common, voters_before, cut)
+        is_cut = high > len(voters)  # its voters are those of all orders
+        bounds = np.array([low, high, *(np.where(is_cut, 0, rows) for other in others for rows in other.bounds[level])])
         matched = length >= LENGTHS[level]
-        same = matched & (low == longer[0]) & (high == longer[1])
+        same = matched & (bounds == longer).all(axis=0)
         numbers[same, level] = numbers[same, min(level + 1, len(LENGTHS) - 1)]
         new = np.flatnonzero(matched & ~same)
-        counted = np.zeros((len(new), 1 + KEPT), np.uint8)
-        compiled(_count)(new, low[new], high[new], size[new], *poll, candidates, counted)
-        numbers[new, level] = counted
-        longer = np.where(matched, (low, high), 0)
+        for rows in (new[block] for block in blocks(len(new), _DRAWN_ROWS if others else len(window))):
+            voters_of_rows = low[rows], high[rows], size[rows], *poll
+            if others:
+                voters_of_rows = _drawn(bounds[:, rows], size[rows], poll, [other.order for other in others])
+            counted = np.zeros((len(rows), 1 + KEPT), np.uint8)
+            compiled(_count)(rows, *voters_of_rows, *rest, candidates, counted)
+            numbers[rows, level] = counted
+        longer = np.where(matched, bounds, 0)
     return packed(length, candidates, numbers, tokens)
 
 
@@ -205,6 +251,39 @@ def _voters_of(
             low[there], high[there], size[there] = first, first + len(match.own), match.voters
         first += len(match.own)
     return low, high, size
+
+
+def _drawn(
+    bounds: np.ndarray, size: np.ndarray, poll: tuple[np.ndarray, np.ndarray], orders: Sequence[Prefixes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Draw the voters of rows [r] from a range and from other orders: the arguments of `_count` from `low` to `following`.
+
+    Args:
+        bounds: first and last + 1 of each row's voters among those of the range, then among the rows of each order, [2 + 2 · orders, r].
+        size: the number of voters in the range, [r].
+        poll: documents of the voters of the range, and the tokens after them.
+        orders: the other orders.
+    """
+    begins = np.append(True, (bounds[:, 1:] != bounds[:, :-1]).any(axis=0))
+    low, sizes = bounds[::2, begins], bounds[1::2, begins] - bounds[::2, begins]  # [1 + orders, groups]
+    step = np.maximum(1, -(-sizes.sum(axis=0) // SAMPLED))
+    edges = np.append(0, np.cumsum(-(-sizes.sum(axis=0) // step)))
+    group = np.repeat(np.arange(len(step)), np.diff(edges))
+    # Place of a drawn voter among those of its group; below, among those of its group from one order on.
+    place = (np.arange(edges[-1]) - edges[group]) * step[group]
+    documents, following = np.full(len(place), -1), np.full(len(place), -1, np.int32)
+    for order, first, count in zip((None, *orders), low, sizes, strict=True):
+        here = np.flatnonzero((place >= 0) & (place < count[group]))
+        rows = first[group[here]] + place[here]
+        if order is None:
+            documents[here], following[here] = poll[0][rows], poll[1][rows]
+        else:
+            positions = order.take(rows)
+            documents[here] = _voting_documents(order.texts, positions)
+            following[here] = np.where(documents[here] < 0, -1, order.texts.following(positions))
+        place -= count[group]
+    number = np.cumsum(begins) - 1
+    return edges[number], edges[number + 1], size + sizes[1:].sum(axis=0)[number], documents, following
 
 
 def _count(
@@ -303,9 +382,9 @@ def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.nd
 
 
 def write_ranges(
-    work: Path, datastore: Datastore, runs: Sequence[Prefixes], borders: Sequence[int], advance: Advance
+    work: Path, datastore: Datastore, prefixes: Voting, borders: Sequence[int], advance: Advance
 ) -> dict[str, int]:
-    """Write the votes of all prefixes with heads in the ranges between these borders, by source.
+    """Write the votes of all wanted prefixes with heads in the ranges between these borders, by source.
 
     A source is a split of a shard; those of the first shard come first, and `train` before the others.
 
@@ -317,7 +396,7 @@ def write_ranges(
         the number of training tokens.
     """
     sources, positions, votes = zip(
-        *(_range(datastore, runs, first, stop) for first, stop in pairwise(borders)), strict=True
+        *(_range(datastore, prefixes, first, stop) for first, stop in pairwise(borders)), strict=True
     )
     source = np.concatenate(sources)
     order, count = np.argsort(source, kind="stable"), len(SPLITS) * len(datastore.train.chunk_rows)
@@ -329,29 +408,36 @@ def write_ranges(
     return {"tokens": trained}
 
 
-def _range(
-    datastore: Datastore, runs: Sequence[Prefixes], first: int, stop: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Source, position in the shard and votes of all prefixes with heads in [first, stop): [n], [n] uint32, [n]."""
-    rows = [(run, run.between(first, stop)) for run in runs]
+def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, position in the shard and votes of all wanted prefixes with heads in [first, stop): [n], [n] uint32, [n]."""
+    rows = [(run, run.between(first, stop)) for run in prefixes.runs]
     pairs = [(run.texts, run.positions(own.start, own.stop)) for run, own in rows]
     read = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     order = order_of_windows(read[:, 1:])
     following, window = read[order, 0].astype(np.int64) - 1, read[order, 1:]
     document = np.concatenate([_voting_documents(texts, positions) for texts, positions in pairs])[order]
-    tokens = datastore.train.tokens.dtype
-    votes = np.empty(len(window), vote_dtype(tokens))
-    cut = list(_cut_matches(runs, window, first, stop))
-    votes[order] = votes_in_range(window, following, document, document >= 0, tokens, cut)
     shards = [np.searchsorted(texts.starts, positions, side="right") - 1 for texts, positions in pairs]
     local = [positions - texts.starts[shard] for (texts, positions), shard in zip(pairs, shards, strict=True)]
     sources = [
         shard * len(SPLITS) + SPLITS.index(texts.split.name) for (texts, _), shard in zip(pairs, shards, strict=True)
     ]
-    return np.concatenate(sources), np.concatenate(local).astype(np.uint32), votes
+    wanted = prefixes.wanted[np.concatenate(shards)]
+    tokens = datastore.train.tokens.dtype
+    votes = np.empty(len(window), vote_dtype(tokens))
+    votes[order] = votes_in_range(
+        window,
+        following,
+        document,
+        document >= 0,
+        tokens,
+        list(_cut_matches(prefixes.orders, window, first, stop)),
+        wanted[order],
+        [occurrences_of(other, window, np.flatnonzero(wanted[order])) for other in prefixes.searched],
+    )
+    return np.concatenate(sources)[wanted], np.concatenate(local).astype(np.uint32)[wanted], votes[wanted]
 
 
-def _cut_matches(runs: Sequence[Prefixes], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
+def _cut_matches(orders: Sequence[Prefixes], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
     """The matches of a few tokens that occur in a range [first, stop) of heads and outside of it: those of its first and last prefix."""
     ends = [0, len(window) - 1] if len(window) else []
     for length in (length for length in LENGTHS if length * window.itemsize < 8):
@@ -359,21 +445,20 @@ def _cut_matches(runs: Sequence[Prefixes], window: np.ndarray, first: int, stop:
         for row, head in zip(ends, numbers(window[ends])[:, 0].tolist(), strict=True):
             low, high = head >> bits << bits, (head >> bits) + 1 << bits
             if low < first or high > stop:
-                yield _cut_match(runs, row, length, low, high)
+                yield _cut_match(orders, row, length, low, high)
 
 
-def _cut_match(runs: Sequence[Prefixes], row: int, length: int, first: int, stop: int) -> CutMatch:
+def _cut_match(orders: Sequence[Prefixes], row: int, length: int, first: int, stop: int) -> CutMatch:
     """The match of all training prefixes with heads in [first, stop)."""
-    trained = [run for run in runs if run.texts.split.name == "train"]
-    rows = [run.between(first, stop) for run in trained]
+    rows = [order.between(first, stop) for order in orders]
     places = spread([*map(len, rows)], SAMPLED)
     positions = np.concatenate(
         [
-            run.positions(own.start + at.start, own.start + at.stop, at.step)
-            for run, own, at in zip(trained, rows, places, strict=True)
+            order.positions(own.start + at.start, own.start + at.stop, at.step)
+            for order, own, at in zip(orders, rows, places, strict=True)
         ]
     )
-    texts = trained[0].texts
+    texts = orders[0].texts
     documents = _voting_documents(texts, positions)
     alive = documents >= 0
     voters = sum(map(len, rows)) * int(alive.sum()) // max(1, len(positions))

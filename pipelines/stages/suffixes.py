@@ -1,7 +1,8 @@
 """The stages `suffixes`, exact matches of any length, and `votes`, what follows them in other documents."""
 
+import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 
 from indexing.machine import usable_memory
 from indexing.progress import Advance
-from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, remove
+from indexing.store.artifact import Artifacts, Recipe, fingerprint, made_by, parse_manifest, remove
 from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
@@ -19,7 +20,6 @@ from indexing.suffixes.order import (
     ALL_HEADS,
     LONGEST,
     RUNS,
-    Prefixes,
     SortedRun,
     carries_tokens,
     copy_part,
@@ -30,6 +30,7 @@ from indexing.suffixes.order import (
     recorded_parts,
     runs_together,
     shards_of,
+    stored_orders,
     write_part,
     write_run,
 )
@@ -39,6 +40,7 @@ from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of
 from indexing.suffixes.votes_build import (
+    Voting,
     num_ranges,
     open_prefixes,
     ranges_of_task,
@@ -52,6 +54,8 @@ from pipelines.config import Config
 from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
 from pipelines.stages.shards import Shard, finished, run_shards
+
+log = logging.getLogger("retro")
 
 _PREFIX_RUNS = f"{SUFFIXES}/{RUNS}"
 _HELD_OUT, _RANGES, _BLOCKS = TEMPORARY_VOTES = tuple(f"{VOTES}/{name}" for name in ("held-out", "ranges", "blocks"))
@@ -271,6 +275,8 @@ def remove_other_orders(datastore: Path) -> None:
 def run_votes(config: Config, executor: Executor) -> Artifacts:
     """Sorted prefixes → the votes of every token: first those of ranges of prefixes, then those of shards.
 
+    Tokens that had votes before documents were appended keep them.
+
     Raises:
         InputError: the vocabulary is too large for the format.
     """
@@ -281,22 +287,21 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
             f"{folder} has a vocabulary of {datastore.manifest['vocab_size']:,}; the stage 'votes' stores token ids below "
             f'{LARGEST_VOCABULARY:,}. Set skip_stages = ["votes"].'
         )
-    deleted, made_from = deletions_of(datastore), finished(folder, [name for name, _ in recorded_parts(datastore)])
     numbers, ranges, rows = all_shards(folder), list[Path](), datastore.train.chunk_rows
-    block = shards_of_block(len(numbers))
-
-    def recipe(**settings: Any) -> Recipe:
-        return Recipe("votes", VERSION, {"deleted": deleted, **settings}, {SUFFIXES: made_from})
+    kept = _kept(datastore)
+    voters, block = _voters(datastore, kept), shards_of_block(len(numbers))
 
     def shard_of(shard: int) -> Shard:
         collected = ([folder / path_of(_BLOCKS, shard // block)], shard % block) if block > 1 else (ranges, shard)
-        return Shard(path_of(VOTES, shard), recipe(shard=shard), (datastore, shard, *collected), rows[shard])
+        recipe = kept.get(shard, voters).recipe(shard=shard)
+        return Shard(path_of(VOTES, shard), recipe, (datastore, shard, *collected), rows[shard])
 
     def make_ranges(unfinished: Sequence[Shard]) -> None:
         if unfinished:
-            ranges.extend(_ranges(datastore, recipe, executor))  # arguments of the shards
+            _tell_kept(sum(rows[shard] for shard in kept if shard not in voters.shards))
+            ranges.extend(_ranges(voters, executor))  # arguments of the shards
             if block > 1:
-                _make_blocks(folder, ranges, block, recipe, executor)
+                _make_blocks(voters, ranges, block, executor)
 
     shards = [shard_of(shard) for shard in numbers]
     _remove_others(folder, shards)
@@ -309,6 +314,76 @@ def run_votes(config: Config, executor: Executor) -> Artifacts:
     return votes
 
 
+@dataclass(frozen=True)
+class _Voters:
+    """The documents that vote for some shards.
+
+    Attributes:
+        datastore: the datastore.
+        stops: the last shard + 1 of each order of these documents.
+        searched: how many orders are searched, the first ones. The others have the shards, and are read whole.
+        shards: the shards whose votes are made.
+    """
+
+    datastore: Datastore
+    stops: tuple[int, ...]
+    searched: int
+    shards: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> range:
+        """The shards of the orders that are read whole."""
+        return range((0, *self.stops)[self.searched], self.stops[-1])
+
+    @cached_property
+    def _inputs(self) -> tuple[str, Artifacts]:
+        chunks = finished(self.datastore.folder, path_of("chunks", range(self.stops[-1])))
+        return deletions_of(self.datastore), chunks
+
+    def recipe(self, **settings: Any) -> Recipe:
+        """The recipe of something that is made from these documents."""
+        deleted, chunks = self._inputs
+        made_from = {"deleted": deleted, "orders": self.stops, "searched": self.searched}
+        return Recipe("votes", VERSION, made_from | settings, {"chunks": chunks})
+
+
+def _kept(datastore: Datastore) -> dict[int, _Voters]:
+    """The shards that have votes, and the documents that voted: all of their generation and of those before it at least."""
+    kept, known = dict[int, _Voters](), dict[tuple[tuple[int, ...], int], _Voters]()
+    for shard in all_shards(datastore.folder):
+        out = datastore.folder / path_of(VOTES, shard)
+        try:
+            settings = parse_manifest(out)["recipe"]["settings"]
+            stops, searched = tuple(map(int, settings["orders"])), int(settings["searched"])
+        except (InputError, KeyError):  # not made yet, damaged, or of an older version
+            continue
+        if shard < stops[-1] <= len(datastore.train.chunk_rows):
+            voters = known.setdefault((stops, searched), _Voters(datastore, stops, searched))
+            if made_by(out, [voters.recipe(shard=shard)]):
+                kept[shard] = voters
+    return kept
+
+
+def _voters(datastore: Datastore, kept: dict[int, _Voters]) -> _Voters:
+    """The documents that vote for the other shards: all. Shards that all documents voted for are among these, so that a build that was
+    killed continues with the same ranges."""
+    stops = tuple(shards.stop for shards, _ in stored_orders(datastore.train))
+    shards = [
+        shard for shard in all_shards(datastore.folder) if shard not in kept or kept[shard].stops[-1] == stops[-1]
+    ]
+    searched = sum(stop <= min(shards, default=0) for stop in stops)
+    return _Voters(datastore, stops, searched, tuple(shards))
+
+
+def _tell_kept(chunks: int) -> None:
+    if chunks:
+        log.info(
+            "votes: %s earlier chunks keep their votes. To count the new documents for them too: "
+            "retro index CONFIG --stage votes --rebuild",
+            f"{chunks:,}",
+        )
+
+
 def _remove_others(folder: Path, shards: list[Shard]) -> None:
     """Remove votes of other text, and damaged ones, instead of refusing them: all they are made from exists."""
     for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
@@ -316,24 +391,25 @@ def _remove_others(folder: Path, shards: list[Shard]) -> None:
             remove(out)
 
 
-def _ranges(datastore: Datastore, recipe: Callable[..., Recipe], executor: Executor) -> list[Path]:
+def _ranges(voters: _Voters, executor: Executor) -> list[Path]:
     """Make the votes of every range of prefixes."""
-    folder, train = datastore.folder, datastore.train
-    tokens = sum(datastore.manifest["splits"]["train"]["tokens"])
+    datastore, folder, wanted = voters.datastore, voters.datastore.folder, fingerprint(voters.shards)
+    tokens = sum(datastore.manifest["splits"]["train"]["tokens"][voters.whole.start : voters.whole.stop])
     held_out = [
-        Shard(path_of(_HELD_OUT, shard), recipe(held_out=shard), (datastore, shard), 1) for shard in all_shards(folder)
+        Shard(path_of(_HELD_OUT, shard), voters.recipe(held_out=shard), (datastore, shard), 1)
+        for shard in voters.shards
     ]
     _remove_others(folder, held_out)
     run_shards(folder, "sparse", "shards", held_out_task, held_out, executor, name="votes, held-out documents")
-    inner = cuts(Texts(train), all_shards(folder), num_ranges(tokens))
+    inner = cuts(Texts(datastore.train), voters.whole, num_ranges(tokens))
     borders = [0, *(head for head in sorted(set(inner)) if head), ALL_HEADS]
     together = ranges_of_task(len(borders) - 1)
     groups = [borders[first : first + together + 1] for first in range(0, len(borders) - 1, together)]
     shards = [
         Shard(
             path=path_of(_RANGES, number),
-            recipe=recipe(borders=[str(border) for border in own]),
-            arguments=(datastore, folder / _HELD_OUT, own),
+            recipe=voters.recipe(borders=[str(border) for border in own], shards=wanted),
+            arguments=(datastore, folder / _HELD_OUT, voters.shards, voters.searched, own),
             size=tokens // len(groups),
         )
         for number, own in enumerate(groups)
@@ -343,15 +419,18 @@ def _ranges(datastore: Datastore, recipe: Callable[..., Recipe], executor: Execu
     return [folder / shard.path for shard in shards]
 
 
-def _make_blocks(
-    folder: Path, ranges: list[Path], block: int, recipe: Callable[..., Recipe], executor: Executor
-) -> None:
+def _make_blocks(voters: _Voters, ranges: list[Path], block: int, executor: Executor) -> None:
     """Collect the votes of all ranges in blocks of shards."""
-    numbers = all_shards(folder)
-    blocks = [numbers[first : first + block] for first in range(0, len(numbers), block)]
+    folder, numbers = voters.datastore.folder, all_shards(voters.datastore.folder)
     shards = [
-        Shard(path_of(_BLOCKS, number), recipe(block=[own[0], own[-1]]), (ranges, own), len(own))
-        for number, own in enumerate(blocks)
+        Shard(
+            path=path_of(_BLOCKS, number),
+            recipe=voters.recipe(block=[own[0], own[-1]], shards=fingerprint(voters.shards)),
+            arguments=(ranges, own),
+            size=len(own),
+        )
+        for number in sorted({shard // block for shard in voters.shards})
+        for own in [numbers[number * block : (number + 1) * block]]
     ]
     _remove_others(folder, shards)
     run_shards(folder, "sparse", "shards", block_votes_task, shards, executor, name="votes, blocks of shards")
@@ -364,15 +443,23 @@ def held_out_task(work: Path, datastore: Datastore, shard: int, *, advance: Adva
 
 
 def range_votes_task(
-    work: Path, datastore: Datastore, held_out: Path, borders: list[int], *, advance: Advance
+    work: Path,
+    datastore: Datastore,
+    held_out: Path,
+    shards: tuple[int, ...],
+    searched: int,
+    borders: list[int],
+    *,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Find the votes of the prefixes of consecutive ranges."""
-    return write_ranges(work, datastore, _open_prefixes(datastore.folder, held_out), borders, advance)
+    prefixes = _open_prefixes(datastore.folder, held_out, shards, searched)
+    return write_ranges(work, datastore, prefixes, borders, advance)
 
 
 @kept_for_stage
-def _open_prefixes(folder: Path, held_out: Path) -> list[Prefixes]:
-    return open_prefixes(Datastore.open(folder), held_out)
+def _open_prefixes(folder: Path, held_out: Path, shards: tuple[int, ...], searched: int) -> Voting:
+    return open_prefixes(Datastore.open(folder), held_out, shards, searched)
 
 
 def block_votes_task(work: Path, ranges: list[Path], shards: range, *, advance: Advance) -> None:

@@ -17,7 +17,7 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.order import LONGEST
-from indexing.suffixes.votes import has_votes, read_votes
+from indexing.suffixes.votes import all_vote, has_votes, read_votes
 from retro.evaluation.sets import EvaluationSet
 
 log = logging.getLogger("retro")
@@ -77,9 +77,10 @@ class LongestMatches:
 def longest_matches(
     evaluation_set: EvaluationSet, starts: Sequence[int], source: Datastore | None = None
 ) -> LongestMatches | None:
-    """The longest matches of a set, in bands of their length; None if the datastore has no votes, or retrieves from others too.
+    """The longest matches of a set, in bands of their length; None if not all text that models read votes.
 
-    Votes are searched in the datastore itself only. With `neighbors.extra_datastores` they would miss copies that models read.
+    Votes are searched in the datastore itself only. With `neighbors.extra_datastores` they would miss copies that models read, and
+    after an append copies in the appended documents.
 
     Args:
         evaluation_set: the set.
@@ -102,7 +103,7 @@ def longest_matches(
 
 def _is_searched(datastore: Datastore) -> bool:
     """Whether its votes are made from all text that its models read."""
-    return has_votes(datastore) and not datastore.manifest.get("extra_datastores")
+    return has_votes(datastore) and all_vote(datastore) and not datastore.manifest.get("extra_datastores")
 
 
 # --- by neighbors ----------------------------------------------------------------------------------------------------

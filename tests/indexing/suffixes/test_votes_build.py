@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from indexing.suffixes.votes import (
     LENGTHS,
     SAMPLED,
     SHARES,
+    all_vote,
     as_columns,
     has_votes,
     read_votes,
@@ -30,6 +32,7 @@ from indexing.suffixes.votes import (
     within_limit,
 )
 from indexing.suffixes.votes_build import votes_in_range
+from pipelines.config import Config
 from pipelines.stages import suffixes
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.test_suffixes import documents_of
@@ -53,7 +56,7 @@ def votes_by_document(split: Split) -> list[np.ndarray]:
     return [
         as_columns(
             np.concatenate(
-                [read_votes(split, np.array([chunk]))[0, : lengths[chunk]] for chunk in range(first, stop)]
+                [read_votes(split, np.arange(chunk, chunk + 1))[0, : lengths[chunk]] for chunk in range(first, stop)]
             )
         )
         for first, stop in split.chunk_ranges(kept)
@@ -77,8 +80,16 @@ def expected(documents: list[list[int]], own: int, text: list[int]) -> tuple[int
 class Voting:
     """A search for the votes of a text through all tokens of some documents."""
 
-    def __init__(self, documents: list[list[int]]) -> None:
+    def __init__(self, documents: list[list[int]], deleted: Iterable[list[int]] = ()) -> None:
+        """`deleted` documents do not vote, but can be drawn."""
         self.documents = documents
+        self.deleted = Counter(
+            tuple(text[end - length : end])
+            for text in deleted
+            for end in range(len(text) + 1)
+            for length in LENGTHS
+            if length <= end
+        )
         self.ends = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)  # of a match in each document
         self.after = defaultdict[tuple[int, ...], Counter[int]](Counter)
         for number, document in enumerate(documents):
@@ -113,7 +124,8 @@ class Voting:
             after = self.after[match] - Counter(
                 token for end in self.ends[match].get(own, []) for token in own_text[end : end + 1]
             )
-            total, all_vote = after.total(), sum(map(len, self.ends[match].values())) <= SAMPLED
+            total, drawn = after.total(), sum(map(len, self.ends[match].values())) + self.deleted[match]
+            all_vote = drawn <= SAMPLED
             any_votes |= total > 0
             if all_vote:
                 assert code == min(LARGEST_SIZE, total.bit_length())
@@ -235,7 +247,9 @@ def test_several_ranges_give_nearly_the_same_votes(
 ) -> None:
     monkeypatch.setattr(votes_build, "RANGE_TOKENS", 1500)
     cut = rebuilt(datastore, tmp_path)
-    one, other = (as_columns(read_votes(split, np.arange(split.num_chunks))) for split in (datastore.train, cut.train))
+    one, other = (
+        as_columns(read_votes(split, np.arange(0, split.num_chunks))) for split in (datastore.train, cut.train)
+    )
     assert (one[..., 0] == other[..., 0]).mean() > 0.95
     assert (one == other).all(axis=-1).mean() > 0.85
 
@@ -316,18 +330,129 @@ def test_votes_of_an_older_version_are_refused_and_made_again(
     assert contents(newer.folder / "votes") == contents(datastore.folder / "votes")
 
 
-def test_two_builds_are_equal_and_an_append_makes_all_votes_again(datastore: Datastore, tmp_path: Path) -> None:
+def votes_of(folder: Path) -> dict[str, bytes]:
+    """The files of the stage `votes`."""
+    return {name: data for name, data in contents(folder).items() if name.startswith("votes/")}
+
+
+def test_two_builds_are_equal(datastore: Datastore, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     for stage in ("chunk", "suffixes", "votes"):
         build_local(config, only=stage)
-    files = {name: data for name, data in contents(config.datastore).items() if name.startswith("votes/")}
-    assert files == {name: data for name, data in contents(datastore.folder).items() if name.startswith("votes/")}
-    write_corpus(tmp_path / "more.jsonl", 20, seed=1)
-    more = tiny_config(tmp_path, tmp_path / "*.jsonl")
-    assert not build_local(more, only="chunk", append=True).has("votes")
-    build_local(more, only="suffixes")
-    appended = build_local(more, only="votes")
-    documents, stored = documents_of(appended.train), votes_by_document(appended.train)
-    voting = Voting(documents)
-    for number, text in enumerate(documents):
-        voting.check(stored[number][-2].tolist(), text[:-1], number)
+    assert votes_of(config.datastore) == votes_of(datastore.folder)
+
+
+def appended(datastore: Datastore, folder: Path, documents: int) -> Config:
+    """A copy of a datastore with more documents, without the votes of these."""
+    shutil.copytree(datastore.folder, folder / "datastore")
+    write_corpus(folder / "more.jsonl", documents, seed=1)
+    shutil.copy(datastore.folder.parent / "corpus.jsonl", folder)
+    config = tiny_config(folder, folder / "*.jsonl")
+    build_local(config, only="chunk", append=True)
+    build_local(config, only="suffixes")
+    assert not Datastore.open(config.datastore).has("votes")
+    return config
+
+
+def check_appended(datastore: Datastore, first_shard: int, deleted: Iterable[list[int]] = ()) -> int:
+    """Compare the votes of all documents of these shards with those of a search; returns for how many tokens all occurrences vote."""
+    voting, exact = Voting(documents_of(datastore.train), deleted), 0
+    for split in (datastore.train, datastore.valid):
+        first = sum(split.document_rows[:first_shard]) - len(split.first_shards(first_shard).deleted)
+        texts, votes = documents_of(split), votes_by_document(split)
+        assert len(texts) > first
+        for number in range(first, len(texts)):
+            own = number if split.name == "train" else -1
+            for end, row in enumerate(votes[number].tolist(), start=1):
+                exact += voting.check(row, texts[number][:end], own)
+    return exact
+
+
+@pytest.mark.parametrize(("documents", "orders"), [(20, 2), (60, 1)])
+def test_an_append_makes_only_its_own_votes_with_all_documents(
+    datastore: Datastore, tmp_path: Path, documents: int, orders: int
+) -> None:
+    config, before = appended(datastore, tmp_path, documents), votes_of(datastore.folder)
+    grown = build_local(config, only="votes")
+    assert len(stored_orders(grown.train)) == orders
+    after = votes_of(grown.folder)
+    assert before.items() < after.items()
+    assert check_appended(grown, len(datastore.train.chunk_rows)) > 20
+    assert has_votes(grown)
+    assert not all_vote(grown)
+    build_local(config, only="votes", rebuild=True)
+    assert all_vote(grown)
+    rebuilt = votes_of(grown.folder)
+    shutil.rmtree(grown.folder / "votes")
+    build_local(config, only="votes")
+    assert votes_of(grown.folder) == rebuilt
+
+
+def test_votes_of_appended_documents_do_not_come_from_deleted_ones(datastore: Datastore, tmp_path: Path) -> None:
+    shutil.copytree(datastore.folder, tmp_path / "first" / "datastore")
+    shutil.copy(datastore.folder.parent / "corpus.jsonl", tmp_path / "first")
+    deleted = tiny_config(tmp_path / "first", tmp_path / "first" / "corpus.jsonl")
+    numbers, texts = range(0, 40, 3), documents_of(datastore.train)
+    delete_documents(deleted.datastore, [row["id"] for row in datastore.train.metadata(numbers)])
+    before = votes_of(build_local(deleted, only="votes").folder)
+    assert before != votes_of(datastore.folder)
+    grown = build_local(appended(Datastore.open(deleted.datastore), tmp_path / "grown", 20), only="votes")
+    assert before.items() < votes_of(grown.folder).items()
+    check_appended(grown, len(datastore.train.chunk_rows), [texts[number] for number in numbers])
+    names = [row["id"] for row in grown.train.metadata([grown.train.num_documents - 1])]
+    delete_documents(grown.folder, names)
+    assert not has_votes(grown)
+    changed = build_local(tiny_config(tmp_path / "grown", tmp_path / "grown" / "*.jsonl"), only="votes")
+    assert has_votes(changed)
+    assert all_vote(changed)
+
+
+def test_a_killed_append_continues_and_makes_the_same_votes(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = appended(datastore, tmp_path, 60)
+    whole = shutil.copytree(config.datastore, tmp_path / "whole")
+    build_local(replace(config, datastore=whole), only="votes")
+    numbers = iter(range(100))
+    write = suffixes.write_shard
+
+    def killed(*arguments: object) -> dict[str, int]:
+        if next(numbers) == 1:
+            raise RuntimeError("killed")
+        return write(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suffixes, "write_shard", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            build_local(config, only="votes")
+    monkeypatch.setattr(suffixes, "write_ranges", None)  # the ranges that are finished stay
+    build_local(config, only="votes")
+    assert votes_of(config.datastore) == votes_of(whole)
+
+
+def test_lost_votes_of_a_shard_are_made_again_with_all_documents(datastore: Datastore, tmp_path: Path) -> None:
+    config = appended(datastore, tmp_path, 20)
+    before = votes_of(build_local(config, only="votes").folder)
+    last = f"votes/{len(Datastore.open(config.datastore).train.chunk_rows) - 1:05d}"
+    shutil.rmtree(config.datastore / last)
+    build_local(config, only="votes")
+    assert votes_of(config.datastore) == before
+    shutil.rmtree(config.datastore / "votes" / "00000")
+    after = votes_of(build_local(config, only="votes").folder)
+    assert {name.split("/")[1] for name in after if after[name] != before[name]} == {"00000"}
+
+
+def test_several_ranges_and_blocks_give_appended_documents_the_same_votes(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = appended(datastore, tmp_path, 20)
+    blocks = shutil.copytree(config.datastore, tmp_path / "blocks")
+    monkeypatch.setattr(votes_build, "RANGE_TOKENS", 700)
+    monkeypatch.setattr(votes_build, "_DRAWN_ROWS", 100)
+    build_local(config, only="votes")
+    monkeypatch.setattr(votes_build, "FAN_OUT", 1)
+    monkeypatch.setattr(votes_build, "_LEAST_TASKS", 3)
+    monkeypatch.setattr(votes_build, "_DRAWN_ROWS", 1 << 17)
+    build_local(replace(config, datastore=blocks), only="votes")
+    assert votes_of(config.datastore) == votes_of(blocks)
+    check_appended(Datastore.open(config.datastore), len(datastore.train.chunk_rows))
