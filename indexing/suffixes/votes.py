@@ -1,6 +1,6 @@
 """The votes of a datastore: what follows a text in other documents, by the length of the match.
 
-For each token of a datastore they are stored in about 10 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
+For each token of a datastore they are stored in about 12 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
 them, models read them in training, and `search.py` finds the same for a text while it is generated.
 """
 
