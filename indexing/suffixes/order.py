@@ -9,6 +9,7 @@ and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts
     each shard ─ sort by the last 8 bytes of tokens ─► a run
     more than 512 runs ─ merge groups of them, part by part ─► longer runs
     the runs ─ cut at the same heads ─► ranges of about 2^20 prefixes ─ sort by the last 64 tokens ─► the order, in parts
+    a part ─► what a search reads of it (`rows.py`)
 
 Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
 An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its heads, so the files that
@@ -35,12 +36,13 @@ from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, NpyWriter
 from indexing.store.paths import names_at, parts_of
 from indexing.store.sharded_array import open_array
+from indexing.suffixes.rows import spread, write_rows
 from indexing.suffixes.texts import Texts, numbers, view
 
 FOLDER = "suffixes"
 RUNS = "runs"
 """Folder in it with what is merged, removed after the build."""
-VERSION = 4
+VERSION = 5
 LONGEST = 64
 """Prefixes are sorted by this many of their last tokens. Longer matches count as this long."""
 PART_TOKENS = 1 << 27
@@ -206,16 +208,17 @@ class Prefixes:
 
     Attributes:
         texts: their texts.
-        folders: of the parts, see `write_part`.
+        folders: of the parts that are not empty, see `write_part`.
         carried: whether their tokens are stored with them, see `carries_tokens`.
-        rows: first row of each part that is not empty, then the number of rows.
+        rows: first row of each of these parts, then the number of rows.
     """
 
     def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
-        self.texts, self.folders = texts, folders
+        self.texts = texts
         self.carried = all((folder / _TOKENS).exists() for folder in folders)
         names = ["positions.npy", "heads.npy", *[_TOKENS] * self.carried]
         opened = [[open_array(folder / name) for name in names] for folder in folders]
+        self.folders = [folder for folder, arrays in zip(folders, opened, strict=True) if len(arrays[0])]
         opened = [arrays for arrays in opened if len(arrays[0])]
         self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
         self._positions, self._head_arrays = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
@@ -277,6 +280,12 @@ class Prefixes:
             out[parts == part] = _as_numbers(self._positions[part][rows[parts == part] - self.rows[part]])
         return out
 
+    def multiples(self, first: int, stop: int, step: int) -> Iterator[range]:
+        """The rows of [first, stop) that are multiples of `step`, counted from the first row of each part: a range for each part."""
+        for start, end in pairwise(self.rows):
+            if (begin := max(start, first)) < min(end, stop):
+                yield range(begin + (start - begin) % step, min(end, stop), step)
+
     def head_before(self, head: int) -> int:
         """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
         if (part := bisect_left(self._firsts, head) - 1) < 0:
@@ -309,6 +318,26 @@ class Prefixes:
             high = len(heads) if stop >= ALL_HEADS else np.searchsorted(heads, np.uint64(stop))
             found.append(heads[low:high])
         return np.concatenate(found)
+
+
+def sampled_rows(
+    orders: Sequence[Prefixes], ranges: Sequence[tuple[int, int]], most: int, step: int
+) -> list[np.ndarray]:
+    """At most `most` of the rows in some ranges [first, stop), one of each order, spread evenly over all: [n] int64 for each order.
+
+    They are multiples of `step`, see `rows.stride` and `Prefixes.multiples`.
+    """
+    pieces = [[*order.multiples(*rows, step)] for order, rows in zip(orders, ranges, strict=False)]
+    places = spread(sum(len(piece) for own in pieces for piece in own), most)
+    sampled, first = list[np.ndarray](), 0
+    for own in pieces:
+        rows = [np.empty(0, np.int64)]
+        for piece in own:
+            chosen = places[np.searchsorted(places, first) : np.searchsorted(places, first + len(piece))]
+            rows.append(piece.start + step * (chosen - first))
+            first += len(piece)
+        sampled.append(rows[-1] if len(rows) == 2 else np.concatenate(rows))
+    return sampled
 
 
 def _reader_of(positions: np.ndarray) -> Callable[[int], int]:
@@ -449,6 +478,8 @@ def write_part(
                 file.append(positions[block], None if tokens is None else tokens[block])
             written += len(positions)
             advance(len(positions))
+    if compared == LONGEST and not carried:
+        _write_rows(work, Prefixes(texts, [work]))
     return written
 
 
@@ -479,7 +510,16 @@ def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefi
         for rows in blocks(len(prefixes), _BLOCK):
             positions = prefixes.positions(rows.start, min(rows.stop, len(prefixes)))
             file.append(positions[documents[prefixes.texts.documents(positions)]])
+    _write_rows(work, prefixes.texts)
     return Prefixes(prefixes.texts, [work])
+
+
+def _write_rows(work: Path, texts: Texts) -> None:
+    """Write what a search reads of a part, whose other files are written."""
+    part = Prefixes(texts, [work])
+    write_rows(
+        work, texts, (part.positions(rows.start, min(rows.stop, len(part))) for rows in blocks(len(part), _BLOCK))
+    )
 
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:

@@ -4,18 +4,20 @@ import bisect
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
-from indexing.suffixes.order import ALL_HEADS, LONGEST, Prefixes, blocks, stored_orders, write_chosen
+from indexing.suffixes.order import LONGEST, ROWS_OF_HEAD, Prefixes, blocks, sampled_rows, stored_orders, write_chosen
+from indexing.suffixes.rows import LONGEST_SHARED, Rows, spread, stride
 from indexing.suffixes.texts import Texts, view
-from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, spread, within_limit
+from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, within_limit
 
 _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
@@ -25,6 +27,9 @@ _LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
 _ALL = 2**62
 _BLOCK = 1 << 20
+_ADJACENT = 4 * ROWS_OF_HEAD
+"""Rows among which the one that shares most with a text is found without reading other texts."""
+_LENGTHS = np.array(LENGTHS[::-1])
 
 
 @dataclass(frozen=True)
@@ -96,37 +101,26 @@ class _Tokens:
         end = position - base
         return tokens[max(self._first(end, offsets), end + 1 - count) : end + 1].tolist()[::-1]
 
-    def ending(self, text: list[int]) -> memoryview:
-        """The last tokens of a text, forwards, as `ends_in` compares them."""
-        return view(np.array(text[::-1], self._format))
-
-    def ends_in(self, position: int, ending: memoryview) -> bool:
-        """Whether the text up to a position ends in some tokens."""
-        base, tokens, _, offsets = self._shard(position)
-        end = position - base
-        first = end + 1 - len(ending)
-        return first >= 0 and tokens[first : end + 1] == ending and first >= self._first(end, offsets)
-
-    def next_tokens(self, positions: list[int]) -> list[int]:
-        """The tokens after positions in the same documents; -1 = none."""
-        shard, m, following = self._shard, self._chunk_length, list[int]()
-        for position in positions:
-            base, tokens, lengths, offsets = shard(position)
-            after = position + 1 - base
-            chunk, place = divmod(after, m)
-            if place:
-                following.append(tokens[after] if place < lengths[chunk] else -1)
-            else:  # of a chunk, and perhaps of the next document, if there is one
-                begins = offsets[bisect.bisect_left(offsets, chunk)] == chunk
-                following.append(-1 if begins else tokens[after])
-        return following
+    def next_token(self, position: int) -> int:
+        """The token after a position in the same document; -1 = none."""
+        base, tokens, lengths, offsets = self._shard(position)
+        after = position + 1 - base
+        chunk, place = divmod(after, self._chunk_length)
+        if place:
+            return int(tokens[after]) if place < lengths[chunk] else -1
+        begins = (
+            offsets[bisect.bisect_left(offsets, chunk)] == chunk
+        )  # of a chunk, and perhaps of the next document, if there is one
+        return -1 if begins else int(tokens[after])
 
 
 class _Order:
     """Searches an order. Rows are those of `prefixes`."""
 
     def __init__(self, prefixes: Prefixes, tokens: _Tokens) -> None:
-        self.prefixes, self._position, self._tokens = prefixes, prefixes.position, tokens
+        self.prefixes, self._tokens = prefixes, tokens
+        sizes = [stop - start for start, stop in pairwise(prefixes.rows)]
+        self._parts = [Rows(folder, size) for folder, size in zip(prefixes.folders, sizes, strict=True)]
         self._head_tokens, self._bits = prefixes.texts.head_tokens, 64 // prefixes.texts.head_tokens
         self._chunk_length = prefixes.texts.split.chunk_length
 
@@ -162,100 +156,121 @@ class _Order:
             first, size = stop, min(2 * size, _BLOCK)
 
     def longest(self, text: list[int], deleted: np.ndarray) -> tuple[int, int]:
-        """Length of the longest match of at most 64 tokens outside of deleted ranges of chunks [n, 2], and a row at whose side the matches
-        are. `text` has at most 64 tokens."""
-        rows, wanted, count, backwards = range(len(self.prefixes)), self.head(text), len(text), self._tokens.backwards
-        position = self._position
-        first, stop = self.prefixes.head_before(wanted) + 1, self.prefixes.head_from(wanted + 1)
-        row = bisect.bisect_left(rows, text, first, stop, key=lambda at: backwards(position(at), count))
-        near = self.neighbors_of(row, deleted) if len(deleted) else (at for at in (row - 1, row) if 0 <= at < len(rows))
-        return max((_common(backwards(position(at), count), text) for at in near), default=0), row
+        """Length of the longest match of at most 64 tokens outside of deleted ranges of chunks [n, 2], and a row that shares these tokens.
+        `text` has at most 64 tokens."""
+        length, row = max((self._longest_in(*rows, text) for rows in self._rows_near(text)), default=(0, 0))
+        if length and len(deleted):  # those nearest to such a row share as many as any that is left
+            length = max((_common(self._text(at), text) for at in self.neighbors_of(row, deleted)), default=0)
+        return length, row
+
+    def _text(self, row: int) -> list[int]:
+        """The last 64 tokens of a prefix, backwards."""
+        return self._tokens.backwards(self.prefixes.position(row), LONGEST)
+
+    def _rows_near(self, text: list[int]) -> Iterator[tuple[int, int]]:
+        """Rows [first, stop), not more than a few hundred, that one that shares most with a text is among, in each part that has some."""
+        wanted, prefixes = self.head(text), self.prefixes
+        first, last = max(0, prefixes.head_before(wanted)), min(len(prefixes) - 1, prefixes.head_from(wanted + 1))
+        while last - first > _ADJACENT:  # so many have the same head
+            middle = (first + last) // 2
+            first, last = (middle, last) if self._text(middle) < text else (first, middle)
+        for start, end in pairwise(prefixes.rows):
+            if start <= last and first < end:
+                yield max(start, first), min(end, last + 1)
+
+    def _longest_in(self, first: int, stop: int, text: list[int]) -> tuple[int, int]:
+        """Length of the longest match of a text in the rows [first, stop) of a part, and a row of it."""
+        start, rows = self._part(first)
+        near, followed = rows.deepest(first - start, stop - start, text)
+        row = start + near
+        length = _common(self._text(row), text)
+        if length < LONGEST_SHARED and not followed >> length & 1:
+            return length, row
+        if length >= LONGEST_SHARED:
+            first, stop = self.range_around(text[:LONGEST_SHARED], row)
+        at = bisect.bisect_left(range(stop), text, first, stop, key=self._text)
+        return max((_common(self._text(row), text), row) for row in (at - 1, at) if first <= row < stop)
 
     def ranges_of(self, text: list[int], length: int, row: int) -> list[tuple[int, int]]:
         """For each of `LENGTHS` the rows [first, stop) of the prefixes whose last tokens, of this number, are those of the text.
 
-        From the longest to the shortest, every range is looked for around the one before. Lengths above that of the longest match have none.
+        Lengths above that of the longest match have none.
 
         Args:
             text: its first `length` tokens occur.
             length: of the longest match.
             row: its row, see `longest`.
         """
-        ranges, found, longest = [(row, row)] * len(LENGTHS), (row, row), min(length, LENGTHS[-1])
-        ending = self._tokens.ending(text[:longest])
-        for level, size in reversed([*enumerate(LENGTHS)]):
-            if size <= length:
-                ranges[level] = found = self._range_around(text[:size], ending[longest - size :], *found)
-        return ranges
+        reached = bisect.bisect_right(LENGTHS, length)
+        ranges = self._around(row, text, _LENGTHS[len(LENGTHS) - reached :]) if reached else []
+        return [*reversed(ranges), *[(row, row)] * (len(LENGTHS) - reached)]
 
     def range_around(self, text: list[int], row: int) -> tuple[int, int]:
-        """The rows [first, stop) of the prefixes that end in a text, around a place in the order, see `longest`."""
-        return self._range_around(text, self._tokens.ending(text), row, row)
-
-    def _range_around(self, text: list[int], ending: memoryview, first: int, stop: int) -> tuple[int, int]:
-        """The rows [first, stop) of the prefixes that have an ending: all around some of these rows, or next to a row if none is known.
-
-        A text that is not longer than a head has all heads between two numbers.
-        """
-        before = first > 0 and self._ends_in(first - 1, ending)
-        after = stop < len(self.prefixes) and self._ends_in(stop, ending)
-        low = high = None
-        if len(text) <= self._head_tokens and (before or after):
-            low = self.head(text)
-            high = low + (1 << self._bits * (self._head_tokens - len(text)))
-        if before:
-            first = self._first(ending, first - 1, low)
-        if after:
-            stop = self._stop(ending, stop + 1, high)
+        """The rows [first, stop) of the prefixes that end in a text, as a row does, see `longest`."""
+        size = len(text)
+        ((first, stop),) = self._around(row, text, np.array([min(size, LONGEST_SHARED)]))
+        if size > LONGEST_SHARED:
+            rows, ending = range(stop), {"key": lambda at: self._text(at)[:size]}
+            first, stop = (
+                bisect.bisect_left(rows, text, first, row, **ending),
+                bisect.bisect_right(rows, text, row, stop, **ending),
+            )
         return first, stop
 
-    def _first(self, ending: memoryview, known: int, low: int | None) -> int:
-        """The first row that ends in some tokens, as the row `known` does; `low` is the smallest head of such a row, if known."""
-        least, step = 0, 1
-        if low is not None:
-            least, nearer = self.prefixes.head_before(low) + 1, self.prefixes.head_from(low)
-            if nearer < known:
-                known, step = nearer, known
-        while known - step >= least and self._ends_in(known - step, ending):
-            known, step = known - step, 2 * step
-        least = max(least, known - step + 1)
-        while least < known:
-            middle = (least + known) // 2
-            if self._ends_in(middle, ending):
-                known = middle
-            else:
-                least = middle + 1
-        return known
+    def _around(self, row: int, text: list[int], sizes: np.ndarray) -> list[tuple[int, int]]:
+        """For numbers of tokens, at most 31, the largest first, the rows [first, stop) that share as many last tokens with a row.
 
-    def _stop(self, ending: memoryview, known: int, high: int | None) -> int:
-        """The row behind the last one that ends in some tokens, as the row before `known` does; the heads of such rows are below `high`,
-        if known."""
-        most, step = len(self.prefixes), 1
-        if high is not None and high < ALL_HEADS:
-            most, nearer = self.prefixes.head_from(high), self.prefixes.head_before(high) + 1
-            if nearer > known:
-                known, step = nearer, most
-        while known + step <= most and self._ends_in(known + step - 1, ending):
-            known, step = known + step, 2 * step
-        most = min(most, known + step - 1)
-        while known < most:
-            middle = (known + most) // 2
-            if self._ends_in(middle, ending):
-                known = middle + 1
-            else:
-                most = middle
-        return known
+        Args:
+            row: the row.
+            text: the tokens that it ends in, at least the largest number.
+            sizes: [n] int64.
+        """
+        start, rows = self._part(row)
+        ranges = [(start + first, start + stop) for first, stop in rows.around(row - start, sizes)]
+        if len(self._parts) == 1:
+            return ranges
+        return [self._in_all_parts(*rows, text[:size]) for rows, size in zip(ranges, sizes.tolist(), strict=True)]
 
-    def _ends_in(self, row: int, ending: memoryview) -> bool:
-        """Whether a prefix ends in some tokens."""
-        return self._tokens.ends_in(self._position(row), ending)
+    def _in_all_parts(self, first: int, stop: int, text: list[int]) -> tuple[int, int]:
+        """The rows of all parts around those of one part that end in a text. Such a text is shorter than a head."""
+        starts, size = self.prefixes.rows, np.array([len(text)])
+        while first in starts[1:-1] and self._text(first - 1)[: len(text)] == text:
+            start, rows = self._part(first - 1)
+            first = start + rows.around(first - 1 - start, size)[0][0]
+        while stop in starts[1:-1] and self._text(stop)[: len(text)] == text:
+            start, rows = self._part(stop)
+            stop = start + rows.around(0, size)[0][1]
+        return first, stop
+
+    def _part(self, row: int) -> tuple[int, Rows]:
+        """The first row of the part of a row, and its rows."""
+        part = bisect.bisect_right(self.prefixes.rows, row) - 1 if len(self._parts) > 1 else 0
+        return self.prefixes.rows[part], self._parts[part]
+
+    def following(self, rows: np.ndarray, step: int) -> np.ndarray:
+        """The tokens that follow the prefixes of rows [n] of `sampled_rows`: [n] int64; -1 = none."""
+        if len(self._parts) == 1:
+            return self._parts[0].following(rows, step)
+        starts, tokens = self.prefixes.rows, np.empty(len(rows), np.int64)
+        parts = np.searchsorted(starts, rows, side="right") - 1
+        for part in np.unique(parts).tolist():
+            tokens[parts == part] = self._parts[part].following(rows[parts == part] - starts[part], step)
+        return tokens
 
 
-class _Ends(NamedTuple):
-    """Where a match ends: how often, and all or some positions [n] int64, in each order by row."""
+@dataclass(frozen=True)
+class _Ends:
+    """Where a match ends, or some of these places.
+
+    Attributes:
+        occurrences: how often it occurs.
+        positions: reads their positions: [n] int64, in each order by row.
+        following: reads the tokens that follow them: [n] int64; -1 = none.
+    """
 
     occurrences: int
-    positions: np.ndarray
+    positions: Callable[[], np.ndarray]
+    following: Callable[[], np.ndarray]
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -312,7 +327,7 @@ class SuffixIndex:
 
     def _extended(self, match: Match, text: np.ndarray) -> Match:
         """The longest match of a text, from the match of its last 64 tokens: those of its places that share most of the text before."""
-        ends, length = self._ends_of(match).positions, LONGEST
+        ends, length = self._ends_of(match).positions(), LONGEST
         while length < len(text):
             wanted = text[max(0, len(text) - length - LONGEST) : len(text) - length][::-1] + 1
             available = self._texts.available(ends) - length
@@ -333,7 +348,7 @@ class SuffixIndex:
             match: the match.
             most: if there are more occurrences, this many are returned, spread evenly.
         """
-        return np.stack(np.divmod(self._ends_of(match, most).positions, self.split.chunk_length), axis=1)
+        return np.stack(np.divmod(self._ends_of(match, most).positions(), self.split.chunk_length), axis=1)
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
@@ -353,7 +368,8 @@ class SuffixIndex:
 
     def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        best = _most_frequent(Counter(self._following(self._ends_of(match, _SCANNED))))
+        following = self._ends_of(match, _SCANNED).following()
+        best = _most_frequent(Counter(following[following >= 0].tolist()))
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
 
@@ -387,33 +403,20 @@ class SuffixIndex:
                 samples.append(self._ends(matches[level], deleted, SAMPLED))
             of_level[level] = len(samples)
         candidates, numbers = list[int](), [[0] * (1 + KEPT)]
-        for sample, following in zip(samples, self._read(samples), strict=True):
+        for sample in samples:
+            following = sample.following().tolist()
             tokens = [token for token in following if token >= 0]
             counts, counted = Counter(tokens), len(tokens)
             if len(candidates) < KEPT:
                 best = [token for token, _ in _most_frequent(counts) if token not in candidates]
                 candidates += best[: KEPT - len(candidates)]
-            size = min(LARGEST_SIZE, (sample.occurrences * counted // len(sample.positions)).bit_length())
+            size = min(LARGEST_SIZE, (sample.occurrences * counted // len(following)).bit_length())
             shares = [SHARES * counts.get(token, 0) // (counted or 1) for token in candidates]
             numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
         if not candidates:
             return [0] * COLUMNS
         levels = itertools.chain.from_iterable(numbers[number] for number in of_level)
         return [length, *candidates, *[0] * (KEPT - len(candidates)), *levels]
-
-    def _read(self, samples: Sequence[_Ends]) -> Iterator[list[int]]:
-        """The tokens after the positions of each sample, in one read; -1 = none."""
-        if samples:
-            tokens = iter(self._next_tokens(np.concatenate([sample.positions for sample in samples])))
-            for sample in samples:
-                yield [*itertools.islice(tokens, len(sample.positions))]
-
-    def _next_tokens(self, positions: np.ndarray) -> list[int]:
-        """The tokens after positions [n]; -1 = none. NumPy reads those of one shard at once; a few of many shards are faster one by one."""
-        if len(self._texts.starts) == 2 or len(positions) > _SCANNED // 2:
-            following: list[int] = self._texts.following(positions).tolist()
-            return following
-        return self._tokens.next_tokens(positions.tolist())
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.
@@ -425,20 +428,20 @@ class SuffixIndex:
         """
         match = self.longest_match(text[-LONGEST:])
         ends = self._ends_of(match, SAMPLED)
-        if not (best := _most_frequent(Counter(self._following(ends)))):
+        following = ends.following().tolist()
+        if not (best := _most_frequent(Counter(token for token in following if token >= 0))):
             return match.length, np.empty(0, np.int64)
-        next_token, wanted = self.next_token, best[0][0]
-        end = next(end for end in ends.positions.tolist() if next_token(end) == wanted)
+        next_token, end = self.next_token, int(ends.positions()[following.index(best[0][0])])
         tokens = itertools.takewhile(lambda token: token >= 0, (next_token(end + n) for n in range(most)))
         return match.length, np.array(list(tokens), np.int64)
 
     def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""
-        return self._tokens.next_tokens([position])[0]
+        return self._tokens.next_token(position)
 
     def ends(self, match: Match) -> list[int]:
         """Every position where a match ends outside of deleted documents."""
-        ends: list[int] = self._ends_of(match).positions.tolist()
+        ends: list[int] = self._ends_of(match).positions().tolist()
         return ends
 
     def _ends_of(self, match: Match, most: int = _ALL) -> _Ends:
@@ -448,7 +451,8 @@ class SuffixIndex:
             return self._ends(match.ranges, deleted, most)
         ends = np.array(match.ends, np.int64)
         living = ends[self._orders[0].living(ends, deleted)]
-        return _Ends(len(living), living[_slice(spread([len(living)], most)[0])])
+        chosen = living[spread(len(living), most)]
+        return _Ends(len(living), lambda: chosen, lambda: self._texts.following(chosen))
 
     def _ends(self, ranges: Sequence[tuple[int, int]], deleted: np.ndarray, most: int = _ALL) -> _Ends:
         """Where a match ends outside of deleted documents: at most `most` places, spread evenly.
@@ -458,33 +462,31 @@ class SuffixIndex:
             deleted: ranges of chunks [n, 2].
             most: if there are more occurrences and some are deleted, their number is estimated.
         """
-        total = sum(stop - first for first, stop in ranges)
+        total, prefixes = sum(stop - first for first, stop in ranges), [order.prefixes for order in self._orders]
         if not len(deleted) or not total:
-            return _Ends(total, self._positions(ranges, most))
+            step = stride(total, most)
+            sampled = sampled_rows(prefixes, ranges, most, step)
+            return _Ends(total, lambda: self._positions(sampled), lambda: self._following(sampled, step))
         for looked_at in dict.fromkeys((min(_LOOKED_AT * most, total), total)):  # all if too few of those are left
-            positions = self._positions(ranges, looked_at)
-            living = positions[self._orders[0].living(positions, deleted)]
+            step = stride(total, looked_at)
+            sampled = sampled_rows(prefixes, ranges, looked_at, step)
+            positions = self._positions(sampled)
+            living = np.flatnonzero(self._orders[0].living(positions, deleted))
             if len(living) >= most:
                 break
-        return _Ends(total * len(living) // len(positions), living[_slice(spread([len(living)], most)[0])])
+        chosen = living[spread(len(living), most)]
+        occurrences = total * len(living) // len(positions)
+        return _Ends(occurrences, lambda: positions[chosen], lambda: self._following(sampled, step)[chosen])
 
-    def _positions(self, ranges: Sequence[tuple[int, int]], most: int) -> np.ndarray:
-        """At most `most` positions of the rows of all orders, spread evenly: [n] int64."""
-        places = spread([stop - first for first, stop in ranges], most)
-        read = [
-            order.prefixes.positions(first + at.start, first + at.stop, at.step)
-            for order, (first, _), at in zip(self._orders, ranges, places, strict=False)  # no match has no ranges
-            if len(at)
-        ]
+    def _positions(self, sampled: Sequence[np.ndarray]) -> np.ndarray:
+        """The positions of rows [n] of each order."""
+        read = [order.prefixes.take(rows) for order, rows in zip(self._orders, sampled, strict=False)]
         return read[0] if len(read) == 1 else np.concatenate([*read, np.empty(0, np.int64)])
 
-    def _following(self, ends: _Ends) -> list[int]:
-        """The tokens that follow some places."""
-        return [token for token in self._next_tokens(ends.positions) if token >= 0]
-
-
-def _slice(places: range) -> slice:
-    return slice(places.start, places.stop, places.step)
+    def _following(self, sampled: Sequence[np.ndarray], step: int) -> np.ndarray:
+        """The tokens that follow rows [n] of each order, which are multiples of `step`."""
+        read = [order.following(rows, step) for order, rows in zip(self._orders, sampled, strict=False)]
+        return read[0] if len(read) == 1 else np.concatenate([*read, np.empty(0, np.int64)])
 
 
 def _most_frequent(counts: Counter[int]) -> list[tuple[int, int]]:

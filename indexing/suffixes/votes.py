@@ -4,7 +4,6 @@ For each token of a datastore they are stored in about 12 bytes: records of 21 t
 them, models read them in training, and `search.py` finds the same for a text while it is generated.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.order import LONGEST
 
 FOLDER = "votes"
-VERSION = 3
+VERSION = 4
 """Of the format. Votes of another version are made again."""
 LENGTHS = (1, 2, 3, 4, 6, 10, 16)
 """Lengths of matches whose occurrences vote: the last tokens of a text, up to the longest match."""
@@ -154,12 +153,3 @@ def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> n
     if limit < 1:
         votes[votes[..., 0] > min(limit * split.chunk_length, LONGEST - 1)] = 0  # LONGEST stands for all longer matches
     return votes
-
-
-def spread(sizes: Sequence[int], most: int) -> list[range]:
-    """For arrays of these sizes the places of at most `most` elements that are spread evenly over all of them."""
-    step, first, places = max(1, -(-sum(sizes) // most)), 0, list[range]()
-    for size in sizes:
-        places.append(range(-first % step, size, step))
-        first += size
-    return places

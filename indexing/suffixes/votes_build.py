@@ -29,12 +29,15 @@ from indexing.suffixes.order import (
     Prefixes,
     blocks,
     order_of_windows,
+    sampled_rows,
     stored_orders,
     with_tokens,
     write_run,
 )
+from indexing.suffixes.rows import FAN_OUT as STEP
+from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
-from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, spread, vote_dtype
+from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, vote_dtype
 
 FAN_OUT = 128
 """Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
@@ -180,6 +183,7 @@ def votes_in_range(
     cut: Sequence[CutMatch] = (),
     wanted: np.ndarray | None = None,
     others: Sequence[Occurrences] = (),
+    first: int = 0,
 ) -> np.ndarray:
     """The votes [n] of `vote_dtype` of the prefixes of a range in their order.
 
@@ -192,6 +196,7 @@ def votes_in_range(
         cut: matches that occur outside of the range too.
         wanted: [n] bool; the others get no votes. None = all.
         others: where the prefixes occur in orders of other documents, which vote too.
+        first: voters before the range, which decides of a frequent match whose votes are counted.
     """
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
@@ -223,7 +228,7 @@ def votes_in_range(
             if others:
                 voters_of_rows = _drawn(bounds[:, rows], size[rows], poll, [other.order for other in others])
             counted = np.zeros((len(rows), 1 + KEPT), np.uint8)
-            compiled(_count)(rows, *voters_of_rows, *rest, candidates, counted)
+            compiled(_count)(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
             numbers[rows, level] = counted
         longer = np.where(matched, bounds, 0)
     return packed(length, candidates, numbers, tokens)
@@ -266,11 +271,12 @@ def _drawn(
     """
     begins = np.append(True, (bounds[:, 1:] != bounds[:, :-1]).any(axis=0))
     low, sizes = bounds[::2, begins], bounds[1::2, begins] - bounds[::2, begins]  # [1 + orders, groups]
-    step = np.maximum(1, -(-sizes.sum(axis=0) // SAMPLED))
-    edges = np.append(0, np.cumsum(-(-sizes.sum(axis=0) // step)))
-    group = np.repeat(np.arange(len(step)), np.diff(edges))
+    total = sizes.sum(axis=0)
+    drawn = np.minimum(total, SAMPLED)
+    edges = np.append(0, np.cumsum(drawn))
+    group = np.repeat(np.arange(len(drawn)), drawn)
     # Place of a drawn voter among those of its group; below, among those of its group from one order on.
-    place = (np.arange(edges[-1]) - edges[group]) * step[group]
+    place = (np.arange(edges[-1]) - edges[group]) * total[group] // drawn[group]
     documents, following = np.full(len(place), -1), np.full(len(place), -1, np.int32)
     for order, first, count in zip((None, *orders), low, sizes, strict=True):
         here = np.flatnonzero((place >= 0) & (place < count[group]))
@@ -291,6 +297,7 @@ def _count(
     low: np.ndarray,
     high: np.ndarray,
     size: np.ndarray,
+    before: int,
     documents: np.ndarray,
     following: np.ndarray,
     own: np.ndarray,
@@ -302,9 +309,10 @@ def _count(
 
     Args:
         rows: [n].
-        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly.
+        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them (`rows.stride`).
         high: the one after the last voter, [n] int64.
         size: the number of voters, [n] int64.
+        before: voters before all of these.
         documents: of the voters in order, int64.
         following: the tokens after the voters, int32; -1 = none.
         own: document of every row of the range.
@@ -314,9 +322,14 @@ def _count(
     """
     found = np.empty(SAMPLED, np.int32)
     for i in range(len(rows)):
-        row, drawn, counted = rows[i], 0, 0
-        for voter in range(low[i], high[i], max(1, -(-(high[i] - low[i]) // SAMPLED))):
-            drawn += 1
+        row, counted, step = rows[i], 0, 1
+        while step * STEP * SAMPLED <= high[i] - low[i]:
+            step *= STEP
+        begin = -(-(low[i] + before) // step)
+        there = -(-(high[i] + before) // step) - begin
+        drawn = min(SAMPLED, there)
+        for number in range(drawn):
+            voter = (begin + number * there // drawn) * step - before
             if documents[voter] != own[row] and following[voter] >= 0:
                 place = counted
                 while place > 0 and found[place - 1] > following[voter]:  # in order of ids
@@ -433,8 +446,15 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
         list(_cut_matches(prefixes.orders, window, first, stop)),
         wanted[order],
         [occurrences_of(other, window, np.flatnonzero(wanted[order])) for other in prefixes.searched],
+        _voters_before(prefixes.orders[0], first),
     )
     return np.concatenate(sources)[wanted], np.concatenate(local).astype(np.uint32)[wanted], votes[wanted]
+
+
+def _voters_before(order: Prefixes, first: int) -> int:
+    """The prefixes of an order with heads below `first`, from the begin of a part on."""
+    row = order.first_row(first)
+    return row - max(start for start in order.rows if start <= row)
 
 
 def _cut_matches(orders: Sequence[Prefixes], window: np.ndarray, first: int, stop: int) -> Iterator[CutMatch]:
@@ -451,17 +471,13 @@ def _cut_matches(orders: Sequence[Prefixes], window: np.ndarray, first: int, sto
 def _cut_match(orders: Sequence[Prefixes], row: int, length: int, first: int, stop: int) -> CutMatch:
     """The match of all training prefixes with heads in [first, stop)."""
     rows = [order.between(first, stop) for order in orders]
-    places = spread([*map(len, rows)], SAMPLED)
-    positions = np.concatenate(
-        [
-            order.positions(own.start + at.start, own.start + at.stop, at.step)
-            for order, own, at in zip(orders, rows, places, strict=True)
-        ]
-    )
+    total = sum(map(len, rows))
+    sampled = sampled_rows(orders, [(own.start, own.stop) for own in rows], SAMPLED, stride(total, SAMPLED))
+    positions = np.concatenate([order.take(own) for order, own in zip(orders, sampled, strict=True)])
     texts = orders[0].texts
     documents = _voting_documents(texts, positions)
     alive = documents >= 0
-    voters = sum(map(len, rows)) * int(alive.sum()) // max(1, len(positions))
+    voters = total * int(alive.sum()) // max(1, len(positions))
     return CutMatch(row, length, documents[alive], texts.following(positions[alive]), voters)
 
 
