@@ -43,6 +43,7 @@ from indexing.suffixes.order import (
     runs_together,
     stored_orders,
 )
+from indexing.suffixes.rows import FAN_OUT as FAN_OUT_OF_ROWS
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import vote_dtype
 from indexing.suffixes.votes_build import FAN_OUT, num_ranges, ranges_of_task, shards_of_block
@@ -99,6 +100,8 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
     vote = vote_dtype(np.dtype(f"u{options.token_bytes}")).itemsize
     prefixes = math.ceil(tokens * (position_bytes(tokens) + 8 / ROWS_OF_HEAD))
     run = prefixes + carried * tokens * (1 + LONGEST) * options.token_bytes
+    rows = 2 * (1 + options.token_bytes // 2) * FAN_OUT_OF_ROWS / (FAN_OUT_OF_ROWS - 1)
+    order = prefixes + math.ceil(tokens * rows)
     found = tokens * (4 + vote) + 8 * tasks * _SPLITS * shards  # positions, votes and offsets of all tasks
     collected = tasks * _FILES * (blocks or shards)
     longer = levels if carried else levels[:-1]  # otherwise the last level is the order
@@ -113,7 +116,7 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
         parts=parts,
         tasks=tasks,
         files=(2 + carried) * (shards + sum(made for made, _ in longer))
-        + 2 * parts
+        + 3 * parts
         + 4 * shards
         + _FILES * (tasks + blocks)
         + 2 * _SPLITS * shards,
@@ -124,11 +127,11 @@ def counters(tokens: int, options: argparse.Namespace) -> Counters:
         + (blocks and _FILES * shards),
         maps=maps,
         read=text + in_memory + run * len(levels) + (run if carried else 0) + prefixes + (2 if blocks else 1) * found,
-        written=run * (1 + len(longer)) + prefixes + (2 if blocks else 1) * found + tokens * _STORED,
+        written=run * (1 + len(longer)) + order + (2 if blocks else 1) * found + tokens * _STORED,
         carried=carried * (1 + len(longer)),
         temporary=run * (1 + len(longer)),
-        scattered=0 if carried or in_memory else 2 * tokens,
-        kept=prefixes + tokens * _STORED,
+        scattered=0 if carried or in_memory else 3 * tokens,
+        kept=order + tokens * _STORED,
     )
 
 
@@ -226,7 +229,7 @@ def main() -> None:
         "--cpu",
         type=float,
         nargs=3,
-        default=[1.0, 2.8, 0.5],
+        default=[1.2, 2.8, 0.5],
         help="CPU microseconds a token: suffixes, votes, and each time that a run with tokens is written",
     )
     parser.add_argument("--machines", type=int, default=32)

@@ -8,7 +8,7 @@
       embeddings/00000/             train.npy valid.npy test.npy
       index/trained/  index/00000/  index/tuned/
       sparse/00000/                 segments.json passages.npy chunks-0.idx passages-0.idx …
-      suffixes/00000-00000-00000/   positions.npy heads.npy
+      suffixes/00000-00000-00000/   positions.npy heads.npy rows.npy
       ngrams/00000/                 hashes.npy offsets.npy chunks.npy
       votes/00000/                  train.zst train.npy valid.zst valid.npy …
       neighbors/00000/{train,valid,test}/  ids.npy

@@ -28,6 +28,15 @@ def open_array(path: Path) -> np.ndarray:
     return array
 
 
+def fetch(array: np.ndarray, first: int = 0) -> None:
+    """Begin to read the rows of a memory-mapped file from `first` on, which many small reads will need. They stay as long as memory allows."""
+    mapped: Any = array
+    if first < len(array):
+        begin = array[first:].ctypes.data - array.ctypes.data + mapped.offset % mmap.ALLOCATIONGRANULARITY
+        begin -= begin % mmap.PAGESIZE
+        mapped._mmap.madvise(mmap.MADV_WILLNEED, begin, len(mapped._mmap) - begin)
+
+
 class ShardedArray:
     """Rows of several `.npy` files read as one array. Files are opened on first use.
 

@@ -35,7 +35,7 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, NpyWriter
 from indexing.store.paths import names_at, parts_of
-from indexing.store.sharded_array import open_array
+from indexing.store.sharded_array import fetch, open_array
 from indexing.suffixes.rows import spread, write_rows
 from indexing.suffixes.texts import Texts, numbers, view
 
@@ -153,8 +153,15 @@ def stored_orders(split: Split) -> list[tuple[range, list[Path]]]:
         raise InputError(f"{split.folder} has other shards than when it was opened. Open it again.")
     for folders in orders.values():
         for folder in folders:
-            read_manifest(folder)
+            if read_manifest(folder)["recipe"]["version"] != VERSION:
+                raise _older(folder)
     return list(orders.items())
+
+
+def _older(folder: Path) -> InputError:
+    return InputError(
+        f"An older version wrote {folder}. Run `retro index CONFIG`: it replaces these files and the votes."
+    )
 
 
 def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
@@ -167,9 +174,7 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
     paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
     for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
         if (shards := shards_of(name)) is None:
-            raise InputError(
-                f"An older version wrote {datastore.folder / name}. Run `retro index CONFIG`: it replaces these files and the votes."
-            )
+            raise _older(datastore.folder / name)
         yield name, shards
 
 
@@ -220,6 +225,8 @@ class Prefixes:
         opened = [[open_array(folder / name) for name in names] for folder in folders]
         self.folders = [folder for folder, arrays in zip(folders, opened, strict=True) if len(arrays[0])]
         opened = [arrays for arrays in opened if len(arrays[0])]
+        for arrays in opened:
+            fetch(arrays[1])
         self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
         self._positions, self._head_arrays = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
         self._tokens = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
@@ -329,6 +336,8 @@ def sampled_rows(
     """
     pieces = [[*order.multiples(*rows, step)] for order, rows in zip(orders, ranges, strict=False)]
     places = spread(sum(len(piece) for own in pieces for piece in own), most)
+    if [*map(len, pieces)] == [1]:
+        return [pieces[0][0].start + step * places]
     sampled, first = list[np.ndarray](), 0
     for own in pieces:
         rows = [np.empty(0, np.int64)]
@@ -450,7 +459,8 @@ def write_part(
     compared: int = LONGEST,
     carried: bool = False,
 ) -> int:
-    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`.
+    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`; of an order also
+    `rows.npy` (`rows.write_rows`).
 
     The text is not read if all runs carry tokens.
 
@@ -495,31 +505,35 @@ def _sorted_range(
     return positions, order_of_windows(tokens[:, 1:], compared), tokens
 
 
-def copy_part(work: Path, part: Path) -> int:
-    """Copy a part of a run that is a whole order, without the tokens that it carries; returns the number of prefixes."""
+def copy_part(work: Path, texts: Texts, part: Path) -> int:
+    """Copy a part of a run that is a whole order, without the tokens that it carries; returns the number of prefixes.
+
+    What a search reads is made from these tokens.
+    """
     for file in part.iterdir():
         if file.name not in (MANIFEST, _TOKENS):
             shutil.copyfile(file, work / file.name)
-    return len(open_array(work / "positions.npy"))
+    prefixes = Prefixes(texts, [part])
+    _write_rows(work, prefixes)
+    return len(prefixes)
 
 
 def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefixes:
-    """Write the prefixes of some documents, [documents] bool, in their order, see `_Writer`, and open them."""
+    """Write the prefixes of some documents, [documents] bool, in their order, as `write_part` does, and open them."""
     work.mkdir(parents=True)
     with _Writer(work, prefixes.texts, int(prefixes.texts.starts[-1])) as file:
         for rows in blocks(len(prefixes), _BLOCK):
             positions = prefixes.positions(rows.start, min(rows.stop, len(prefixes)))
             file.append(positions[documents[prefixes.texts.documents(positions)]])
-    _write_rows(work, prefixes.texts)
-    return Prefixes(prefixes.texts, [work])
+    part = Prefixes(prefixes.texts, [work])
+    _write_rows(work, part)
+    return part
 
 
-def _write_rows(work: Path, texts: Texts) -> None:
-    """Write what a search reads of a part, whose other files are written."""
-    part = Prefixes(texts, [work])
-    write_rows(
-        work, texts, (part.positions(rows.start, min(rows.stop, len(part))) for rows in blocks(len(part), _BLOCK))
-    )
+def _write_rows(work: Path, part: Prefixes) -> None:
+    """Write what a search reads of a part, from its tokens."""
+    tokens = (part.tokens(rows.start, min(rows.stop, len(part))) for rows in blocks(len(part), _BLOCK))
+    write_rows(work, part.texts.dtype, tokens)
 
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:

@@ -17,8 +17,7 @@ import numpy as np
 
 from indexing.machine import compiled
 from indexing.store.files import NpyWriter
-from indexing.store.sharded_array import open_array
-from indexing.suffixes.texts import Texts
+from indexing.store.sharded_array import fetch, open_array
 
 FAN_OUT = 32
 """Rows of a level for one row of the next."""
@@ -60,7 +59,7 @@ def _level_starts(count: int) -> np.ndarray:
 # --- write ------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(work: Path, texts: Texts, positions: Iterable[np.ndarray]) -> None:
+def write_rows(work: Path, dtype: np.dtype, tokens: Iterable[np.ndarray]) -> None:
     """Write `rows.npy` [rows of all levels, 2] uint16, or 3 if token ids have more than 16 bits.
 
     The first column, or two, are the token that follows, plus 1, 0 = none, the lower 16 bits first. The last one has the number of tokens
@@ -69,16 +68,18 @@ def write_rows(work: Path, texts: Texts, positions: Iterable[np.ndarray]) -> Non
 
     Args:
         work: the folder of the part.
-        texts: the texts.
-        positions: of the last tokens of the prefixes, in blocks of a multiple of 32 but for the last one: [n] int64 each.
+        dtype: of a token plus 1.
+        tokens: the token after each prefix and its last 64 tokens, see `Prefixes.tokens`, in blocks of a multiple of 32 prefixes but for the
+            last one: [n, 65] each.
     """
-    levels, shared = list[np.ndarray](), np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
-    before = np.zeros((1, LONGEST_SHARED + 1), texts.dtype)
-    with NpyWriter(work / _FILE, np.uint16, (texts.dtype.itemsize // 2 + 1,)) as file:
-        for block in positions:
-            window = np.concatenate([before, texts.windows(block, LONGEST_SHARED + 1)])
+    levels, none_before = list[np.ndarray](), np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
+    shared: np.ndarray = none_before
+    before = np.zeros((1, LONGEST_SHARED + 1), dtype)
+    with NpyWriter(work / _FILE, np.uint16, (dtype.itemsize // 2 + 1,)) as file:
+        for block in tokens:
+            window = np.concatenate([before, block[:, 1 : LONGEST_SHARED + 2]])
             rows = np.empty((len(block), *file.row_shape), np.uint16)
-            rows[:, :-1] = (texts.following(block) + 1).astype(texts.dtype)[:, None].view(np.uint16)
+            rows[:, :-1] = np.ascontiguousarray(block[:, :1]).view(np.uint16)
             compiled(_distinguish)(window, rows[:, -1])
             file.append(rows)
             levels.append(_every(rows, shared))
@@ -86,7 +87,7 @@ def write_rows(work: Path, texts: Texts, positions: Iterable[np.ndarray]) -> Non
         count, level = file.rows, np.concatenate(levels or [np.empty((0, *file.row_shape), np.uint16)])
         while count > FAN_OUT:
             file.append(level)
-            count, level = len(level), _every(level, np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16))
+            count, level = len(level), _every(level, none_before)
 
 
 def _every(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
@@ -125,8 +126,10 @@ class Rows:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        stored = np.asarray(open_array(folder / _FILE))
-        self._starts, self._shared = _level_starts(count), stored[:, -1]
+        opened, self._starts = open_array(folder / _FILE), _level_starts(count)
+        fetch(opened, int(self._starts[min(2, len(self._starts) - 1)]))
+        stored = np.asarray(opened)
+        self._shared = stored[:, -1]
         self._tokens = stored[:, 0] if stored.shape[1] == 2 else stored[:, :-1]
 
     def following(self, rows: np.ndarray, step: int = 1) -> np.ndarray:
@@ -208,13 +211,13 @@ def _descend(shared: np.ndarray, text: np.ndarray, out: np.ndarray) -> None:
     """
     best, best_followed, followed, skipped = 0, 0, 0, LONGEST_SHARED
     for row in range(1, len(shared)):
-        depth = np.int64(shared[row]) >> _TOKEN_BITS
+        depth = int(shared[row]) >> _TOKEN_BITS
         if depth > skipped or depth >= LONGEST_SHARED:
             continue  # below a node that was not followed
         skipped = depth
         followed &= (2 << depth) - 1  # of this node and those above
-        token = (text[depth] + 1) & _TOKEN_MASK if depth < len(text) else -1
-        if token == np.int64(shared[row]) & _TOKEN_MASK and not followed >> depth & 1:
+        token = int(text[depth] + 1) & _TOKEN_MASK if depth < len(text) else -1
+        if token == int(shared[row]) & _TOKEN_MASK and not followed >> depth & 1:
             followed |= 1 << depth
             best, best_followed, skipped = row, followed, LONGEST_SHARED
     out[0], out[1] = best, best_followed

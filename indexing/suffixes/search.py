@@ -101,6 +101,14 @@ class _Tokens:
         end = position - base
         return tokens[max(self._first(end, offsets), end + 1 - count) : end + 1].tolist()[::-1]
 
+    def shared(self, position: int, text: list[int]) -> int:
+        """How many last tokens the document up to a position has in common with a text. Where a document begins is read only if
+        these are in more than one chunk, as it is one more read of the disk."""
+        base, tokens, _, offsets = self._shard(position)
+        end = position - base
+        length = _common(tokens[max(0, end + 1 - len(text)) : end + 1].tolist()[::-1], text)
+        return length if length <= end % self._chunk_length + 1 else min(length, end + 1 - self._first(end, offsets))
+
     def next_token(self, position: int) -> int:
         """The token after a position in the same document; -1 = none."""
         base, tokens, lengths, offsets = self._shard(position)
@@ -160,8 +168,12 @@ class _Order:
         `text` has at most 64 tokens."""
         length, row = max((self._longest_in(*rows, text) for rows in self._rows_near(text)), default=(0, 0))
         if length and len(deleted):  # those nearest to such a row share as many as any that is left
-            length = max((_common(self._text(at), text) for at in self.neighbors_of(row, deleted)), default=0)
+            length = max((self._shared(at, text) for at in self.neighbors_of(row, deleted)), default=0)
         return length, row
+
+    def _shared(self, row: int, text: list[int]) -> int:
+        """How many last tokens a prefix has in common with a text."""
+        return self._tokens.shared(self.prefixes.position(row), text)
 
     def _text(self, row: int) -> list[int]:
         """The last 64 tokens of a prefix, backwards."""
@@ -183,13 +195,13 @@ class _Order:
         start, rows = self._part(first)
         near, followed = rows.deepest(first - start, stop - start, text)
         row = start + near
-        length = _common(self._text(row), text)
+        length = self._shared(row, text)
         if length < LONGEST_SHARED and not followed >> length & 1:
             return length, row
         if length >= LONGEST_SHARED:
             first, stop = self.range_around(text[:LONGEST_SHARED], row)
         at = bisect.bisect_left(range(stop), text, first, stop, key=self._text)
-        return max((_common(self._text(row), text), row) for row in (at - 1, at) if first <= row < stop)
+        return max((self._shared(row, text), row) for row in (at - 1, at) if first <= row < stop)
 
     def ranges_of(self, text: list[int], length: int, row: int) -> list[tuple[int, int]]:
         """For each of `LENGTHS` the rows [first, stop) of the prefixes whose last tokens, of this number, are those of the text.
@@ -303,7 +315,7 @@ class SuffixIndex:
         return cls(Datastore.open(folder).train)
 
     def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
-        """The index of some of the documents, [documents] bool. Writes 4 bytes for each of their tokens to a folder."""
+        """The index of some of the documents, [documents] bool. Writes 8 to 10 bytes for each of their tokens to a folder."""
         part = copy.copy(self)
         part._orders = [
             _Order(write_chosen(folder / str(number), order.prefixes, chosen), self._tokens)
@@ -376,8 +388,8 @@ class SuffixIndex:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The tokens that follow the matches of the text up to each token, by their length, from the token `first` on.
 
-        The same as the stored votes of a held-out document, if no document was deleted. Where matches of one to three tokens are frequent,
-        the stage `votes` may have counted other 32 of them.
+        The same as the stored votes of a held-out document, if no document was deleted. If there are several orders, or a match of one to
+        three tokens is in two parts of one, the stage `votes` may have counted other 32 of its occurrences.
 
         Args:
             text: [t] token ids of one document, from its beginning or later.

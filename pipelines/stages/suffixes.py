@@ -256,7 +256,7 @@ def copied_part_task(
 ) -> dict[str, Any]:
     """Take one part of an order from the run of all its shards, without its tokens."""
     ((source,),) = merge[0]
-    tokens = copy_part(work, source)
+    tokens = copy_part(work, _train(folder), source)
     advance(tokens)
     return {"tokens": tokens}
 

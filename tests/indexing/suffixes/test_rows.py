@@ -1,0 +1,106 @@
+"""Rows of an order lead to the longest match and to all rows that share it, without reading any text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexing.store.sharded_array import open_array
+from indexing.suffixes.order import blocks
+from indexing.suffixes.rows import LONGEST_SHARED, Rows, spread, stride, write_rows
+
+
+def following(self, positions: np.ndarray) -> np.ndarray:
+    return following(positions)
+
+
+def following(rows: np.ndarray) -> np.ndarray:
+    return rows * 7 % 60_000 - 1
+
+
+def texts_in_order(tokens: np.ndarray, count: int, dtype: type) -> np.ndarray:
+    """Random texts that share long ends, sorted: [count, 64]; some begin after a few tokens."""
+    random = np.random.default_rng(0)
+    window = tokens[
+        np.minimum(random.integers(0, len(tokens), (count, 64)), random.integers(0, len(tokens), (count, 64)))
+    ]
+    copied = random.integers(0, 40, count)
+    window = np.where(np.arange(64) < copied[:, None], window[random.integers(0, min(50, count), count)], window)
+    window[np.arange(64) >= random.integers(1, 200, count)[:, None]] = 0
+    return window[np.lexsort(window.T[::-1])].astype(dtype)
+
+
+def shared_tokens(window: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """How many last tokens each of some texts has in common with a text."""
+    return np.logical_and.accumulate((window == text) & (window > 0), axis=1).sum(axis=1)
+
+
+@pytest.fixture(params=[(20, np.uint16), (1000, np.uint16), (5000, np.uint32), (40_000, np.uint16)])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[np.ndarray, Rows]:
+    """Texts in order, and their rows."""
+    count, dtype = request.param
+    window = texts_in_order(np.array([1, 2, 3, 3 + 2048, 4, 5, 9, 17]), count, dtype)
+    tokens = np.column_stack([(following(np.arange(count)) + 1).astype(dtype), window])
+    write_rows(tmp_path, window.dtype, (tokens[rows] for rows in blocks(count, 1024)))
+    return window, Rows(tmp_path, count)
+
+
+def test_the_rows_around_a_row_are_all_that_share_its_last_tokens(written: tuple[np.ndarray, Rows]) -> None:
+    window, rows = written
+    for row in np.linspace(0, len(window) - 1, 60).astype(int).tolist():
+        length = min(int((window[row] > 0).sum()), LONGEST_SHARED)
+        sizes = np.array(sorted({1, 2, 3, 5, 12, length}, reverse=True))
+        sizes = sizes[sizes <= length]
+        shared = shared_tokens(window, window[row])
+        for size, (first, stop) in zip(sizes.tolist(), rows.around(row, sizes), strict=True):
+            assert np.flatnonzero(shared >= size).tolist() == [*range(first, stop)]
+
+
+def test_the_deepest_row_shares_most_with_a_text_unless_two_tokens_look_the_same(
+    written: tuple[np.ndarray, Rows],
+) -> None:
+    window, rows = written
+    random, exact = np.random.default_rng(1), 0
+    for _ in range(200):
+        text = window[random.integers(len(window))].copy()
+        text[random.integers(0, 64)] = random.choice([2, 3, 9, 30])
+        text = text[: int((text == 0).argmax()) or 64]
+        shared = shared_tokens(window[:, : len(text)], text)
+        first = random.integers(0, int(shared.argmax()) + 1)
+        stop = random.integers(int(shared.argmax()) + 1, len(window) + 1)
+        row, followed = rows.deepest(int(first), int(stop), (text.astype(np.int64) - 1).tolist())
+        best = int(shared[first:stop].max())
+        same = followed >> int(shared[row]) & 1
+        assert min(shared[row], LONGEST_SHARED) == min(best, LONGEST_SHARED) or same
+        exact += not same
+    assert exact > 40
+
+
+def test_what_follows_is_the_same_in_all_levels(written: tuple[np.ndarray, Rows]) -> None:
+    window, rows = written
+    for step in (1, 32, 1024):
+        if stride(len(window), 1) >= step:
+            some = np.arange(0, len(window), step)
+            assert np.array_equal(rows.following(some, step), following(some))
+
+
+def test_a_level_above_adds_a_thirtieth(written: tuple[np.ndarray, Rows], tmp_path: Path) -> None:
+    window, _ = written
+    stored = open_array(tmp_path / "rows.npy")
+    assert stored.shape[1] == 1 + window.itemsize // 2
+    assert len(window) <= len(stored) <= 1 + len(window) * 32 / 31 + np.log2(len(window))
+
+
+def test_at_least_as_many_rows_as_are_read_are_in_the_level_that_they_are_read_from() -> None:
+    for count in (1, 31, 32, 1023, 1024, 1025, 40_000, 10**9):
+        step = stride(count, 32)
+        assert step == 1 or 32 <= count // step < 32 * 32 + 1
+        assert step in (1, 32, 1024, 32_768, 1 << 20, 1 << 25)
+
+
+def test_places_are_spread_evenly() -> None:
+    assert spread(3, 32).tolist() == [0, 1, 2]
+    assert spread(0, 32).tolist() == []
+    places = spread(100, 32)
+    assert len(places) == 32
+    assert set(np.diff(places).tolist()) == {3, 4}
