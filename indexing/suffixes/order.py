@@ -23,6 +23,7 @@ import re
 import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, NpyWriter
 from indexing.store.paths import names_at, parts_of
 from indexing.store.sharded_array import fetch, open_array
-from indexing.suffixes.rows import spread, write_rows
+from indexing.suffixes.rows import RowWriter, spread
 from indexing.suffixes.texts import Texts, numbers, view
 
 FOLDER = "suffixes"
@@ -460,7 +461,7 @@ def write_part(
     carried: bool = False,
 ) -> int:
     """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`; of an order also
-    `rows.npy` (`rows.write_rows`).
+    `rows.npy` (`rows.RowWriter`).
 
     The text is not read if all runs carry tokens.
 
@@ -480,16 +481,19 @@ def write_part(
     Returns:
         the number of prefixes.
     """
-    opened, written = [Prefixes(texts, folders) for folders in runs], 0
-    with _Writer(work, texts, int(texts.starts[shards.stop]), carried=carried) as file:
+    opened, written, is_order = [Prefixes(texts, folders) for folders in runs], 0, compared == LONGEST and not carried
+    with (
+        _Writer(work, texts, int(texts.starts[shards.stop]), carried=carried) as file,
+        RowWriter(work, texts.dtype) if is_order else nullcontext() as rows,
+    ):
         for low, high in pairwise([first, *_borders(opened, first, stop), stop]):
             positions, order, tokens = _sorted_range(texts, opened, low, high, compared)
-            for block in (order[rows] for rows in blocks(len(order), _BLOCK)):
+            for block in (order[part] for part in blocks(len(order), _BLOCK)):
                 file.append(positions[block], None if tokens is None else tokens[block])
+                if rows:
+                    rows.append(_tokens_of_prefixes(texts, positions[block]) if tokens is None else tokens[block])
             written += len(positions)
             advance(len(positions))
-    if compared == LONGEST and not carried:
-        _write_rows(work, Prefixes(texts, [work]))
     return written
 
 
@@ -532,8 +536,9 @@ def write_chosen(work: Path, prefixes: Prefixes, documents: np.ndarray) -> Prefi
 
 def _write_rows(work: Path, part: Prefixes) -> None:
     """Write what a search reads of a part, from its tokens."""
-    tokens = (part.tokens(rows.start, min(rows.stop, len(part))) for rows in blocks(len(part), _BLOCK))
-    write_rows(work, part.texts.dtype, tokens)
+    with RowWriter(work, part.texts.dtype) as file:
+        for rows in blocks(len(part), _BLOCK):
+            file.append(part.tokens(rows.start, min(rows.stop, len(part))))
 
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:

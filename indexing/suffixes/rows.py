@@ -10,7 +10,6 @@ search, as in String B-trees: Ferragina & Grossi 1999). Tokens that follow many 
 both read a few adjacent rows, in a datastore of any size.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,8 @@ LONGEST_SHARED = 31
 _TOKEN_BITS = 11
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 _FILE = "rows.npy"
+_SHARED_BEFORE = np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
+"""Of the rows before the first one, which are not there."""
 
 
 def stride(count: int, most: int) -> int:
@@ -59,8 +60,8 @@ def _level_starts(count: int) -> np.ndarray:
 # --- write ------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(work: Path, dtype: np.dtype, tokens: Iterable[np.ndarray]) -> None:
-    """Write `rows.npy` [rows of all levels, 2] uint16, or 3 if token ids have more than 16 bits.
+class RowWriter:
+    """Writes `rows.npy` [rows of all levels, 2] uint16, or 3 if token ids have more than 16 bits.
 
     The first column, or two, are the token that follows, plus 1, 0 = none, the lower 16 bits first. The last one has the number of tokens
     that are shared with the row before (in a higher level: with the row of this level before), at most 31, in the upper 5 bits, and in
@@ -69,25 +70,39 @@ def write_rows(work: Path, dtype: np.dtype, tokens: Iterable[np.ndarray]) -> Non
     Args:
         work: the folder of the part.
         dtype: of a token plus 1.
-        tokens: the token after each prefix and its last 64 tokens, see `Prefixes.tokens`, in blocks of a multiple of 32 prefixes but for the
-            last one: [n, 65] each.
     """
-    levels, none_before = list[np.ndarray](), np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
-    shared: np.ndarray = none_before
-    before = np.zeros((1, LONGEST_SHARED + 1), dtype)
-    with NpyWriter(work / _FILE, np.uint16, (dtype.itemsize // 2 + 1,)) as file:
-        for block in tokens:
-            window = np.concatenate([before, block[:, 1 : LONGEST_SHARED + 2]])
-            rows = np.empty((len(block), *file.row_shape), np.uint16)
-            rows[:, :-1] = np.ascontiguousarray(block[:, :1]).view(np.uint16)
-            compiled(_distinguish)(window, rows[:, -1])
-            file.append(rows)
-            levels.append(_every(rows, shared))
-            before, shared = window[-1:], rows[1 - FAN_OUT :, -1] >> _TOKEN_BITS
-        count, level = file.rows, np.concatenate(levels or [np.empty((0, *file.row_shape), np.uint16)])
-        while count > FAN_OUT:
-            file.append(level)
-            count, level = len(level), _every(level, none_before)
+
+    def __init__(self, work: Path, dtype: np.dtype) -> None:
+        self._file = NpyWriter(work / _FILE, np.uint16, (dtype.itemsize // 2 + 1,))
+        self._before = np.zeros((1, LONGEST_SHARED + 1), dtype)
+        self._shared: np.ndarray = _SHARED_BEFORE
+        self._left = np.empty((0, *self._file.row_shape), np.uint16)  # rows that are not in the next level yet
+        self._level = [self._left]
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Add rows by the token after each prefix and its last 64 tokens, [n, 65], see `Prefixes.tokens`."""
+        window = np.concatenate([self._before, tokens[:, 1 : LONGEST_SHARED + 2]])
+        rows = np.empty((len(tokens), *self._file.row_shape), np.uint16)
+        rows[:, :-1] = np.ascontiguousarray(tokens[:, :1]).view(np.uint16)
+        compiled(_distinguish)(window, rows[:, -1])
+        self._file.append(rows)
+        self._before, left = window[-1:], np.concatenate([self._left, rows])
+        whole = left[: len(left) // FAN_OUT * FAN_OUT]
+        if len(whole):
+            self._level.append(_every(whole, self._shared))
+            self._shared = whole[1 - FAN_OUT :, -1] >> _TOKEN_BITS
+        self._left = left[len(whole) :]
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            count, level = self._file.rows, np.concatenate([*self._level, _every(self._left, self._shared)])
+            while count > FAN_OUT:
+                self._file.append(level)
+                count, level = len(level), _every(level, _SHARED_BEFORE)
+        self._file.__exit__(error)
 
 
 def _every(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:

@@ -7,11 +7,7 @@ import pytest
 
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.order import blocks
-from indexing.suffixes.rows import LONGEST_SHARED, Rows, spread, stride, write_rows
-
-
-def following(self, positions: np.ndarray) -> np.ndarray:
-    return following(positions)
+from indexing.suffixes.rows import LONGEST_SHARED, Rows, RowWriter, spread, stride
 
 
 def following(rows: np.ndarray) -> np.ndarray:
@@ -41,7 +37,9 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[np.ndarray,
     count, dtype = request.param
     window = texts_in_order(np.array([1, 2, 3, 3 + 2048, 4, 5, 9, 17]), count, dtype)
     tokens = np.column_stack([(following(np.arange(count)) + 1).astype(dtype), window])
-    write_rows(tmp_path, window.dtype, (tokens[rows] for rows in blocks(count, 1024)))
+    with RowWriter(tmp_path, window.dtype) as file:
+        for rows in blocks(count, 1001):
+            file.append(tokens[rows])
     return window, Rows(tmp_path, count)
 
 
