@@ -24,7 +24,7 @@ class _Votes(NamedTuple):
     logits: Tensor  # [N, V]
     sources: dict[str, Source]
     trust: Tensor  # [N, 1, 4]
-    copy_strength: Tensor  # [N, 1]
+    copy_strength: Tensor | None  # [N, 1]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
         sources = dict[str, Source]()
@@ -32,7 +32,8 @@ class _Votes(NamedTuple):
             parts = source if isinstance(source, DatastoreVotes) else source.matches
             chosen = [part[indices] for part in parts]
             sources[name] = DatastoreVotes(*chosen) if name == "datastore" else SourceMatches(Matches(*chosen))
-        return _Votes(self.logits[indices], sources, self.trust[indices], self.copy_strength[indices])
+        copy_strength = None if self.copy_strength is None else self.copy_strength[indices]
+        return _Votes(self.logits[indices], sources, self.trust[indices], copy_strength)
 
 
 class CopyVotes:
@@ -55,7 +56,8 @@ class CopyVotes:
         histories = [history for row in rows for history in row.histories()]
         rows = [row for row in rows for _ in range(1 + len(row.draft))]
         trust = torch.tensor([[row.trust] for row in rows], device=self._device)
-        copy_strength = torch.tensor([[row.copy_strength] for row in rows], device=self._device)
+        strengths = [[row.copy_strength] for row in rows]
+        copy_strength = torch.tensor(strengths, device=self._device) if strengths != [[1.0]] * len(rows) else None
         sources = dict[str, Source]()
         if head.context is not None:
             sources["context"] = SourceMatches(context_matches_of_last(self._put(_padded(histories))))
@@ -83,11 +85,10 @@ class CopyVotes:
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
         """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 32]."""
-        none = np.zeros((1, COLUMNS), np.int64)
-        pairs = zip(rows, histories, strict=True)
-        return self._put(
-            np.stack([datastore.votes(text, len(text) - 1) if row.retrieve else none for row, text in pairs])
-        )
+        votes = np.zeros((len(rows), 1, COLUMNS), np.int64)
+        voting = [index for index, row in enumerate(rows) if row.retrieve]
+        votes[voting, 0] = datastore.last_votes([histories[index] for index in voting])
+        return self._put(votes)
 
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]

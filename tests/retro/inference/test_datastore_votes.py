@@ -1,5 +1,7 @@
 """A model that copies from the whole datastore scores and generates with live votes what it scores with stored ones."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -41,12 +43,18 @@ class Votes:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         return find_votes(text, first)
 
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([find_votes(text, len(text) - 1) for text in texts])
+
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         return 40, np.random.default_rng(text[-3:]).integers(0, V, most)
 
 
 class Refuses:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        raise AssertionError("asked")
+
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         raise AssertionError("asked")
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
