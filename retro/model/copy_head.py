@@ -50,7 +50,8 @@ _FEATURES = {
 """Features that the network of a source reads. That of the context reads only its own: it is the same with retrieval OFF."""
 STEP = 10.0
 """The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
-_ALL_AGREE = 0.999
+ALL_AGREE = 0.999
+"""All votes are for one token if its share is larger."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -153,7 +154,7 @@ class CopyHead(nn.Module):
             evidence: from `evidence`.
         """
         size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, 3, L]; a size is 0, or 1 and more
-        votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > _ALL_AGREE).float()), -1).flatten(2)
+        votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
         absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))
