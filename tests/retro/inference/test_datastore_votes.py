@@ -33,6 +33,7 @@ def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: 
         live = index.votes(text)
         assert np.array_equal(live[:, 0], stored[:, 0])
         assert np.array_equal(index.votes(text, 5), live[5:])
+        assert np.array_equal(index.last_votes([text[:stop] for stop in (9, 1, len(text))]), live[[8, 0, -1]])
         equal += (live == stored).all(axis=1).tolist()
     assert np.mean(equal) > 0.9  # of more than 32 occurrences others may be counted
 
