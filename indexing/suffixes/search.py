@@ -387,8 +387,8 @@ class SuffixIndex:
     def _votes(self, texts: Sequence[list[int]]) -> np.ndarray:
         """The votes for the tokens after texts, which are backwards and not empty: [N, 32] int64."""
         deleted, samples, of_sample = self.split.deleted, list[_Ends](), list[int]()
-        # The sample of each length, 0 = none.
-        votes, of_level = np.zeros((len(texts), COLUMNS), np.int64), np.zeros((len(texts), len(LENGTHS)), np.intp)
+        votes = np.zeros((len(texts), COLUMNS), np.int64)
+        of_level = np.zeros((len(texts), len(LENGTHS)), np.intp)  # numbers of samples, from 1 on; 0 = none
         for row, text in enumerate(texts):
             longest = [order.longest(text, deleted) for order in self._orders]
             votes[row, 0] = length = max((reached for reached, _ in longest), default=0)
@@ -412,10 +412,8 @@ class SuffixIndex:
         stops = np.cumsum([len(sample.positions) for sample in samples])
         occurrences = np.array([sample.occurrences for sample in samples])
         candidates, numbers = np.full((num_rows, KEPT), -1, np.int32), np.zeros((len(samples) + 1, 1 + KEPT), np.uint8)
-        documents, own = (
-            np.zeros(len(following), np.int64),
-            np.full(num_rows, -1),
-        )  # texts are of no document of the datastore
+        # The texts are of no document of the datastore.
+        documents, own = np.zeros(len(following), np.int64), np.full(num_rows, -1)
         poll = documents, following, own, own.astype(np.int32), candidates, numbers[1:]
         compiled(count_votes)(rows, np.append(0, stops[:-1]), stops, occurrences, *poll)
         return candidates.clip(0), numbers

@@ -4,7 +4,7 @@
                                                                                          └─► probabilities of candidates ─► their log-probabilities
 
 A generated token needs about a thousand multiplications for each network. As operations of torch they would be a hundred small ones, each of
-which takes 3 to 8 microseconds between two passes of a model. So the probabilities of the vocabulary stay on the device, and the few
+which takes several microseconds between two passes of a model. So the probabilities of the vocabulary stay on the device, and the few
 numbers that decide what is copied are computed here. Letters of the shape comments as in `copy_head.py`; N are rows.
 """
 
@@ -204,8 +204,8 @@ def _add_copied(
         for place in range(count):
             value, weight = before[row, place] + log_kept[row], copied[following[row, place]]
             if value > -np.inf and weight > 0:
-                larger = max(value, math.log(weight))
-                value = larger + math.log(math.exp(value - larger) + math.exp(math.log(weight) - larger))
+                added = math.log(weight)
+                value = max(value, added) + math.log1p(math.exp(-abs(value - added)))
             values[row, place] = value
         for place in range(count):
             copied[following[row, place]] = 0.0
