@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from indexing.machine import compiled
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.suffixes.order import LONGEST, ROWS_OF_HEAD, Prefixes, blocks, sampled_rows, stored_orders, write_chosen
 from indexing.suffixes.rows import LONGEST_SHARED, Rows, spread, stride
 from indexing.suffixes.texts import Texts, view
-from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, within_limit
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SAMPLED, count_votes, within_limit
 
 _SCANNED = 4096
 """What follows a match, and its documents, are read at no more than this many of its occurrences, spread evenly."""
@@ -25,6 +26,8 @@ SHORTEST_RUN = 8
 """Tokens of the shortest run that a trace returns, unless told otherwise."""
 _LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
+_TOGETHER = 256
+"""Texts whose votes are counted together."""
 _ALL = 2**62
 _BLOCK = 1 << 20
 _ADJACENT = 4 * ROWS_OF_HEAD
@@ -398,37 +401,50 @@ class SuffixIndex:
         Returns:
             [t - first, 32] int64, as `votes.as_columns`.
         """
-        backwards, deleted = text[max(0, first + 1 - LONGEST) :][::-1].tolist(), self.split.deleted
-        votes = np.zeros((len(text) - first, COLUMNS), np.int64)
-        for begin, row in enumerate(reversed(votes)):
-            row[:] = self._votes(backwards[begin : begin + LONGEST], deleted)
+        backwards = text[max(0, first + 1 - LONGEST) :][::-1].tolist()
+        votes = np.empty((len(text) - first, COLUMNS), np.int64)
+        begins = range(len(votes))[::-1]  # the first text begins last
+        for some in blocks(len(votes), _TOGETHER):
+            votes[some] = self._votes([backwards[begin : begin + LONGEST] for begin in begins[some]])
+        return votes
+
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        """The votes for the token after each of N texts, see `votes`: [N, 32] int64."""
+        return self._votes([text[-LONGEST:][::-1].tolist() for text in texts])
+
+    def _votes(self, texts: Sequence[list[int]]) -> np.ndarray:
+        """The votes for the tokens after texts, which are backwards and not empty: [N, 32] int64."""
+        deleted, samples, of_sample = self.split.deleted, list[_Ends](), list[int]()
+        votes = np.zeros((len(texts), COLUMNS), np.int64)
+        of_level = np.zeros((len(texts), len(LENGTHS)), np.intp)  # numbers of samples, from 1 on; 0 = none
+        for row, text in enumerate(texts):
+            longest = [order.longest(text, deleted) for order in self._orders]
+            votes[row, 0] = length = max((reached for reached, _ in longest), default=0)
+            of_orders = [order.ranges_of(text, *found) for order, found in zip(self._orders, longest, strict=True)]
+            matches, longer = [*zip(*of_orders, strict=True)], None
+            for level in reversed(range(bisect.bisect_right(LENGTHS, length))):
+                if matches[level] != longer:
+                    samples.append(self._ends(matches[level], deleted, SAMPLED))
+                    of_sample.append(row)
+                of_level[row, level], longer = len(samples), matches[level]
+        if samples:
+            candidates, numbers = self._counted(np.array(of_sample), samples, len(texts))
+            votes[:, 1 : 1 + KEPT] = candidates
+            votes[:, 1 + KEPT :] = numbers[of_level].reshape(len(texts), -1)
+            votes[~numbers[of_level, 0].any(axis=1)] = 0
         return within_limit(votes, self.split)
 
-    def _votes(self, text: list[int], deleted: np.ndarray) -> list[int]:
-        """The votes for the token after a text, which is backwards and not empty: the numbers of one row of `votes`."""
-        longest = [order.longest(text, deleted) for order in self._orders]
-        length = max((reached for reached, _ in longest), default=0)
-        of_orders = [order.ranges_of(text, *found) for order, found in zip(self._orders, longest, strict=True)]
-        matches, samples, of_level = [*zip(*of_orders, strict=True)], list[_Ends](), [0] * len(LENGTHS)
-        for level in reversed(range(bisect.bisect_right(LENGTHS, length))):
-            if not samples or matches[level] != matches[level + 1]:
-                samples.append(self._ends(matches[level], deleted, SAMPLED))
-            of_level[level] = len(samples)
-        candidates, numbers = list[int](), [[0] * (1 + KEPT)]
-        for sample in samples:
-            following = sample.following().tolist()
-            tokens = [token for token in following if token >= 0]
-            counts, counted = Counter(tokens), len(tokens)
-            if len(candidates) < KEPT:
-                best = [token for token, _ in _most_frequent(counts) if token not in candidates]
-                candidates += best[: KEPT - len(candidates)]
-            size = min(LARGEST_SIZE, (sample.occurrences * counted // len(following)).bit_length())
-            shares = [SHARES * counts.get(token, 0) // (counted or 1) for token in candidates]
-            numbers.append([size, *shares, *[0] * (KEPT - len(shares))])
-        if not candidates:
-            return [0] * COLUMNS
-        levels = itertools.chain.from_iterable(numbers[number] for number in of_level)
-        return [length, *candidates, *[0] * (KEPT - len(candidates)), *levels]
+    def _counted(self, rows: np.ndarray, samples: Sequence[_Ends], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates [rows, 3], and size code and shares of no sample and of each one, [samples + 1, 4] uint8, see `count_votes`."""
+        of_samples = [sample.following() for sample in samples]
+        following, stops = np.concatenate(of_samples).astype(np.int32), np.cumsum([*map(len, of_samples)])
+        occurrences = np.array([sample.occurrences for sample in samples])
+        candidates, numbers = np.full((num_rows, KEPT), -1, np.int32), np.zeros((len(samples) + 1, 1 + KEPT), np.uint8)
+        # The texts are of no document of the datastore.
+        documents, own = np.zeros(len(following), np.int64), np.full(num_rows, -1)
+        poll = documents, following, own, own.astype(np.int32), candidates, numbers[1:]
+        compiled(count_votes)(rows, np.append(0, stops[:-1]), stops, occurrences, 0, *poll)
+        return candidates.clip(0), numbers
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Up to `most` tokens that follow one occurrence of the longest match of a text in the same document, and its length.

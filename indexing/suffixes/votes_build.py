@@ -34,10 +34,9 @@ from indexing.suffixes.order import (
     with_tokens,
     write_run,
 )
-from indexing.suffixes.rows import FAN_OUT as STEP
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
-from indexing.suffixes.votes import KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES, packed, vote_dtype
+from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, count_votes, packed, vote_dtype
 
 FAN_OUT = 128
 """Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
@@ -228,7 +227,7 @@ def votes_in_range(
             if others:
                 voters_of_rows = _drawn(bounds[:, rows], size[rows], poll, [other.order for other in others])
             counted = np.zeros((len(rows), 1 + KEPT), np.uint8)
-            compiled(_count)(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
+            compiled(count_votes)(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
             numbers[rows, level] = counted
         longer = np.where(matched, bounds, 0)
     return packed(length, candidates, numbers, tokens)
@@ -261,7 +260,7 @@ def _voters_of(
 def _drawn(
     bounds: np.ndarray, size: np.ndarray, poll: tuple[np.ndarray, np.ndarray], orders: Sequence[Prefixes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw the voters of rows [r] from a range and from other orders: the arguments of `_count` from `low` to `following`.
+    """Draw the voters of rows [r] from a range and from other orders: the arguments of `count_votes` from `low` to `following`.
 
     Args:
         bounds: first and last + 1 of each row's voters among those of the range, then among the rows of each order, [2 + 2 · orders, r].
@@ -290,83 +289,6 @@ def _drawn(
         place -= count[group]
     number = np.cumsum(begins) - 1
     return edges[number], edges[number + 1], size + sizes[1:].sum(axis=0)[number], documents, following
-
-
-def _count(
-    rows: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    size: np.ndarray,
-    before: int,
-    documents: np.ndarray,
-    following: np.ndarray,
-    own: np.ndarray,
-    nearest: np.ndarray,
-    candidates: np.ndarray,
-    numbers: np.ndarray,
-) -> None:
-    """Count the votes of one length of match for some rows.
-
-    Args:
-        rows: [n].
-        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them (`rows.stride`).
-        high: the one after the last voter, [n] int64.
-        size: the number of voters, [n] int64.
-        before: voters before all of these.
-        documents: of the voters in order, int64.
-        following: the tokens after the voters, int32; -1 = none.
-        own: document of every row of the range.
-        nearest: the token that follows the nearest prefix of another document, of every row, int32.
-        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
-        numbers: [n, 4] uint8, receives size code and shares.
-    """
-    found = np.empty(SAMPLED, np.int32)
-    for i in range(len(rows)):
-        row, counted, step = rows[i], 0, 1
-        while step * STEP * SAMPLED <= high[i] - low[i]:
-            step *= STEP
-        begin = -(-(low[i] + before) // step)
-        there = -(-(high[i] + before) // step) - begin
-        drawn = min(SAMPLED, there)
-        for number in range(drawn):
-            voter = (begin + number * there // drawn) * step - before
-            if documents[voter] != own[row] and following[voter] >= 0:
-                place = counted
-                while place > 0 and found[place - 1] > following[voter]:  # in order of ids
-                    found[place] = found[place - 1]
-                    place -= 1
-                found[place] = following[voter]
-                counted += 1
-        total = size[i] * counted // max(1, drawn)
-        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
-            found[0] = nearest[row]
-            counted = total = 1
-        filled = 0
-        while filled < KEPT and candidates[row, filled] >= 0:
-            filled += 1
-        while filled < KEPT:
-            best, most, first = np.int32(-1), 0, 0
-            while first < counted:  # of equally frequent ones the smallest id
-                stop, known = first, False
-                while stop < counted and found[stop] == found[first]:
-                    stop += 1
-                for place in range(filled):
-                    known = known or candidates[row, place] == found[first]
-                if not known and stop - first > most:
-                    best, most = found[first], stop - first
-                first = stop
-            if best < 0:
-                break
-            candidates[row, filled] = best
-            filled += 1
-        while total > 0 and numbers[i, 0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
-            numbers[i, 0] += 1
-            total >>= 1
-        for place in range(filled):
-            votes = 0
-            for at in range(counted):
-                votes += found[at] == candidates[row, place]
-            numbers[i, 1 + place] = SHARES * votes // max(1, counted)
 
 
 def _nearest_of_other_documents(rows: np.ndarray, voters: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -98,7 +98,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         self._model, self._retriever, self._k = model, retriever, k
         self._votes: CopyVotes | None = None
         self._device: torch.device | None = None
-        self._texts: list[_Read] = []
+        self._texts, self._ids = list[_Read](), np.zeros((0, 0), np.int64)
 
     @classmethod
     def open(
@@ -153,7 +153,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             )
         if not self.copy_strength:
             return scores
-        self._texts = self._read([self._without_padding(row) for row in input_ids.cpu().numpy()])
+        self._read(input_ids.cpu().numpy().astype(np.int64))  # a copy, that is compared with the next step
         return self.mix_rows([text.row for text in self._texts], scores)
 
     @torch.no_grad()
@@ -205,17 +205,25 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         first = int(real[0]) if len(real) else len(row) - 1
         return row[max(0, first - (self._pad_id == self._tokenizer.bos_id)) :].astype(np.int64)
 
-    def _read(self, texts: Sequence[np.ndarray]) -> list[_Read]:
-        """The texts of a step. One that continues a text of the step before has its trust and its neighbors."""
-        known, trusts = {text.row.tokens.tobytes(): text for text in self._texts}, dict[bytes, tuple[float, ...]]()
-        read = [self._continued(tokens, known) or self._begun(tokens) for tokens in texts]
+    def _read(self, ids: np.ndarray) -> None:
+        """Read the texts of a step, int64 [N, T]. One that continues a text of the step before has its trust and its neighbors."""
+        if ids.shape[1:] == (self._ids.shape[1] + 1,) and np.array_equal(ids[:, :-1], self._ids):
+            texts = self._texts  # each in its row, as nearly always
+            for text, row in zip(texts, ids, strict=True):
+                text.row.tokens = row[len(row) - len(text.row.tokens) - 1 :]
+        else:
+            known = {text.row.tokens.tobytes(): text for text in self._texts}
+            texts = [
+                self._continued(tokens, known) or self._begun(tokens) for tokens in map(self._without_padding, ids)
+            ]
         if self._retriever is not None:
-            find_neighbors([text.row for text in read], self._head.chunk_length)
-        for text in read:
+            find_neighbors([text.row for text in texts], self._head.chunk_length)
+        trusts = dict[bytes, tuple[float, ...]]()
+        for text in texts:
             if len(text.row.tokens) == text.prompt:
                 key = text.row.tokens.tobytes()  # several continuations have the same prompt
                 trusts[key] = text.row.trust = trusts.get(key) or self._trust(text.row)
-        return read
+        self._texts, self._ids = texts, ids
 
     def _continued(self, tokens: np.ndarray, known: dict[bytes, _Read]) -> _Read | None:
         """The text if it continues one of the step before, or the part of one that is left when a draft was rejected."""

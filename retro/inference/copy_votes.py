@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from indexing.suffixes.votes import COLUMNS
+from indexing.suffixes.votes import COLUMNS, KEPT
+from retro.inference.compiled_head import CompiledHead
 from retro.inference.rows import Row, WholeDatastore
 from retro.inference.sources import CopiedFrom, Neighbors
-from retro.model.copy_head import CopyHead
-from retro.model.copy_matches import LONGEST, Matches, context_matches_of_last, neighbor_matches_of_last
+from retro.model.copy_head import SOURCES, CopyHead
+from retro.model.copy_matches import LONGEST, MATCH_LENGTHS, Matches, context_matches_of_last, neighbor_matches_of_last
 from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
 from retro.model.copy_switch import START
 from retro.model.inputs import Inputs
@@ -21,18 +22,19 @@ from retro.model.loss import TokenLosses
 class _Votes(NamedTuple):
     """What the copy head found for the last tokens of some rows."""
 
-    logits: Tensor  # [N, V]
-    sources: dict[str, Source]
-    trust: Tensor  # [N, 1, 4]
-    copy_strength: Tensor  # [N, 1]
+    log_top: Tensor  # [N]
+    matches: dict[str, SourceMatches]
+    votes: np.ndarray | None  # [N, 32]
+    trust: np.ndarray  # [N, 4]
+    copy_strength: np.ndarray  # [N]
 
     def of_rows(self, indices: list[int]) -> "_Votes":
-        sources = dict[str, Source]()
-        for name, source in self.sources.items():
-            parts = source if isinstance(source, DatastoreVotes) else source.matches
-            chosen = [part[indices] for part in parts]
-            sources[name] = DatastoreVotes(*chosen) if name == "datastore" else SourceMatches(Matches(*chosen))
-        return _Votes(self.logits[indices], sources, self.trust[indices], self.copy_strength[indices])
+        matches = {
+            name: SourceMatches(Matches(*(part[indices] for part in source.matches)))
+            for name, source in self.matches.items()
+        }
+        votes = None if self.votes is None else self.votes[indices]
+        return _Votes(self.log_top[indices], matches, votes, self.trust[indices], self.copy_strength[indices])
 
 
 class CopyVotes:
@@ -40,6 +42,7 @@ class CopyVotes:
 
     def __init__(self, head: CopyHead, device: torch.device, datastore: WholeDatastore | None) -> None:
         self._head, self._m, self._device, self._datastore = head, head.chunk_length, device, datastore
+        self._compiled = CompiledHead(head)
         self._votes: _Votes | None = None
 
     def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
@@ -51,23 +54,35 @@ class CopyVotes:
             rows: rows that were read, drafts included. N is the number of their last tokens and draft tokens.
             logits: of the vocabulary.
         """
-        head = self._head
         histories = [history for row in rows for history in row.histories()]
         rows = [row for row in rows for _ in range(1 + len(row.draft))]
-        trust = torch.tensor([[row.trust] for row in rows], device=self._device)
-        copy_strength = torch.tensor([[row.copy_strength] for row in rows], device=self._device)
-        sources = dict[str, Source]()
-        if head.context is not None:
-            sources["context"] = SourceMatches(context_matches_of_last(self._put(_padded(histories))))
-        if head.neighbors is not None and any(row.neighbors for row in rows):
-            neighbors, lengths = map(self._put, _last_neighbors(rows))
-            last = self._put(_padded([history[-LONGEST:] for history in histories]))
-            sources["neighbors"] = SourceMatches(neighbor_matches_of_last(last, neighbors, lengths, self._m))
-        if head.datastore is not None and self._datastore is not None and any(row.retrieve for row in rows):
-            sources["datastore"] = DatastoreVotes.of(self._votes_of_last(rows, histories, self._datastore))
-        self._votes = _Votes(logits, sources, trust, copy_strength)
-        evidence = head.evidence(sources, torch.zeros((len(rows), 1), dtype=torch.int64, device=self._device))
-        return head.mix(logits[:, None], sources, evidence, trust=trust, copy_strength=copy_strength)[:, 0]
+        matches, votes = self._matches_of_last(rows, histories), self._votes_of_last(rows, histories)
+        trust = np.array([row.trust for row in rows], np.float32)
+        copy_strength = np.array([row.copy_strength for row in rows], np.float32)
+        evidence = np.zeros((len(rows), len(SOURCES), len(MATCH_LENGTHS), 4), np.float32)
+        for name, source in matches.items():
+            any_label = torch.zeros((len(rows), 1), dtype=torch.int64, device=self._device)
+            evidence[:, SOURCES.index(name)] = source.evidence(any_label)[:, 0].cpu().numpy()
+        log_p = logits.float().log_softmax(-1)
+        log_top = log_p.amax(-1)
+        self._votes = _Votes(log_top, matches, votes, trust, copy_strength)
+        none = np.zeros((len(rows), COLUMNS), np.int64)
+        shares = self._compiled.shares(
+            log_top.cpu().numpy(), evidence, none if votes is None else votes, trust, copy_strength
+        )
+        candidates = [] if votes is None else [(votes[:, 1 : 1 + KEPT], shares.weights)]
+        for name, source in matches.items():
+            tables = (table[:, None, SOURCES.index(name)] for table in (shares.shares, evidence[..., 0]))
+            found = source.candidates(*map(self._put, tables))
+            candidates.append((found[0][:, 0].cpu().numpy(), found[1][:, 0].cpu().numpy()))
+        log_kept = self._put(shares.log_kept)[:, None]
+        if not candidates:
+            return log_p.add_(log_kept)
+        following, weights = (np.concatenate(parts, 1) for parts in zip(*candidates, strict=True))
+        tokens = self._put(following)
+        before = log_p.gather(1, tokens).cpu().numpy()
+        values = self._compiled.log_probabilities(before, shares.log_kept, following, weights)
+        return log_p.add_(log_kept).scatter_(1, tokens, self._put(values))
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
@@ -81,13 +96,28 @@ class CopyVotes:
         _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
         return tuple(trust[0, -1].tolist())
 
-    def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray], datastore: WholeDatastore) -> Tensor:
-        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, [N, 1, 32]."""
-        none = np.zeros((1, COLUMNS), np.int64)
-        pairs = zip(rows, histories, strict=True)
-        return self._put(
-            np.stack([datastore.votes(text, len(text) - 1) if row.retrieve else none for row, text in pairs])
-        )
+    def _matches_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray]) -> dict[str, SourceMatches]:
+        """Matches of the last tokens of the texts of rows, in their context and in their neighbors."""
+        head, matches = self._head, dict[str, SourceMatches]()
+        if head.context is not None:
+            matches["context"] = SourceMatches(context_matches_of_last(self._put(_padded(histories))))
+        if head.neighbors is not None and any(row.neighbors for row in rows):
+            neighbors, lengths = map(self._put, _last_neighbors(rows))
+            last = self._put(_padded([history[-LONGEST:] for history in histories]))
+            matches["neighbors"] = SourceMatches(neighbor_matches_of_last(last, neighbors, lengths, self._m))
+        return matches
+
+    def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray]) -> np.ndarray | None:
+        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, int64 [N, 32]; None without such rows."""
+        voting = [index for index, row in enumerate(rows) if row.retrieve]
+        if self._head.datastore is None or self._datastore is None or not voting:
+            return None
+        found = self._datastore.last_votes([histories[index] for index in voting])
+        if len(voting) == len(rows):
+            return found
+        votes = np.zeros((len(rows), COLUMNS), np.int64)
+        votes[voting] = found
+        return votes
 
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
@@ -108,9 +138,12 @@ class CopyVotes:
             return [None] * len(tokens)
         votes, device = self._votes.of_rows(indices), self._device
         losses = -torch.tensor(log_probabilities, device=device)[:, None]
-        labels = self._put(np.array(tokens))[:, None]
-        log_top, length = votes.logits.log_softmax(-1).amax(-1, keepdim=True), read.tokens.shape[1]
-        origins = self._head.origins(log_top, labels, losses, votes.sources, length, votes.trust, votes.copy_strength)
+        labels, sources = self._put(np.array(tokens, np.int64))[:, None], dict[str, Source](votes.matches)
+        if votes.votes is not None:
+            sources["datastore"] = DatastoreVotes.of(self._put(votes.votes[:, None]))
+        trust, copy_strength = self._put(votes.trust[:, None]), self._put(votes.copy_strength[:, None])
+        log_top, length = votes.log_top[:, None], read.tokens.shape[1]
+        origins = self._head.origins(log_top, labels, losses, sources, length, trust, copy_strength)
         columns = (column[:, 0].tolist() for column in (origins.share, origins.neighbors, origins.positions))
         return [
             CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None
@@ -118,7 +151,8 @@ class CopyVotes:
         ]
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
+        dtype = np.float32 if array.dtype.kind == "f" else np.int64
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device)
 
 
 def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:

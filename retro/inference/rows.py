@@ -22,6 +22,9 @@ class WholeDatastore(Protocol):
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         """The votes for the tokens of a text [t] from `first` on, [t - first, 32] int64 as in `Inputs.votes`."""
 
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        """The votes for the token after each of N texts, [N, 32] int64."""
+
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         """Length of the longest match of a text, and up to `most` tokens that follow one occurrence, int64."""
 
@@ -77,6 +80,8 @@ class Row:
 
     def histories(self) -> list[np.ndarray]:
         """Return the text up to its last token, and up to each token of the draft: [t], [t + 1] …"""
+        if not len(self.draft):
+            return [self.tokens]
         whole = np.append(self.tokens, self.draft)
         return [whole[:stop] for stop in range(len(self.tokens), len(whole) + 1)]
 

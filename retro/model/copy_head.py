@@ -50,7 +50,8 @@ _FEATURES = {
 """Features that the network of a source reads. That of the context reads only its own: it is the same with retrieval OFF."""
 STEP = 10.0
 """The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
-_ALL_AGREE = 0.999
+ALL_AGREE = 0.999
+"""All votes are for one token if its share is larger."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -152,8 +153,8 @@ class CopyHead(nn.Module):
             log_top: log-probability of the vocabulary's likeliest token, float32 [B, T].
             evidence: from `evidence`.
         """
-        size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, 3, L]
-        votes = torch.stack(((size > 0).float(), size / 4, agree, (agree > _ALL_AGREE).float()), -1).flatten(2)
+        size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, 3, L]; a size is 0, or 1 and more
+        votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
         absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))
@@ -215,7 +216,8 @@ class CopyHead(nn.Module):
             log_top[:, tokens] = log_p.detach().amax(-1)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
             by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS)))
-            mixed, found = log_p + _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
+            kept, found = _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
+            mixed = log_p + kept if log_p.requires_grad or kept.requires_grad else log_p.add_(kept)
             for number, name in enumerate(SOURCES):
                 if name in sources:
                     candidates = sources[name].candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
@@ -224,21 +226,19 @@ class CopyHead(nn.Module):
 
     def _by_strength(self, odds: Tensor) -> Tensor:
         """Logs of the shares with each strength of copying: [B, T, 1 + 3 L, 4]."""
-        finite, of_retrieval = odds.clamp(min=STRENGTHS[-1]), _of_retrieval(odds).float()
-        moved = finite[..., None] + of_retrieval[:, None] * odds.new_tensor(STRENGTHS)  # [B, T, 3 L, 4]
+        moved = odds.clamp(min=STRENGTHS[-1])[..., None] + _moves(odds.device)  # [B, T, 3 L, 4]
         return F.pad(moved, (0, 0, 1, 0)).log_softmax(-2)
 
     def _trusted(self, odds: Tensor, trust: Tensor | None, copy_strength: Tensor | None = None) -> Tensor:
         """Logs of the shares of the vocabulary and all others, [B, T, 1 + 3 L], with trust [B, T, 4]."""
-        of_retrieval = _of_retrieval(odds)
         if copy_strength is not None:
-            odds = odds + copy_strength.log()[..., None].where(of_retrieval, 0.0)
+            odds = odds + copy_strength.log()[..., None].where(_of_retrieval(odds.device), 0.0)
         shares = _shares(odds)
         if trust is None:
             return shares
         mixed = self._by_strength(odds) + trust.log()[:, :, None]
         # A token that retrieval has nothing for has the shares of OFF, to the bit.
-        copies = (of_retrieval & (odds > -torch.inf)).any(-1, keepdim=True)
+        copies = odds[..., len(MATCH_LENGTHS) :].amax(-1, keepdim=True) > -torch.inf
         return mixed.logsumexp(-1).where(copies, shares)
 
     # --- where tokens were copied from --------------------------------------------------------------------------------
@@ -287,9 +287,18 @@ class CopyHead(nn.Module):
         return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions, datastore)
 
 
-def _of_retrieval(odds: Tensor) -> Tensor:
+@cache
+def _of_retrieval(device: torch.device) -> Tensor:
     """Which columns of log-odds are of neighbors and datastore: bool [3 L]."""
-    return torch.arange(odds.shape[-1], device=odds.device) >= len(MATCH_LENGTHS)
+    with torch.inference_mode(False):  # kept for callers with gradients too
+        return torch.arange(len(SOURCES) * len(MATCH_LENGTHS), device=device) >= len(MATCH_LENGTHS)
+
+
+@cache
+def _moves(device: torch.device) -> Tensor:
+    """What each strength adds to log-odds, float32 [3 L, 4]."""
+    with torch.inference_mode(False):
+        return _of_retrieval(device)[:, None] * torch.tensor(STRENGTHS, device=device)
 
 
 def _shares(odds: Tensor) -> Tensor:

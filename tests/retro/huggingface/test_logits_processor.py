@@ -148,6 +148,22 @@ def test_a_rejected_draft_leaves_no_trace(
     assert torch.equal(processor(ids[:, :83], scores), straight[2])
 
 
+def test_another_batch_of_the_next_length_begins_anew(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    model, ids = models["llama"], encoded(tokenizer, passage)["input_ids"]
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    first, other = ids[:, :40].repeat(2, 1), torch.cat((ids[:, :41], ids[:, 30:71]))
+    scores = torch.randn(2, model.config.vocab_size)
+    processor(first, scores)
+    mixed = processor(other, scores)
+    fresh = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    # The first text continues one of the step before, the second one is a new prompt.
+    assert torch.equal(mixed[1], fresh(other[1:], scores[1:])[0])
+    assert processor._texts[0].prompt == 40
+    assert processor._texts[1].prompt == 41
+
+
 def test_a_score_of_minus_infinity_stays(
     models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str
 ) -> None:

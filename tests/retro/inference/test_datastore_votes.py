@@ -1,5 +1,7 @@
 """A model that copies from the whole datastore scores and generates with live votes what it scores with stored ones."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,7 @@ def test_live_votes_of_held_out_documents_are_the_stored_ones(voting_datastore: 
         live = index.votes(text)
         assert np.array_equal(live[:, 0], stored[:, 0])
         assert np.array_equal(index.votes(text, 5), live[5:])
+        assert np.array_equal(index.last_votes([text[:stop] for stop in (9, 1, len(text))]), live[[8, 0, -1]])
         equal += (live == stored).all(axis=1).tolist()
     assert np.mean(equal) > 0.9  # of more than 32 occurrences others may be counted
 
@@ -41,12 +44,18 @@ class Votes:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
         return find_votes(text, first)
 
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([find_votes(text, len(text) - 1) for text in texts])
+
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
         return 40, np.random.default_rng(text[-3:]).integers(0, V, most)
 
 
 class Refuses:
     def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        raise AssertionError("asked")
+
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
         raise AssertionError("asked")
 
     def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:

@@ -1,0 +1,211 @@
+"""A copy head for the next tokens of rows: `CopyHead.mix` as compiled loops.
+
+    log-probability of the likeliest token, evidence, votes, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
+                                                                                         └─► probabilities of candidates ─► their log-probabilities
+
+A generated token needs about a thousand multiplications for each network. As operations of torch they would be a hundred small ones, each of
+which takes several microseconds between two passes of a model. So the probabilities of the vocabulary stay on the device, and the few
+numbers that decide what is copied are computed here. Letters of the shape comments as in `copy_head.py`; N are rows.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from indexing.machine import compiled
+from indexing.suffixes.votes import KEPT, SHARES
+from retro.model.copy_head import ALL_AGREE, SOURCES, STEP, WIDTH, CopyHead
+from retro.model.copy_matches import MATCH_LENGTHS
+from retro.model.copy_switch import STRENGTHS
+
+
+class LastShares(NamedTuple):
+    """How the next tokens of rows are mixed.
+
+    Attributes:
+        log_kept: logs of what the vocabulary keeps, float32 [N].
+        shares: of each source and length, float32 [N, 3, L].
+        weights: probabilities of the candidates of the datastore, float32 [N, 3].
+    """
+
+    log_kept: np.ndarray
+    shares: np.ndarray
+    weights: np.ndarray
+
+
+class CompiledHead:
+    """The networks of a copy head, as they are now."""
+
+    def __init__(self, head: CopyHead) -> None:
+        num_features = 2 + 4 * len(SOURCES) * len(MATCH_LENGTHS)
+        inner = np.zeros((len(SOURCES), num_features, WIDTH), np.float32)
+        inner_bias = np.zeros((len(SOURCES), WIDTH), np.float32)
+        outer = np.zeros((len(SOURCES), len(MATCH_LENGTHS), WIDTH), np.float32)
+        outer_bias = np.zeros((len(SOURCES), len(MATCH_LENGTHS)), np.float32)
+        for number, network in enumerate((head.context, head.neighbors, head.datastore)):
+            if network is not None:
+                read = _array(network.inner).T  # the first features
+                inner[number, : len(read)], inner_bias[number] = read, _array(network.inner_bias)
+                outer[number], outer_bias[number] = STEP * _array(network.outer), STEP * _array(network.outer_bias)
+        self._networks, self._strengths = (inner, inner_bias, outer, outer_bias), np.array(STRENGTHS)
+
+    def shares(
+        self, log_top: np.ndarray, evidence: np.ndarray, votes: np.ndarray, trust: np.ndarray, copy_strength: np.ndarray
+    ) -> LastShares:
+        """Compute the shares of the next tokens of N rows.
+
+        Args:
+            log_top: log-probability of the vocabulary's likeliest token, float32 [N].
+            evidence: of context and neighbors, float32 [N, 3, L, 4]. That of the datastore is written into it.
+            votes: of the datastore, int64 [N, 32]; zeros without votes.
+            trust: in each strength of copying, float32 [N, 4].
+            copy_strength: factor of the odds of neighbors and datastore, float32 [N].
+        """
+        odds = np.full(evidence.shape[:3], -np.inf)
+        log_kept, shares, weights = np.empty(len(odds)), np.zeros(evidence.shape[:3]), np.zeros((len(odds), KEPT))
+        compiled(_read_votes)(votes, SHARES, evidence)
+        compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, odds)
+        compiled(_find_shares)(odds, self._strengths, trust, evidence, shares, log_kept)
+        compiled(_weigh)(votes, SHARES, shares, weights)
+        return LastShares(*(table.astype(np.float32) for table in (log_kept, shares, weights)))
+
+    def log_probabilities(
+        self, before: np.ndarray, log_kept: np.ndarray, following: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
+        """Compute the log-probabilities of candidates in the mixture, float32 [N, S].
+
+        A token that occurs several times has the same value each time. One that has no probability, since it is forbidden, gets none.
+
+        Args:
+            before: log-probabilities of the vocabulary for them, float32 [N, S].
+            log_kept: of `shares`.
+            following: the candidates, int64 [N, S].
+            weights: probabilities that are copied, float32 [N, S].
+        """
+        values, copied = np.empty_like(before), np.zeros(following.max() + 1)
+        compiled(_add_copied)(before, log_kept, following, weights, copied, values)
+        return values
+
+
+def _array(parameter: Tensor) -> np.ndarray:
+    array: np.ndarray = parameter.detach().to("cpu", torch.float32).numpy()
+    return array
+
+
+def _read_votes(votes: np.ndarray, whole: int, evidence: np.ndarray) -> None:
+    """Write the evidence of the datastore. `whole` is the sum of the shares of votes at a length."""
+    num_lengths, num_kept = evidence.shape[2], votes.shape[1] // (evidence.shape[2] - 1) - 1
+    for row in range(len(votes)):
+        for length in range(1, num_lengths):  # nothing votes at length 0
+            first, most, known = 1 + num_kept + (length - 1) * (1 + num_kept), 0, 0
+            for place in range(first + 1, first + 1 + num_kept):
+                most = max(most, votes[row, place])
+                known += votes[row, place]
+            evidence[row, 2, length, 0] = votes[row, first]
+            evidence[row, 2, length, 1] = most / whole
+            evidence[row, 2, length, 3] = known / whole
+
+
+def _find_odds(
+    inner: np.ndarray,
+    inner_bias: np.ndarray,
+    outer: np.ndarray,
+    outer_bias: np.ndarray,
+    all_agree: float,
+    log_top: np.ndarray,
+    evidence: np.ndarray,
+    copy_strength: np.ndarray,
+    odds: np.ndarray,
+) -> None:
+    """Fill the log-odds [N, 3, L] of `CopyHead.log_odds` where something votes, with the copy strength."""
+    num_rows, num_sources, num_lengths = odds.shape
+    features, hidden = np.empty(inner.shape[1]), np.empty(inner.shape[2])
+    for row in range(num_rows):
+        features[0], features[1] = 2 * math.exp(log_top[row]) - 1, max(log_top[row], -4.0) / 2 + 1
+        for source in range(num_sources):
+            for length in range(num_lengths):
+                at = 2 + 4 * (source * num_lengths + length)
+                size, agree = evidence[row, source, length, 0], evidence[row, source, length, 1]
+                features[at], features[at + 1] = min(size, 1.0), size / 4
+                features[at + 2], features[at + 3] = agree, 1.0 if agree > all_agree else 0.0
+        for source in range(num_sources):
+            strength = copy_strength[row] if source else 1.0
+            if strength == 0 or evidence[row, source, :, 0].max() == 0:
+                continue
+            hidden[:] = inner_bias[source]
+            for at in range(len(features)):
+                if features[at] != 0:
+                    for unit in range(len(hidden)):
+                        hidden[unit] += inner[source, at, unit] * features[at]
+            for unit in range(len(hidden)):
+                hidden[unit] *= 0.5 * (1 + math.erf(hidden[unit] / math.sqrt(2.0)))
+            for length in range(num_lengths):
+                if evidence[row, source, length, 0] > 0:
+                    odds[row, source, length] = outer_bias[source, length] + math.log(strength)
+                    for unit in range(len(hidden)):
+                        odds[row, source, length] += outer[source, length, unit] * hidden[unit]
+
+
+def _find_shares(
+    odds: np.ndarray,
+    strengths: np.ndarray,
+    trust: np.ndarray,
+    evidence: np.ndarray,
+    shares: np.ndarray,
+    log_kept: np.ndarray,
+) -> None:
+    """Add the shares with each strength of copying, and find what is left for the vocabulary, with votes for unknown tokens."""
+    num_rows, num_sources, num_lengths = odds.shape
+    moved = np.empty((num_sources, num_lengths))
+    for row in range(num_rows):
+        kept, copies = 0.0, odds[row, 1:].max() > -np.inf
+        for number in range(len(strengths) if copies else 1):
+            moved[:] = odds[row]
+            if copies:
+                moved[1:] += strengths[number]
+            highest = max(moved.max(), 0.0)
+            moved[:] = np.exp(moved - highest)
+            # A token that retrieval has nothing for has the shares of OFF.
+            part = (trust[row, number] if copies else 1.0) / (math.exp(-highest) + moved.sum())
+            kept += part * math.exp(-highest)
+            shares[row] += part * moved
+        for source in range(num_sources):
+            for length in range(num_lengths):
+                kept += shares[row, source, length] * (1 - evidence[row, source, length, 3])
+        log_kept[row] = math.log(kept)
+
+
+def _weigh(votes: np.ndarray, whole: int, shares: np.ndarray, weights: np.ndarray) -> None:
+    """Fill the probabilities of the candidates of the datastore."""
+    num_kept = weights.shape[1]
+    for row in range(len(votes)):
+        for length in range(1, shares.shape[2]):
+            first = 2 + num_kept + (length - 1) * (1 + num_kept)
+            for place in range(num_kept):
+                weights[row, place] += shares[row, 2, length] * votes[row, first + place] / whole
+
+
+def _add_copied(
+    before: np.ndarray,
+    log_kept: np.ndarray,
+    following: np.ndarray,
+    weights: np.ndarray,
+    copied: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """Fill the values of `CompiledHead.log_probabilities`. `copied` [token ids] are zeros, before and afterwards."""
+    num_rows, count = following.shape
+    for row in range(num_rows):
+        for place in range(count):
+            copied[following[row, place]] += weights[row, place]
+        for place in range(count):
+            value, weight = before[row, place] + log_kept[row], copied[following[row, place]]
+            if value > -np.inf and weight > 0:
+                added = math.log(weight)
+                value = max(value, added) + math.log1p(math.exp(-abs(value - added)))
+            values[row, place] = value
+        for place in range(count):
+            copied[following[row, place]] = 0.0

@@ -1,0 +1,73 @@
+"""The compiled loops mix the next tokens of rows as `CopyHead.mix` mixes those of whole texts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
+from retro.inference.copy_votes import CopyVotes
+from retro.inference.rows import Row
+from retro.model.copy_head import CopyHead
+from retro.model.copy_matches import context_matches
+from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
+from retro.model.settings import CopyHeadSettings
+
+ROWS, TOKENS, IDS = 6, 40, 48
+TRUSTS = [(0.1, 0.2, 0.3, 0.4), (0.97, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 1.0)]
+
+
+def random_votes() -> np.ndarray:
+    """Votes [rows, 32]; the last rows have none."""
+    random, votes = np.random.default_rng(0), np.zeros((ROWS, COLUMNS), np.int64)
+    votes[:, 0] = LENGTHS[-1]
+    for row in votes[:4]:
+        row[1 : 1 + KEPT] = random.permutation(9)[:KEPT]
+        of_lengths = row[1 + KEPT :].reshape(len(LENGTHS), 1 + KEPT)
+        of_lengths[:, 0], of_lengths[:, 1:] = random.integers(1, 9), random.integers(0, 1 + SHARES // KEPT, KEPT)
+    votes[0, -KEPT:] = SHARES, 0, 0  # all agree
+    return votes
+
+
+class Votes:
+    """Finds random votes."""
+
+    def votes(self, text: np.ndarray, first: int = 0) -> np.ndarray:
+        raise AssertionError("one search for all rows")
+
+    def last_votes(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        return random_votes()[: len(texts)]
+
+    def continuation(self, text: np.ndarray, most: int) -> tuple[int, np.ndarray]:
+        raise AssertionError("no drafts")
+
+
+@pytest.mark.parametrize("context", [False, True])
+@torch.no_grad()
+def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
+    torch.manual_seed(0)
+    head = CopyHead(CopyHeadSettings(context=context, neighbors=False, datastore=True), 8)
+    for parameter in head.parameters():
+        parameter.normal_(std=0.1)
+    tokens, logits = torch.randint(0, 9, (ROWS, TOKENS)), 4 * torch.randn(ROWS, IDS)
+    logits[:, 5] = -torch.inf
+    strengths = [1.0, 0.25, 0.0] * 2
+    rows = [
+        Row(text, lambda chunks: (chunks,), 0, trust=trust, copy_strength=strength)
+        for text, trust, strength in zip(tokens.numpy(), [*TRUSTS, *TRUSTS], strengths, strict=True)
+    ]
+    mixed = CopyVotes(head, torch.device("cpu"), Votes()).mixed(rows, logits)
+
+    votes = torch.zeros(ROWS, TOKENS, COLUMNS, dtype=torch.int64)
+    votes[:, -1] = torch.from_numpy(random_votes())
+    sources: dict[str, Source] = {"datastore": DatastoreVotes.of(votes)}
+    if context:
+        sources["context"] = SourceMatches(context_matches(tokens, None, 8))
+    evidence, last = head.evidence(sources, tokens), slice(TOKENS - 1, TOKENS)
+    trust, strength = torch.tensor([[row.trust] for row in rows]).expand(-1, TOKENS, -1), torch.tensor(strengths)
+    wanted = head.mix(logits[:, None], sources, evidence, last, trust, strength[:, None])[:, 0]
+    torch.testing.assert_close(mixed, wanted)
+    assert mixed[:, 5].isneginf().all()
+    plain = logits.log_softmax(-1)
+    assert ((mixed - plain).abs() > 0.01).any(1).tolist() == [True, True, context, True, context, context]
