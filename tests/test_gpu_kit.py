@@ -71,7 +71,6 @@ LACKING = (
     "autofaiss",
     "fastapi",
     "uvicorn",
-    "zstandard",
     "tantivy",
     "datasketch",
     "s3fs",

@@ -27,6 +27,7 @@ PACKAGES = (
     "typeguard",
     "faiss-cpu>=1.12,<2",
     "gguf>=0.17",
+    "zstandard>=0.22",
     "retro-pytorch==0.3.9",
 )
 """Without their dependencies, which the machine has; `pydantic-core` is added in the version that pydantic names."""

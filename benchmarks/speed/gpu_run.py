@@ -5,8 +5,8 @@
 All stages of a datastore that copying needs, each with its seconds. Then the paper's 172m with chunks of 32, which copies from its
 own context, neighbors and the whole datastore, and the same decoder that copies from its own context only: equal tokens, as many as
 fit into `--minutes`. Bits per byte of held-out documents: OFF, neighbors, datastore, all; changes are against the decoder. OUTPUT has
-the figures and the loss curves, WORK the datastore and the runs. Corpora are JSON Lines, with `.zst` too: pyarrow reads these, so
-that zstandard need not be installed. `--tiny` runs everything with little text and a small model.
+the figures and the loss curves, WORK the datastore and the runs. Corpora are JSON Lines, with `.zst` too. `--tiny` runs everything with
+little text and a small model.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.cli.reports.training_runs import plot_runs
 from pipelines.config import Config
@@ -70,23 +69,18 @@ _SHARE_OF_RETRO = 0.6
 # --- the datastore ---------------------------------------------------------------------------------------------------
 
 
-def plain_text(paths: Sequence[Path], folder: Path, tiny: bool) -> tuple[str, ...]:
-    """The corpora without compression, in a folder; documents with 200 kB of each if it is for tests."""
+def beginnings(paths: Sequence[Path], folder: Path) -> tuple[str, ...]:
+    """The first 200 kB of documents of each corpus, for tests, as files in a folder."""
     import pyarrow
 
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for path in paths:
-        if not path.exists():
-            raise InputError(f"{path}: no such file. Name the corpora, JSON Lines with `.zst` or without.")
-        compression = "zstd" if path.suffix == ".zst" else None
-        with pyarrow.input_stream(str(path), compression=compression) as stream:
+        with pyarrow.input_stream(str(path), compression="zstd" if path.suffix == ".zst" else None) as stream:
             lines = stream.read().splitlines(keepends=True)
-        if tiny:
-            ends = itertools.accumulate(map(len, lines))
-            lines = [line for line, end in zip(lines, ends, strict=True) if end <= _TINY_BYTES]
+        ends = itertools.accumulate(map(len, lines))
         target = folder / path.name.removesuffix(".zst")
-        target.write_bytes(b"".join(lines))
+        target.write_bytes(b"".join(line for line, end in zip(lines, ends, strict=True) if end <= _TINY_BYTES))
         files.append(str(target))
     return tuple(files)
 
@@ -94,7 +88,7 @@ def plain_text(paths: Sequence[Path], folder: Path, tiny: bool) -> tuple[str, ..
 def build_stages(config: Config, paths: Sequence[Path], tiny: bool) -> Iterator[Figures]:
     """Build a datastore stage by stage; yield the seconds of each."""
     setup_logging()
-    texts = plain_text(paths, config.datastore.with_name("text"), tiny)
+    texts = beginnings(paths, config.datastore.with_name("text")) if tiny else tuple(map(str, paths))
     config = replace(config, corpus=replace(config.corpus, paths=texts))
     executor = make_executor(config.executor)
     for name in (name for name, stage in STAGES.items() if name not in LEFT_OUT and stage.included(config)):

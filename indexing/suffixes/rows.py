@@ -121,7 +121,7 @@ def _every(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
 
 
 def _distinguish(window: np.ndarray, out: np.ndarray) -> None:
-    """What distinguishes each of some windows [n + 1, 32] from the one before, see `write_rows`: [n] uint16."""
+    """What distinguishes each of some windows [n + 1, 32] from the one before, see `RowWriter`: [n] uint16."""
     for row in range(len(out)):
         shared = 0
         while shared < LONGEST_SHARED and window[row, shared] == window[row + 1, shared] != 0:
