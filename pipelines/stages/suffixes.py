@@ -142,6 +142,7 @@ class _Order:
             Shard(path, recipe, (self.folder, self.shards, merge), self.size // len(self.parts))
             for (path, recipe), merge in zip(self.parts, merges, strict=True)
         ]
+        _remove_others(self.folder, parts)
         run_shards(self.folder, "sparse", "tokens", task, parts, executor, name="suffixes", before=make_runs)
 
     def _merges(self, runs: Sequence[SortedRun]) -> list[tuple[list[Sequence[Path]], int, int]]:
@@ -385,7 +386,7 @@ def _tell_kept(chunks: int) -> None:
 
 
 def _remove_others(folder: Path, shards: list[Shard]) -> None:
-    """Remove votes of other text, and damaged ones, instead of refusing them: all they are made from exists."""
+    """Remove what is of other text or of an older version, and damaged, instead of refusing it: all it is made from exists."""
     for out, recipe in ((folder / shard.path, shard.recipe) for shard in shards):
         if (out / MANIFEST).exists() and not made_by(out, [recipe]):
             remove(out)

@@ -321,6 +321,20 @@ def test_orders_of_an_older_version_name_the_command_that_replaces_them(
     assert suffixes == {name: data for name, data in contents(datastore.folder).items() if name.startswith("suffixes/")}
 
 
+def test_an_order_of_the_version_before_is_replaced(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts have the same names."""
+    config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
+    shutil.copytree(datastore.folder, config.datastore, ignore=shutil.ignore_patterns("suffixes"))
+    monkeypatch.setattr(suffixes, "ORDER_VERSION", order.VERSION - 1)
+    build_local(config, only="suffixes")
+    with pytest.raises(InputError, match=r"Run `retro index CONFIG`"):
+        SuffixIndex.open(config.datastore)
+    monkeypatch.undo()
+    assert contents(build_local(config, only="suffixes").folder / FOLDER) == contents(datastore.folder / FOLDER)
+
+
 def test_deleted_documents_do_not_occur(datastore: Datastore, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
