@@ -91,15 +91,15 @@ def is_traced(split: Split) -> bool:
 def open_sorted_prefixes(folder: Path) -> SuffixIndex:
     """Open the sorted prefixes of a datastore.
 
-    They are memory-mapped, with all tokens. So of a datastore at a URL both are fetched whole, shard by shard, unless the cache
-    has them.
+    They are memory-mapped, and so are the tokens of each shard that a search reads. So of a datastore at a URL these files are fetched whole,
+    unless the cache has them: the sorted prefixes now, tokens as they are needed.
 
     Raises:
         InputError: there are none, a file is missing or damaged, or the URL cannot be read.
     """
     message = f"opening the sorted prefixes of {datastore_name(folder)}"
     if url_of(folder) is not None:
-        message = f"fetching all tokens and sorted prefixes of {datastore_name(folder)} into {cache_folder()}"
+        message = f"fetching the sorted prefixes of {datastore_name(folder)} into {cache_folder()}"
     with during("%s", message):
         return SuffixIndex.open(folder)
 

@@ -90,8 +90,12 @@ def test_another_machine_resumes_the_build(
     assert all(now[name] == data for name, data in made.items() if name != "manifest.json")
 
 
-def test_the_first_trace_fetches_the_sorted_prefixes_and_all_tokens_and_says_so(
-    url: str, config: Config, another_machine: Callable[[], Path], caplog: pytest.LogCaptureFixture
+def test_the_first_trace_fetches_the_sorted_prefixes_and_says_so_and_searches_fetch_the_tokens_that_they_read(
+    url: str,
+    config: Config,
+    another_machine: Callable[[], Path],
+    caplog: pytest.LogCaptureFixture,
+    tiny_datastore: Datastore,
 ) -> None:
     """Memory mapping needs whole files."""
     build_local(config, only="suffixes")
@@ -99,11 +103,15 @@ def test_the_first_trace_fetches_the_sorted_prefixes_and_all_tokens_and_says_so(
     retriever = Retriever.open(url)
     with caplog.at_level(STATUS):
         (traced,) = traced_datastores(retriever.retrieval)
-    assert f"fetching all tokens and sorted prefixes of {url} into {cache}" in caplog.text
-    assert traced.index.longest_match(retriever.tokenizer.encode("the index of a chunk")).length
-    stored = {name for name in at(url) if name.startswith("suffixes/") or name.endswith("train/tokens.npy")}
-    mirror = remote.local_folder(url)
-    assert stored == {name for name in stored if (mirror / name).exists()}
+    assert f"fetching the sorted prefixes of {url} into {cache}" in caplog.text
+    mirror, stored = remote.local_folder(url), at(url)
+    assert all((mirror / name).exists() for name in stored if name.startswith("suffixes/"))
+    train = tiny_datastore.train  # the same text
+    for shard in range(len(train.chunk_rows)):
+        assert traced.index.longest_match(train.tokens.shard(shard)[0, :4]).length == 4
+    tokens = [name for name in stored if name.endswith("train/tokens.npy")]
+    assert len(tokens) == len(train.chunk_rows) > 1
+    assert all((mirror / name).exists() for name in tokens)
 
 
 class ElsewhereExecutor:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,8 +212,8 @@ def test_the_chat_template_is_the_checkpoints_or_the_given_one_or_missing(
 
 
 @pytest.fixture
-def copying(language_model: LanguageModel, trusted: None) -> Any:
-    """Let the model copy from neighbors with most of its probability."""
+def copying_client(language_model: LanguageModel, trusted: None, app_with: Make) -> Iterator[TestClient]:
+    """A client of a model that copies from neighbors with most of its probability."""
     import torch
 
     assert language_model.model.copy_head is not None
@@ -220,24 +221,24 @@ def copying(language_model: LanguageModel, trusted: None) -> Any:
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with torch.no_grad():
         network.outer_bias.fill_(10.0)
-    yield
+    with TestClient(app_with()) as opened:  # a decoder reads the weights of the copy head when it is made
+        yield opened
     network.load_state_dict(before)
 
 
-@pytest.mark.usefixtures("copying")
 @pytest.mark.parametrize("path", [*ENDPOINTS, "echo", "/score"])
 def test_sources_are_the_neighbors_that_were_read_and_the_runs_that_were_copied(
-    client: TestClient, retriever: Retriever, path: str
+    copying_client: TestClient, retriever: Retriever, path: str
 ) -> None:
     wanted: dict[str, Any] = {"k": 3, "return_sources": True}
     if path == "/score":
         text = TEXT * 3
-        plain, answer = (client.post(path, json={"text": text} | body).json() for body in ({"k": 3}, wanted))
+        plain, answer = (copying_client.post(path, json={"text": text} | body).json() for body in ({"k": 3}, wanted))
         sources, read = answer.pop("sources"), len(retriever.tokenizer.encode(text))
     else:
         echo, name = (path == "echo"), COMPLETIONS if path == "echo" else path
         body = {"max_tokens": 24} | ({"echo": True} if echo else {})
-        plain, answer = (post(client, name, **body | each).json() for each in ({"k": 3}, wanted))
+        plain, answer = (post(copying_client, name, **body | each).json() for each in ({"k": 3}, wanted))
         text, _ = choices_of(name, answer)[0]
         sources = (answer if name == GENERATE else answer["choices"][0]).pop("sources")
         used = answer.get("usage", {"total_tokens": len(retriever.tokenizer.encode(TEXT)) + answer.get("tokens", 0)})
