@@ -10,10 +10,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from indexing.embedding.settings import FIT_CHUNKS
 from indexing.index.build import TUNE_QUERIES, sample_size
 from indexing.index.coarse_quantizer import comparisons
 from indexing.ngrams.index import num_passes
+from indexing.suffixes.votes import vote_dtype
 from pipelines.cli.planning.bytes import Layout, Workload, artifact_bytes, index_for, memory_bytes
 from pipelines.cli.planning.sample import Sample
 from pipelines.config import Config
@@ -21,6 +24,10 @@ from pipelines.terminal.units import human_bytes, human_count, human_seconds, lo
 
 ALONE = ("tokenizer", "embed: count n-grams", "train-index", "tune nprobe")
 """Steps that one machine runs; all machines share the others."""
+
+_VOTES_GROWTH = 0.07
+"""The compressed votes of a token grow with this power of the tokens, as more tokens have a vote at more lengths: measured with 0.5 and 1.6 million tokens
+of Ethereum's improvement proposals."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,12 @@ def seconds_of(size: Workload, sample: Sample, config: Config) -> dict[str, floa
     return seconds
 
 
+def _votes_bytes(size: Workload, sample: Sample) -> float:
+    """Bytes of the votes of all splits, which compress less in a larger datastore, and at most to their records."""
+    of_token = sample.bytes["votes"] / sample.size.tokens * (size.tokens / sample.size.tokens) ** _VOTES_GROWTH
+    return min(of_token, vote_dtype(np.dtype(f"u{sample.token_bytes}")).itemsize) * size.tokens
+
+
 def plan_for(config: Config, sample: Sample, tokens: float = 0.0, machines: int = 1) -> Plan:
     """Plan a datastore.
 
@@ -134,9 +147,8 @@ def plan_for(config: Config, sample: Sample, tokens: float = 0.0, machines: int 
         stored=config.neighbors.stored,
         materialized=config.neighbors.materialized,
         document_bytes=sample.bytes["documents.parquet"] / own.documents,
-        # All in bytes of a chunk of `train`; votes are of all splits.
-        measured={
-            name: value / own.chunks * size.chunks / size.train_chunks if name == "votes" else value / own.train_chunks
+        measured={  # all in bytes of a chunk of `train`
+            name: _votes_bytes(size, sample) / size.train_chunks if name == "votes" else value / own.train_chunks
             for name, value in sample.bytes.items()
             if name != "documents.parquet"
         },
