@@ -183,10 +183,10 @@ class _Order:
         return self._tokens.backwards(self.prefixes.position(row), LONGEST)
 
     def _rows_near(self, text: list[int]) -> Iterator[tuple[int, int]]:
-        """Rows [first, stop), not more than a few hundred, that one that shares most with a text is among, in each part that has some."""
+        """In each part that has some, a few hundred rows [first, stop) at most. One of them shares most last tokens with the text."""
         wanted, prefixes = self.head(text), self.prefixes
         first, last = max(0, prefixes.head_before(wanted)), min(len(prefixes) - 1, prefixes.head_from(wanted + 1))
-        while last - first > _ADJACENT:  # so many have the same head
+        while last - first > _ADJACENT:  # more rows than these have the same head
             middle = (first + last) // 2
             first, last = (middle, last) if self._text(middle) < text else (first, middle)
         for start, end in pairwise(prefixes.rows):
