@@ -30,9 +30,7 @@ from indexing.suffixes.order import (
     FAN_IN,
     LONGEST,
     PART_TOKENS,
-    RANGE_TOKENS,
     ROWS_OF_HEAD,
-    RUN_BYTES,
     Prefixes,
     SortedRun,
     blocks,
@@ -43,6 +41,7 @@ from indexing.suffixes.order import (
     runs_together,
     stored_orders,
 )
+from indexing.suffixes.order_build import RANGE_TOKENS, RUN_BYTES
 from indexing.suffixes.rows import FAN_OUT as FAN_OUT_OF_ROWS
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import vote_dtype

@@ -15,7 +15,8 @@ import numpy as np
 from indexing.machine import compiled
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
-from indexing.suffixes.order import LONGEST, ROWS_OF_HEAD, Prefixes, blocks, sampled_rows, stored_orders, write_chosen
+from indexing.suffixes.order import LONGEST, ROWS_OF_HEAD, Prefixes, blocks, sampled_rows, stored_orders
+from indexing.suffixes.order_build import write_chosen
 from indexing.suffixes.rows import LONGEST_SHARED, Rows, spread, stride
 from indexing.suffixes.texts import Texts, view
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SAMPLED, count_votes, within_limit

@@ -24,16 +24,8 @@ from indexing.store.datastore import SPLITS, Datastore, shard_name
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
 from indexing.suffixes.occurrences import Occurrences, is_deleted, occurrences_of
-from indexing.suffixes.order import (
-    RANGE_TOKENS,
-    Prefixes,
-    blocks,
-    order_of_windows,
-    sampled_rows,
-    stored_orders,
-    with_tokens,
-    write_run,
-)
+from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_orders, with_tokens
+from indexing.suffixes.order_build import RANGE_TOKENS, order_of_windows, write_run
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, count_votes, packed, vote_dtype

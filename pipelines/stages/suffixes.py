@@ -22,8 +22,6 @@ from indexing.suffixes.order import (
     RUNS,
     SortedRun,
     carries_tokens,
-    copy_part,
-    cuts,
     num_parts,
     part_path,
     planned_orders,
@@ -31,11 +29,10 @@ from indexing.suffixes.order import (
     runs_together,
     shards_of,
     stored_orders,
-    write_part,
-    write_run,
 )
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.order import VERSION as ORDER_VERSION
+from indexing.suffixes.order_build import copy_part, cuts, write_part, write_run
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import FOLDER as VOTES
 from indexing.suffixes.votes import LARGEST_VOCABULARY, VERSION, deletions_of

@@ -15,7 +15,7 @@ from indexing.neighbors.index_search import COMPLETING_BYTES
 from indexing.neighbors.settings import Method
 from indexing.ngrams.search import search_bytes
 from indexing.store.errors import InputError
-from indexing.suffixes.order import RUN_BYTES
+from indexing.suffixes.order_build import RUN_BYTES
 
 NUM_SPLITS = 3
 _NPY_HEADER = 128

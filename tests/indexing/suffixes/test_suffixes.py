@@ -16,7 +16,7 @@ from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from indexing.suffixes import order, search
+from indexing.suffixes import order, order_build, search
 from indexing.suffixes.order import (
     ALL_HEADS,
     FOLDER,
@@ -24,12 +24,12 @@ from indexing.suffixes.order import (
     Prefixes,
     SortedRun,
     carries_tokens,
-    order_of,
     planned_orders,
     position_bytes,
     runs_together,
     stored_orders,
 )
+from indexing.suffixes.order_build import order_of
 from indexing.suffixes.search import Run, SuffixIndex, Tracer, trace
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import KEPT, SAMPLED, SHARES
@@ -109,7 +109,8 @@ def test_the_longest_match_is_that_of_a_search_through_all_documents(datastore: 
 def test_heads_of_few_rows_and_equal_heads_change_nothing(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "ROWS_OF_HEAD", rows)
+    for module in (order, order_build):
+        monkeypatch.setattr(module, "ROWS_OF_HEAD", rows)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     build_local(config, only="chunk")
     split = build_local(config, only="suffixes").train
@@ -145,8 +146,8 @@ def test_carried_tokens_give_the_order_that_the_text_gives(datastore: Datastore,
     np.random.default_rng(0).shuffle(positions)
     windows = texts.windows(positions, LONGEST)
     for compared in (texts.head_tokens, LONGEST):
-        from_text = order.order_of_prefixes(texts, positions, compared)
-        assert order.order_of_windows(windows, compared).tolist() == from_text.tolist()
+        from_text = order_build.order_of_prefixes(texts, positions, compared)
+        assert order_build.order_of_windows(windows, compared).tolist() == from_text.tolist()
 
 
 def test_a_merge_of_runs_that_carry_tokens_does_not_read_the_text(
@@ -155,12 +156,12 @@ def test_a_merge_of_runs_that_carry_tokens_does_not_read_the_text(
     texts = Texts(datastore.train)
     for shard in range(2):
         (tmp_path / str(shard)).mkdir()
-        order.write_run(tmp_path / str(shard), texts, shard, carried=True)
+        order_build.write_run(tmp_path / str(shard), texts, shard, carried=True)
     read = list[int]()
     monkeypatch.setattr(Texts, "shard", lambda self, number: read.append(number))
     (tmp_path / "part").mkdir()
     runs = [[tmp_path / "0"], [tmp_path / "1"]]
-    count = order.write_part(tmp_path / "part", texts, range(2), runs, 0, ALL_HEADS, lambda units: None)
+    count = order_build.write_part(tmp_path / "part", texts, range(2), runs, 0, ALL_HEADS, lambda units: None)
     assert (count, read) == (sum(np.load(tmp_path / str(shard) / "positions.npy").size for shard in range(2)), [])
     assert np.load(tmp_path / "part" / "positions.npy").tolist() == ordered_positions(datastore.train)
 
@@ -184,9 +185,11 @@ def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
 ) -> None:
     monkeypatch.setattr(order, "FAN_IN", fan_in)
     monkeypatch.setattr(order, "PART_TOKENS", part)
-    monkeypatch.setattr(order, "RANGE_TOKENS", size)
-    monkeypatch.setattr(order, "ROWS_OF_HEAD", 16)
-    monkeypatch.setattr(order, "position_bytes", lambda positions: width)
+    monkeypatch.setattr(order_build, "RANGE_TOKENS", size)
+    for module in (order, order_build):
+        monkeypatch.setattr(module, "ROWS_OF_HEAD", 16)
+    for module in (order, order_build):
+        monkeypatch.setattr(module, "position_bytes", lambda positions: width)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     config = replace(config, corpus=replace(config.corpus, shard_bytes=8000))
     for stage in ("chunk", "suffixes"):

@@ -12,7 +12,7 @@ from indexing.embedding.settings import EmbedderSettings
 from indexing.index.coarse_quantizer import comparisons
 from indexing.neighbors.settings import NeighborSettings
 from indexing.store.errors import InputError
-from indexing.suffixes.order import RUN_BYTES
+from indexing.suffixes.order_build import RUN_BYTES
 from pipelines.cli.main import main
 from pipelines.cli.planning import sample as sample_module
 from pipelines.cli.planning.bytes import index_for
