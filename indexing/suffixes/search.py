@@ -120,9 +120,8 @@ class _Tokens:
         chunk, place = divmod(after, self._chunk_length)
         if place:
             return int(tokens[after]) if place < lengths[chunk] else -1
-        begins = (
-            offsets[bisect.bisect_left(offsets, chunk)] == chunk
-        )  # of a chunk, and perhaps of the next document, if there is one
+        # The token is the first one of a chunk, and the first one of another document if that begins with this chunk.
+        begins = offsets[bisect.bisect_left(offsets, chunk)] == chunk
         return -1 if begins else int(tokens[after])
 
 

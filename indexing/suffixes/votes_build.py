@@ -366,7 +366,7 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
 
 
 def _voters_before(order: Prefixes, first: int) -> int:
-    """The prefixes of an order with heads below `first`, from the begin of a part on."""
+    """The prefixes of an order with heads below `first`, from the beginning of its part on."""
     row = order.first_row(first)
     return row - max(start for start in order.rows if start <= row)
 
