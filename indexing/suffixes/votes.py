@@ -1,6 +1,6 @@
 """The votes of a datastore: what follows a text in other documents, by the length of the match.
 
-For each token of a datastore they are stored in about 12 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
+For each token of a datastore they are stored in 8 to 9 bytes: records of 21 to 24 bytes, compressed in blocks. `votes_build.py` makes
 them, models read them in training, and `search.py` finds the same for a text while it is generated.
 """
 
@@ -16,7 +16,7 @@ from indexing.suffixes.order import LONGEST
 from indexing.suffixes.rows import FAN_OUT as STEP
 
 FOLDER = "votes"
-VERSION = 4
+VERSION = 5
 """Of the format. Votes of another version are made again."""
 LENGTHS = (1, 2, 3, 4, 6, 10, 16)
 """Lengths of matches whose occurrences vote: the last tokens of a text, up to the longest match."""

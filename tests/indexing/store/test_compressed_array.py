@@ -59,5 +59,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, reading: Reading, suffix: str, 
         CompressedArray(paths, _ROWS, 3, reading).gather(np.arange(18), _DTYPE, 5)
 
 
-def test_a_block_holds_about_512_tokens() -> None:
-    assert [rows_of_block(length) for length in (2, 32, 64, 100, 512, 65_535)] == [256, 16, 8, 5, 1, 1]
+def test_a_block_holds_about_2048_tokens() -> None:
+    assert [rows_of_block(length) for length in (2, 32, 64, 100, 2048, 65_535)] == [1024, 64, 32, 20, 1, 1]
