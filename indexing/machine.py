@@ -91,12 +91,13 @@ def for_each(function: Callable[[T], object], items: Sequence[T], workers: int |
 
 
 @functools.cache
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a second, and the file
-    system keeps the result for later processes.
+def compiled(function: Callable[..., R]) -> Callable[..., R]:
+    """Compile loops over numpy arrays with numba, on the first call with some types of arguments. It takes about a second, more for functions
+    that call others, and the file system keeps the result for later processes.
 
     Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not check indexes, and
-    uses only names of its own file. Constants keep their values.
+    calls only functions of its own file. Constants keep their values: who changes one in another file has to change the function's file
+    too, since the kept result is that of the file.
     """
     import numba
 

@@ -11,7 +11,7 @@ and what follows there (infini-gram: Liu et al. 2024, arXiv 2401.17377; it sorts
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -190,14 +190,15 @@ def position_bytes(positions: int) -> int:
 class Prefixes:
     """Prefixes in the order of their heads, memory-mapped: a run, or an order.
 
-    Rows count through all parts. Single positions are read from memory views: Python reads a number from them several times as fast as
-    from an array.
+    Rows count through all parts.
 
     Attributes:
         texts: their texts.
         folders: of the parts that are not empty, see `write_part`.
         carried: whether their tokens are stored with them, see `carries_tokens`.
         rows: first row of each of these parts, then the number of rows.
+        stored_positions: of each of these parts, [rows] uint32, or bytes [rows, 5] or more.
+        stored_heads: of each of these parts, one of 256 rows, [n] uint64.
     """
 
     def __init__(self, texts: Texts, folders: Sequence[Path]) -> None:
@@ -210,30 +211,17 @@ class Prefixes:
         for arrays in opened:
             fetch(arrays[1])
         self.rows = np.cumsum([0, *(len(arrays[0]) for arrays in opened)]).tolist()
-        self._positions, self._head_arrays = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
+        self.stored_positions, self.stored_heads = ([np.asarray(arrays[file]) for arrays in opened] for file in (0, 1))
         self._tokens = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
-        self._heads = [view(heads) for heads in self._head_arrays]
+        self._heads = [view(heads) for heads in self.stored_heads]
         self._firsts = [heads[0] for heads in self._heads]
-        self.position = self._reader()
-        """`position(row)`: the position of the last token of a prefix."""
 
     def __len__(self) -> int:
         return int(self.rows[-1])
 
-    def _reader(self) -> Callable[[int], int]:
-        readers, rows = list(map(_reader_of, self._positions)), self.rows
-        if len(readers) == 1:
-            return readers[0]
-
-        def position(row: int) -> int:
-            part = bisect_right(rows, row) - 1
-            return readers[part](row - rows[part])
-
-        return position
-
     def positions(self, first: int, stop: int, step: int = 1) -> np.ndarray:
         """The positions of every `step`-th of the rows [first, stop): [n] int64."""
-        read = [_as_numbers(stored) for stored in self._stored(self._positions, first, stop, step)]
+        read = [_as_numbers(stored) for stored in self._stored(self.stored_positions, first, stop, step)]
         return read[0] if len(read) == 1 else np.concatenate([np.empty(0, np.int64), *read])
 
     def tokens(self, first: int, stop: int) -> np.ndarray:
@@ -262,11 +250,11 @@ class Prefixes:
 
     def take(self, rows: np.ndarray) -> np.ndarray:
         """The positions of rows in any order: [n] → [n] int64."""
-        if len(self._positions) == 1:
-            return _as_numbers(self._positions[0][rows])
+        if len(self.stored_positions) == 1:
+            return _as_numbers(self.stored_positions[0][rows])
         out, parts = np.empty(len(rows), np.int64), np.searchsorted(self.rows, rows, side="right") - 1
         for part in np.unique(parts).tolist():
-            out[parts == part] = _as_numbers(self._positions[part][rows[parts == part] - self.rows[part]])
+            out[parts == part] = _as_numbers(self.stored_positions[part][rows[parts == part] - self.rows[part]])
         return out
 
     def multiples(self, first: int, stop: int, step: int) -> Iterator[range]:
@@ -299,10 +287,10 @@ class Prefixes:
         """The rows whose heads are in [first, stop)."""
         return range(self.first_row(first), self.first_row(stop))
 
-    def stored_heads(self, first: int, stop: int) -> np.ndarray:
+    def heads_between(self, first: int, stop: int) -> np.ndarray:
         """The stored heads that are in [first, stop), one of 256: [n] uint64."""
         found = [np.empty(0, np.uint64)]
-        for heads in self._head_arrays:
+        for heads in self.stored_heads:
             low = np.searchsorted(heads, np.uint64(first))
             high = len(heads) if stop >= ALL_HEADS else np.searchsorted(heads, np.uint64(stop))
             found.append(heads[low:high])
@@ -329,14 +317,6 @@ def sampled_rows(
             first += len(piece)
         sampled.append(rows[-1] if len(rows) == 2 else np.concatenate(rows))
     return sampled
-
-
-def _reader_of(positions: np.ndarray) -> Callable[[int], int]:
-    """Reads a single one of stored positions."""
-    if positions.ndim == 1:
-        return view(positions).__getitem__
-    width, stored = positions.shape[1], view(positions.reshape(-1))
-    return lambda row: int.from_bytes(stored[row * width : (row + 1) * width], "little")
 
 
 def _as_numbers(stored: np.ndarray) -> np.ndarray:

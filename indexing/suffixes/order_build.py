@@ -217,7 +217,7 @@ def _write_rows(work: Path, part: Prefixes) -> None:
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     """Heads inside of (first, stop) that divide the rows of some runs into ranges of about 2^20."""
-    heads = np.sort(np.concatenate([run.stored_heads(first, stop) for run in runs]))
+    heads = np.sort(np.concatenate([run.heads_between(first, stop) for run in runs]))
     step = max(1, RANGE_TOKENS // ROWS_OF_HEAD)
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
 

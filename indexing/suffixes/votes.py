@@ -13,7 +13,6 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.order import LONGEST
-from indexing.suffixes.rows import FAN_OUT as STEP
 
 FOLDER = "votes"
 VERSION = 5
@@ -136,83 +135,6 @@ def packed(lengths: np.ndarray, candidates: np.ndarray, numbers: np.ndarray, tok
     votes["tokens"] = ids if tokens.itemsize == 2 else ids.astype("<u4")[..., None].view(np.uint8)[..., :3]
     votes["levels"] = numbers[..., 0::2] | numbers[..., 1::2] << 4
     return votes
-
-
-def count_votes(
-    rows: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    size: np.ndarray,
-    before: int,
-    documents: np.ndarray,
-    following: np.ndarray,
-    own: np.ndarray,
-    nearest: np.ndarray,
-    candidates: np.ndarray,
-    numbers: np.ndarray,
-) -> None:
-    """Count the votes of matches of some rows; `indexing.machine.compiled` compiles it.
-
-    Args:
-        rows: the row of each match, [n]. Of the matches of a row a longer one comes first.
-        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them (`rows.stride`).
-        high: the one after the last voter, [n] int64.
-        size: the number of voters, [n] int64.
-        before: voters before all of these.
-        documents: of the voters in order, int64.
-        following: the tokens after the voters, int32; -1 = none.
-        own: document of every row of the range.
-        nearest: the token that follows the nearest prefix of another document, of every row, int32.
-        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
-        numbers: [n, 4] uint8, receives size code and shares.
-    """
-    found = np.empty(SAMPLED, np.int32)
-    for i in range(len(rows)):
-        row, counted, step = rows[i], 0, 1
-        while step * STEP * SAMPLED <= high[i] - low[i]:
-            step *= STEP
-        begin = -(-(low[i] + before) // step)
-        there = -(-(high[i] + before) // step) - begin
-        drawn = min(SAMPLED, there)
-        for number in range(drawn):
-            voter = (begin + number * there // drawn) * step - before
-            if documents[voter] != own[row] and following[voter] >= 0:
-                place = counted
-                while place > 0 and found[place - 1] > following[voter]:  # in order of ids
-                    found[place] = found[place - 1]
-                    place -= 1
-                found[place] = following[voter]
-                counted += 1
-        total = size[i] * counted // max(1, drawn)
-        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
-            found[0] = nearest[row]
-            counted = total = 1
-        filled = 0
-        while filled < KEPT and candidates[row, filled] >= 0:
-            filled += 1
-        while filled < KEPT:
-            best, most, first = np.int32(-1), 0, 0
-            while first < counted:  # of equally frequent ones the smallest id
-                stop, known = first, False
-                while stop < counted and found[stop] == found[first]:
-                    stop += 1
-                for place in range(filled):
-                    known = known or candidates[row, place] == found[first]
-                if not known and stop - first > most:
-                    best, most = found[first], stop - first
-                first = stop
-            if best < 0:
-                break
-            candidates[row, filled] = best
-            filled += 1
-        while total > 0 and numbers[i, 0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
-            numbers[i, 0] += 1
-            total >>= 1
-        for place in range(filled):
-            votes = 0
-            for at in range(counted):
-                votes += found[at] == candidates[row, place]
-            numbers[i, 1 + place] = SHARES * votes // max(1, counted)
 
 
 def within_limit(votes: np.ndarray, split: Split, max_overlap: float = 1.0) -> np.ndarray:

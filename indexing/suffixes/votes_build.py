@@ -28,7 +28,7 @@ from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_order
 from indexing.suffixes.order_build import RANGE_TOKENS, order_of_windows, write_run
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
-from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, count_votes, packed, vote_dtype
+from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, packed, vote_dtype
 
 FAN_OUT = 128
 """Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
@@ -189,6 +189,8 @@ def votes_in_range(
         others: where the prefixes occur in orders of other documents, which vote too.
         first: voters before the range, which decides of a frequent match whose votes are counted.
     """
+    from indexing.suffixes.compiled_search import count_votes  # numba, which takes half a second
+
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
     sides = np.stack([_common(window, before), _common(window, after)])
@@ -219,7 +221,7 @@ def votes_in_range(
             if others:
                 voters_of_rows = _drawn(bounds[:, rows], size[rows], poll, [other.order for other in others])
             counted = np.zeros((len(rows), 1 + KEPT), np.uint8)
-            compiled(count_votes)(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
+            count_votes(rows, *voters_of_rows[:3], first, *voters_of_rows[3:], *rest, candidates, counted)
             numbers[rows, level] = counted
         longer = np.where(matched, bounds, 0)
     return packed(length, candidates, numbers, tokens)

@@ -207,7 +207,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _read(self, ids: np.ndarray) -> None:
         """Read the texts of a step, int64 [N, T]. One that continues a text of the step before has its trust and its neighbors."""
-        if ids.shape[1:] == (self._ids.shape[1] + 1,) and np.array_equal(ids[:, :-1], self._ids):
+        if ids.shape == (len(self._ids), self._ids.shape[1] + 1) and (ids[:, :-1] == self._ids).all():
             texts = self._texts  # each in its row, as nearly always
             for text, row in zip(texts, ids, strict=True):
                 text.row.tokens = row[len(row) - len(text.row.tokens) - 1 :]

@@ -51,6 +51,7 @@ class CompiledHead:
                 inner[number, : len(read)], inner_bias[number] = read, _array(network.inner_bias)
                 outer[number], outer_bias[number] = STEP * _array(network.outer), STEP * _array(network.outer_bias)
         self._networks, self._strengths = (inner, inner_bias, outer, outer_bias), np.array(STRENGTHS)
+        self._copied = np.zeros(0)  # of each token id; zeros between calls
 
     def shares(
         self, log_top: np.ndarray, evidence: np.ndarray, votes: np.ndarray, trust: np.ndarray, copy_strength: np.ndarray
@@ -64,8 +65,8 @@ class CompiledHead:
             trust: in each strength of copying, float32 [N, 4].
             copy_strength: factor of the odds of neighbors and datastore, float32 [N].
         """
-        odds = np.full(evidence.shape[:3], -np.inf)
-        log_kept, shares, weights = np.empty(len(odds)), np.zeros(evidence.shape[:3]), np.zeros((len(odds), KEPT))
+        odds, shares = np.empty(evidence.shape[:3]), np.zeros(evidence.shape[:3])
+        log_kept, weights = np.empty(len(odds)), np.zeros((len(odds), KEPT))
         compiled(_read_votes)(votes, SHARES, evidence)
         compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, odds)
         compiled(_find_shares)(odds, self._strengths, trust, evidence, shares, log_kept)
@@ -85,8 +86,10 @@ class CompiledHead:
             following: the candidates, int64 [N, S].
             weights: probabilities that are copied, float32 [N, S].
         """
-        values, copied = np.empty_like(before), np.zeros(following.max() + 1)
-        compiled(_add_copied)(before, log_kept, following, weights, copied, values)
+        values, most = np.empty_like(before), int(following.max()) + 1
+        if len(self._copied) < most:
+            self._copied = np.zeros(most)
+        compiled(_add_copied)(before, log_kept, following, weights, self._copied, values)
         return values
 
 
@@ -120,8 +123,9 @@ def _find_odds(
     copy_strength: np.ndarray,
     odds: np.ndarray,
 ) -> None:
-    """Fill the log-odds [N, 3, L] of `CopyHead.log_odds` where something votes, with the copy strength."""
+    """Fill the log-odds [N, 3, L] of `CopyHead.log_odds` with the copy strength; -inf where nothing votes."""
     num_rows, num_sources, num_lengths = odds.shape
+    odds[:] = -np.inf
     features, hidden = np.empty(inner.shape[1]), np.empty(inner.shape[2])
     for row in range(num_rows):
         features[0], features[1] = 2 * math.exp(log_top[row]) - 1, max(log_top[row], -4.0) / 2 + 1

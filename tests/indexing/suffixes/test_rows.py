@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from indexing.store.sharded_array import open_array
+from indexing.suffixes import compiled_search
+from indexing.suffixes.compiled_search import PART_COLUMNS, Files
 from indexing.suffixes.order import blocks
-from indexing.suffixes.rows import LONGEST_SHARED, Rows, RowWriter, spread, stride
+from indexing.suffixes.rows import LONGEST_SHARED, RowWriter, open_rows, spread, stride
 
 
 def following(rows: np.ndarray) -> np.ndarray:
@@ -24,6 +26,26 @@ def texts_in_order(tokens: np.ndarray, count: int, dtype: type) -> np.ndarray:
     window = np.where(np.arange(64) < copied[:, None], window[random.integers(0, min(50, count), count)], window)
     window[np.arange(64) >= random.integers(1, 200, count)[:, None]] = 0
     return window[np.lexsort(window.T[::-1])].astype(dtype)
+
+
+class Rows:
+    """The rows of an order of one part."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._rows, self._order = open_rows(folder, count), np.array([0, 1])
+        self._part = np.zeros(PART_COLUMNS, np.int64)
+        self._part[1:3] = count, self._rows.ctypes.data
+        addresses = [0, self._part.ctypes.data, self._order.ctypes.data]
+        self.files = Files(*addresses, 0, 1, 1, 1, 2, self._rows.shape[1], 4, 256, 1024, 8)
+
+    def around(self, row: int, size: int) -> tuple[int, int]:
+        return compiled_search.around(0, row, size, self.files)
+
+    def deepest(self, first: int, stop: int, text: np.ndarray) -> tuple[int, int]:
+        return compiled_search.deepest(0, first, stop, text, len(text), self.files)
+
+    def following(self, rows: np.ndarray, step: int) -> np.ndarray:
+        return compiled_search.following_rows(np.zeros(len(rows), np.int64), rows, step, self.files)
 
 
 def shared_tokens(window: np.ndarray, text: np.ndarray) -> np.ndarray:
@@ -47,11 +69,9 @@ def test_the_rows_around_a_row_are_all_that_share_its_last_tokens(written: tuple
     window, rows = written
     for row in np.linspace(0, len(window) - 1, 60).astype(int).tolist():
         length = min(int((window[row] > 0).sum()), LONGEST_SHARED)
-        sizes = np.array(sorted({1, 2, 3, 5, 12, length}, reverse=True))
-        sizes = sizes[sizes <= length]
         shared = shared_tokens(window, window[row])
-        for size, (first, stop) in zip(sizes.tolist(), rows.around(row, sizes), strict=True):
-            assert np.flatnonzero(shared >= size).tolist() == [*range(first, stop)]
+        for size in {1, 2, 3, 5, 12, length} & {*range(length + 1)}:
+            assert np.flatnonzero(shared >= size).tolist() == [*range(*rows.around(row, size))]
 
 
 def test_the_deepest_row_shares_most_with_a_text_unless_two_tokens_look_the_same(
@@ -66,7 +86,7 @@ def test_the_deepest_row_shares_most_with_a_text_unless_two_tokens_look_the_same
         shared = shared_tokens(window[:, : len(text)], text)
         first = random.integers(0, int(shared.argmax()) + 1)
         stop = random.integers(int(shared.argmax()) + 1, len(window) + 1)
-        row, followed = rows.deepest(int(first), int(stop), (text.astype(np.int64) - 1).tolist())
+        row, followed = rows.deepest(int(first), int(stop), text.astype(np.int64) - 1)
         best = int(shared[first:stop].max())
         same = followed >> int(shared[row]) & 1
         assert min(shared[row], LONGEST_SHARED) == min(best, LONGEST_SHARED) or same

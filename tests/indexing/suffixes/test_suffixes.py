@@ -16,7 +16,8 @@ from indexing.store.artifact import Recipe, create
 from indexing.store.datastore import Datastore, Split, delete_documents
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_checked
-from indexing.suffixes import order, order_build, search
+from indexing.suffixes import mapped_files, order, order_build, search
+from indexing.suffixes.mapped_files import MappedFiles
 from indexing.suffixes.order import (
     ALL_HEADS,
     FOLDER,
@@ -201,7 +202,7 @@ def test_an_order_is_that_of_all_prefixes_in_parts_and_ranges_of_any_size(
     assert (len(parts) > 1) == (len(prefixes) > part)
     assert prefixes.positions(0, len(prefixes)).tolist() == ordered_positions(built.train)
     for rows in (range(3, 90, 7), range(1, len(prefixes), 1000)):
-        assert prefixes.positions(rows.start, rows.stop, rows.step).tolist() == [prefixes.position(row) for row in rows]
+        assert prefixes.positions(rows.start, rows.stop, rows.step).tolist() == prefixes.take(np.array(rows)).tolist()
     assert_equal_to_a_search_through_the_text(built.train)
     assert not problems_of(built.folder)
     for folder in parts:
@@ -369,7 +370,7 @@ def test_only_occurrences_that_are_left_vote_and_are_drafted(
     looked_at: int, datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they are few among many deleted ones, which would be most of 32 that are spread evenly."""
-    monkeypatch.setattr(search, "_LOOKED_AT", looked_at)
+    monkeypatch.setattr(mapped_files, "LOOKED_AT", looked_at)
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
     index = SuffixIndex.open(folder)
@@ -580,6 +581,35 @@ def test_a_missing_or_damaged_index_is_refused(datastore: Datastore, tmp_path: P
     file.unlink() if not damage else file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(InputError, match="suffixes/00000-00001-00000"):
         SuffixIndex.open(folder)
+
+
+def test_a_position_behind_all_texts_is_refused(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    (file,) = (folder / "suffixes").glob("*/positions.npy")
+    np.save(file, np.full_like(np.load(file), 2**32 - 1))
+    index = SuffixIndex.open(folder)
+    with pytest.raises(InputError, match=r"position .* behind all texts.*retro verify"):
+        index.longest_match(documents_of(index.split)[0][:10])
+
+
+def test_heads_of_another_order_are_refused(datastore: Datastore, tmp_path: Path) -> None:
+    folder = tmp_path / "datastore"
+    shutil.copytree(datastore.folder, folder)
+    (file,) = (folder / "suffixes").glob("*/heads.npy")
+    np.save(file, np.load(file)[:-1])
+    with pytest.raises(InputError, match=r"suffixes/00000-00001-00000.*heads"):
+        SuffixIndex.open(folder)
+
+
+def test_a_text_is_opened_when_a_search_needs_it(datastore: Datastore, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, opened, open_text = SuffixIndex(datastore.train), list[int](), MappedFiles._open_text
+    monkeypatch.setattr(MappedFiles, "_open_text", lambda self, shard: [opened.append(shard), open_text(self, shard)])
+    assert not opened
+    tokens = datastore.train.tokens
+    for chunk in (0, len(tokens) - 1):
+        index.longest_match(tokens.read(chunk, chunk + 1)[0, :20].tolist())
+    assert 1 <= len(opened) == len(set(opened)) <= len(datastore.train.chunk_rows)
 
 
 def test_the_runs_of_a_trace_are_the_longest_of_a_search_through_all_documents(

@@ -1,0 +1,861 @@
+"""Searches of sorted prefixes, in compiled loops over the files of a datastore; `search.py` opens these and asks.
+
+    text ─ heads in memory ─► a few hundred adjacent rows ─ what distinguishes them (`rows.py`) ─► one row ─ its text ─► the longest match
+    row ─ tokens shared with the rows around ─► for each length of match all its rows ─ at most 32 of them ─► the tokens that follow
+
+A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64 array of token ids,
+backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from indexing.machine import compiled
+from indexing.suffixes.rows import FAN_OUT, LONGEST_SHARED, TOKEN_BITS, TOKEN_MASK
+from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES
+
+SHARD_COLUMNS = 5
+_FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
+PART_COLUMNS = 7
+_FIRST_ROW, _NUM_ROWS, _ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(np.int64, range(PART_COLUMNS))
+
+
+class NotOpen(Exception):
+    """The text of a shard is needed that is not open yet. Its argument is the shard; the number of shards for a position behind all texts."""
+
+
+class Files(NamedTuple):
+    """Memory-mapped files by their addresses, since a loop reads from any number of them. They must stay mapped, and the tables must stay.
+
+    Attributes:
+        shards: address of a table [shards + 1, 5] int64: the first position, addresses of tokens, lengths of chunks and document offsets,
+            number of documents; an address of 0: not open. Of the last row only the position behind all.
+        parts: address of a table [parts, 7] int64: the first row in its order, number of rows, addresses of `rows.npy`, `positions.npy`
+            and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
+        orders: address of a table [orders + 1] int64: the first part of each order.
+        num_shards: number of shards.
+        num_parts: number of parts.
+        num_orders: number of orders.
+        chunk_length: m.
+        token_bytes: of a stored token id.
+        columns: of `rows.npy`.
+        head_tokens: tokens of a head.
+        rows_of_head: rows from one stored head to the next.
+        adjacent: among this many rows the one that shares most with a text is found without reading other texts.
+        looked_at: if some of many occurrences are wanted, whether they are deleted is read at this many times as many, spread evenly.
+    """
+
+    shards: int
+    parts: int
+    orders: int
+    num_shards: int
+    num_parts: int
+    num_orders: int
+    chunk_length: int
+    token_bytes: int
+    columns: int
+    head_tokens: int
+    rows_of_head: int
+    adjacent: int
+    looked_at: int
+
+
+# --- search -------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def find_match(text: np.ndarray, size: int, deleted: np.ndarray, files: Files) -> tuple[int, np.ndarray, np.ndarray]:
+    """The longest match of a text of at most 64 tokens outside of deleted ranges of chunks [n, 2].
+
+    Args:
+        text: [64], the others are not read.
+        size: its tokens, at least one.
+        deleted: sorted and disjoint.
+        files: the files.
+
+    Returns:
+        its length, the longest one in each order [orders], and a row of each order that shares as much [orders].
+    """
+    orders = files.num_orders
+    longest, lengths, rows = 0, np.zeros(orders, np.int64), np.zeros(orders, np.int64)
+    for order in range(orders):
+        length, rows[order] = _longest(text, size, order, files)
+        if length and len(deleted):  # those nearest to such a row share as many as any that is left
+            length = _longest_living(text, size, rows[order], order, deleted, files)
+        lengths[order], longest = length, max(longest, length)
+    return longest, lengths, rows
+
+
+@compiled
+def _longest(text: np.ndarray, size: int, order: int, files: Files) -> tuple[int, int]:
+    """Length of the longest match of a text in an order, and a row that shares these tokens."""
+    best, best_row = 0, 0
+    first, stop = _rows_near(text, size, order, files)
+    part = _part_of(first, order, files)
+    while part < _first_part(order + 1, files) and _of_part(part, _FIRST_ROW, files) < stop:
+        begin = _of_part(part, _FIRST_ROW, files)
+        end = begin + _of_part(part, _NUM_ROWS, files)
+        length, row = _longest_in(part, max(first, begin), min(stop, end), text, size, files)
+        if length > best or (length == best and row > best_row):
+            best, best_row = length, row
+        part += 1
+    return best, best_row
+
+
+@compiled
+def _rows_near(text: np.ndarray, size: int, order: int, files: Files) -> tuple[int, int]:
+    """A few hundred rows [first, stop) of an order at most. One of them shares most last tokens with the text."""
+    head = _head(text, size, files)
+    first, last = (
+        max(0, _row_before(head, order, files)),
+        min(_rows_of(order, files) - 1, _row_after(head, order, files)),
+    )
+    while last - first > files.adjacent:  # more rows than these have the same head
+        middle = (first + last) // 2
+        if _is_smaller(_position(middle, order, files), text, size, files):
+            first = middle
+        else:
+            last = middle
+    return first, last + 1
+
+
+@compiled
+def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, files: Files) -> tuple[int, int]:
+    """Length of the longest match of a text in the rows [first, stop) of a part, and a row of it."""
+    start = _of_part(part, _FIRST_ROW, files)
+    near, followed = deepest(part, first - start, stop - start, text, size, files)
+    row = start + near
+    length = _shared(_position_in(part, near, files), text, size, files)
+    if length < LONGEST_SHARED and not followed >> length & 1:
+        return length, row
+    if length >= LONGEST_SHARED:
+        first, stop = around(part, near, LONGEST_SHARED, files)
+        first, stop = first + start, stop + start
+    low, high = first, stop  # the first row that is not smaller than the text
+    while low < high:
+        middle = (low + high) // 2
+        if _is_smaller(_position_in(part, middle - start, files), text, size, files):
+            low = middle + 1
+        else:
+            high = middle
+    length, row = 0, first
+    for at in (low - 1, low):
+        if first <= at < stop:
+            shared = _shared(_position_in(part, at - start, files), text, size, files)
+            if shared >= length:
+                length, row = shared, at
+    return length, row
+
+
+@compiled
+def _longest_living(text: np.ndarray, size: int, row: int, order: int, deleted: np.ndarray, files: Files) -> int:
+    """The most last tokens that the text shares with the last row before a row, or the first one from it on, that is not deleted."""
+    length = 0
+    for step in (-1, 1):
+        at = row if step == 1 else row - 1
+        while 0 <= at < _rows_of(order, files):
+            position = _position(at, order, files)
+            if _is_living(position, deleted, files):
+                length = max(length, _shared(position, text, size, files))
+                break
+            at += step
+    return length
+
+
+@compiled
+def match_rows(text: np.ndarray, length: int, lengths: np.ndarray, rows: np.ndarray, files: Files) -> np.ndarray:
+    """The rows [first, stop) of each order, [orders, 2], whose last tokens are those of a text.
+
+    Args:
+        text: the text.
+        length: how many last tokens.
+        lengths: of the longest matches, see `find_match`.
+        rows: that share as much.
+        files: the files.
+    """
+    ranges = np.zeros((len(rows), 2), np.int64)
+    for order in range(len(rows)):
+        if length <= lengths[order]:
+            ranges[order, 0], ranges[order, 1] = _rows_around(text, length, rows[order], order, files)
+    return ranges
+
+
+@compiled
+def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files) -> tuple[int, int]:
+    """The rows [first, stop) of the prefixes of an order that end in a text, as one row does."""
+    part = _part_of(row, order, files)
+    start = _of_part(part, _FIRST_ROW, files)
+    first, stop = around(part, row - start, min(size, LONGEST_SHARED), files)
+    first, stop = first + start, stop + start
+    if size > LONGEST_SHARED:
+        return _first_that_ends_in(text, size, first, row, order, files), _first_that_does_not_end_in(
+            text, size, row, stop, order, files
+        )
+    if files.num_parts == 1:
+        return first, stop
+    return _in_all_parts(text, size, first, stop, order, files)
+
+
+@compiled
+def _first_that_ends_in(text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
+    """The first row in [low, high] that ends in the text; that at `high` does, and all between it and the first one."""
+    while low < high:
+        middle = (low + high) // 2
+        if _shared(_position(middle, order, files), text, size, files) == size:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled
+def _first_that_does_not_end_in(text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
+    """The first row in [low, high] that does not end in the text; that at `low` does, and all between it and this one."""
+    while low < high:
+        middle = (low + high) // 2
+        if _shared(_position(middle, order, files), text, size, files) == size:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _in_all_parts(text: np.ndarray, size: int, first: int, stop: int, order: int, files: Files) -> tuple[int, int]:
+    """The rows of all parts around those of one part that end in a text. Such a text is shorter than a head."""
+    rows = _rows_of(order, files)
+    while first > 0:
+        part = _part_of(first, order, files)
+        if (
+            _of_part(part, _FIRST_ROW, files) != first
+            or _shared(_position(first - 1, order, files), text, size, files) < size
+        ):
+            break
+        first = (
+            _of_part(part - 1, _FIRST_ROW, files)
+            + around(part - 1, _of_part(part - 1, _NUM_ROWS, files) - 1, size, files)[0]
+        )
+    while stop < rows:
+        part = _part_of(stop, order, files)
+        if (
+            _of_part(part, _FIRST_ROW, files) != stop
+            or _shared(_position(stop, order, files), text, size, files) < size
+        ):
+            break
+        stop += around(part, 0, size, files)[1]
+    return first, stop
+
+
+# --- votes --------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files: Files) -> np.ndarray:
+    """What follows the matches of some texts, by the length of the match: [n, 32] int64, as `votes.as_columns`.
+
+    Args:
+        texts: [n, 64].
+        sizes: at least one token each, [n].
+        deleted: as for `find_match`.
+        files: the files.
+    """
+    votes = np.zeros((len(texts), COLUMNS), np.int64)
+    candidates, numbers = np.empty(KEPT, np.int32), np.empty(1 + KEPT, np.uint8)
+    for number in range(len(texts)):
+        text = texts[number]
+        length, of_order, rows = find_match(text, sizes[number], deleted, files)
+        longer, any_votes = np.zeros((len(rows), 2), np.int64), False
+        candidates[:] = -1
+        for level in range(len(LENGTHS) - 1, -1, -1):
+            if LENGTHS[level] > length:
+                continue
+            ranges = match_rows(text, LENGTHS[level], of_order, rows, files)
+            if not _same(ranges, longer):  # otherwise the votes are those of the longer match
+                occurrences, orders, drawn, step = some_ends(ranges, SAMPLED, deleted, files)
+                following, counted = np.empty(len(drawn), np.int32), 0
+                for at in range(len(drawn)):
+                    token = _following_row(drawn[at], orders[at], step, files)
+                    if token >= 0:
+                        counted = _insert(following, counted, token)
+                numbers[:] = 0
+                elect(following, counted, occurrences * counted // max(1, len(drawn)), candidates, numbers)
+            votes[number, 1 + KEPT + level * (1 + KEPT) : 1 + KEPT + (level + 1) * (1 + KEPT)] = numbers
+            any_votes, longer = any_votes or numbers[0] > 0, ranges
+        if any_votes:
+            votes[number, 0] = length
+            for place in range(KEPT):
+                votes[number, 1 + place] = max(0, candidates[place])
+        else:
+            votes[number] = 0
+    return votes
+
+
+@compiled
+def count_votes(
+    rows: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    size: np.ndarray,
+    before: int,
+    documents: np.ndarray,
+    following: np.ndarray,
+    own: np.ndarray,
+    nearest: np.ndarray,
+    candidates: np.ndarray,
+    numbers: np.ndarray,
+) -> None:
+    """Count the votes of matches of some rows.
+
+    Args:
+        rows: the row of each match, [n]. Of the matches of a row a longer one comes first.
+        low: first voter of each, [n] int64. At most 32 voters are counted, spread evenly, as a search reads them (`rows.stride`).
+        high: the one after the last voter, [n] int64.
+        size: the number of voters, [n] int64.
+        before: voters before all of these.
+        documents: of the voters in order, int64.
+        following: the tokens after the voters, int32; -1 = none.
+        own: document of every row of the range.
+        nearest: the token that follows the nearest prefix of another document, of every row, int32.
+        candidates: of every row, [all, 3] int32, -1 = none; those of `rows` are completed.
+        numbers: [n, 4] uint8, receives size code and shares.
+    """
+    found = np.empty(SAMPLED, np.int32)
+    for i in range(len(rows)):
+        row, counted = rows[i], 0
+        step = _stride(high[i] - low[i], SAMPLED)
+        begin = -(-(low[i] + before) // step)
+        there = -(-(high[i] + before) // step) - begin
+        drawn = min(SAMPLED, there)
+        for number in range(drawn):
+            voter = (begin + number * there // drawn) * step - before
+            if documents[voter] != own[row] and following[voter] >= 0:
+                counted = _insert(found, counted, following[voter])
+        total = size[i] * counted // max(1, drawn)
+        if counted == 0 and nearest[row] >= 0:  # most occurrences are in the own document
+            found[0] = nearest[row]
+            counted = total = 1
+        elect(found, counted, total, candidates[row], numbers[i])
+
+
+@compiled
+def _insert(found: np.ndarray, count: int, token: int) -> int:
+    """Insert a token into `count` tokens in order of ids; return how many there are then."""
+    place = count
+    while place > 0 and found[place - 1] > token:
+        found[place] = found[place - 1]
+        place -= 1
+    found[place] = token
+    return count + 1
+
+
+@compiled
+def elect(found: np.ndarray, counted: int, total: int, candidates: np.ndarray, numbers: np.ndarray) -> None:
+    """Complete the candidates of a text, and write the votes of one match.
+
+    Args:
+        found: the tokens that follow it, in order of ids.
+        counted: how many.
+        total: how often it occurs.
+        candidates: of longer matches, [3] int32, -1 = none.
+        numbers: [4] uint8, zeros; receives size code and shares.
+    """
+    filled = 0
+    while filled < KEPT and candidates[filled] >= 0:
+        filled += 1
+    while filled < KEPT:
+        best, most, first = np.int32(-1), 0, 0
+        while first < counted:  # of equally frequent ones the smallest id
+            stop, known = first, False
+            while stop < counted and found[stop] == found[first]:
+                stop += 1
+            for place in range(filled):
+                known = known or candidates[place] == found[first]
+            if not known and stop - first > most:
+                best, most = found[first], stop - first
+            first = stop
+        if best < 0:
+            break
+        candidates[filled] = best
+        filled += 1
+    while total > 0 and numbers[0] < LARGEST_SIZE:  # 1 + log2, rounded down, and 0 for 0
+        numbers[0] += 1
+        total >>= 1
+    for place in range(filled):
+        votes = 0
+        for at in range(counted):
+            votes += found[at] == candidates[place]
+        numbers[1 + place] = SHARES * votes // max(1, counted)
+
+
+# --- occurrences --------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _same(ranges: np.ndarray, others: np.ndarray) -> bool:
+    for order in range(len(ranges)):
+        if ranges[order, 0] != others[order, 0] or ranges[order, 1] != others[order, 1]:
+            return False
+    return True
+
+
+@compiled
+def some_ends(
+    ranges: np.ndarray, most: int, deleted: np.ndarray, files: Files
+) -> tuple[int, np.ndarray, np.ndarray, int]:
+    """At most `most` of the rows in some ranges, outside of deleted ranges of chunks, spread evenly.
+
+    Args:
+        ranges: rows [first, stop) of each order, [orders, 2].
+        most: if there are more and some are deleted, the number of all is estimated.
+        deleted: as for `find_match`.
+        files: the files.
+
+    Returns:
+        how many there are in all, orders [n], rows [n], and a power of 32 of which all rows are multiples.
+    """
+    total = 0
+    for order in range(len(ranges)):
+        total += ranges[order, 1] - ranges[order, 0]
+    if not len(deleted) or not total:
+        step = _stride(total, most)
+        orders, rows = _spread(ranges, most, step, files)
+        return total, orders, rows, step
+    looked_at = total if most >= total // files.looked_at else files.looked_at * most
+    while True:
+        step = _stride(total, looked_at)
+        orders, rows = _spread(ranges, looked_at, step, files)
+        left, count = np.empty(len(rows), np.int64), 0
+        for at in range(len(rows)):
+            if _is_living(_position(rows[at], orders[at], files), deleted, files):
+                left[count] = at
+                count += 1
+        if count >= most or looked_at == total:
+            break
+        looked_at = total  # too few of those are left
+    chosen = min(count, most)
+    some_orders, some_rows = np.empty(chosen, np.int64), np.empty(chosen, np.int64)
+    for number in range(chosen):
+        at = left[_place(number, count, chosen)]
+        some_orders[number], some_rows[number] = orders[at], rows[at]
+    return count if len(rows) == total else total * count // len(rows), some_orders, some_rows, step
+
+
+@compiled
+def _spread(ranges: np.ndarray, most: int, step: int, files: Files) -> tuple[np.ndarray, np.ndarray]:
+    """At most `most` of the rows in some ranges that are multiples of a step, counted from the first row of each part, spread evenly.
+
+    Returns:
+        orders [n] and rows [n].
+    """
+    pieces = 0
+    for order in range(len(ranges)):
+        if ranges[order, 0] < ranges[order, 1]:
+            pieces += _part_of(ranges[order, 1] - 1, order, files) - _part_of(ranges[order, 0], order, files) + 1
+    firsts, stops = np.empty(pieces, np.int64), np.empty(pieces, np.int64)  # numbers of rows
+    begins, in_orders, piece, there = np.empty(pieces, np.int64), np.empty(pieces, np.int64), 0, 0
+    for order in range(len(ranges)):
+        first, stop = ranges[order, 0], ranges[order, 1]
+        part = _part_of(first, order, files) if first < stop else _first_part(order + 1, files)
+        while part < _first_part(order + 1, files) and _of_part(part, _FIRST_ROW, files) < stop:
+            start = _of_part(part, _FIRST_ROW, files)
+            begin = max(first, start)
+            begin += (start - begin) % step
+            firsts[piece], begins[piece], in_orders[piece] = there, begin, order
+            there += max(0, -(-(min(stop, start + _of_part(part, _NUM_ROWS, files)) - begin) // step))
+            stops[piece] = there
+            part, piece = part + 1, piece + 1
+    count, piece = min(there, most), 0
+    orders, rows = np.empty(count, np.int64), np.empty(count, np.int64)
+    for number in range(count):
+        place = _place(number, there, count)
+        while place >= stops[piece]:
+            piece += 1
+        orders[number], rows[number] = in_orders[piece], begins[piece] + step * (place - firsts[piece])
+    return orders, rows
+
+
+@compiled
+def _place(number: int, count: int, chosen: int) -> int:
+    """The place of one of `chosen` elements among `count`, see `rows.spread`."""
+    return number if chosen == count else number * count // chosen
+
+
+@compiled
+def _stride(count: int, most: int) -> int:
+    """`rows.stride`."""
+    step = 1
+    while step <= count // (FAN_OUT * most):
+        step *= FAN_OUT
+    return step
+
+
+@compiled
+def following_rows(orders: np.ndarray, rows: np.ndarray, step: int, files: Files) -> np.ndarray:
+    """The tokens that follow rows of orders, which are multiples of a power of 32: [n] int64; -1 = none."""
+    tokens = np.empty(len(rows), np.int64)
+    for at in range(len(rows)):
+        tokens[at] = _following_row(rows[at], orders[at], step, files)
+    return tokens
+
+
+@compiled
+def positions_of(orders: np.ndarray, rows: np.ndarray, files: Files) -> np.ndarray:
+    """The positions of rows of orders: [n] int64."""
+    positions = np.empty(len(rows), np.int64)
+    for at in range(len(rows)):
+        positions[at] = _position(rows[at], orders[at], files)
+    return positions
+
+
+@compiled
+def next_tokens(position: int, most: int, files: Files) -> np.ndarray:
+    """Up to `most` tokens after a position in the same document: [n] int64."""
+    tokens, count = np.empty(most, np.int64), 0
+    while count < most:
+        token = next_token(position + count, files)
+        if token < 0:
+            break
+        tokens[count] = token
+        count += 1
+    return tokens[:count]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
+    """The rows [first, stop) of a part that share their last tokens, `size` of them and at most 31, with a row, all counted from its first one.
+
+    A row of a higher level has the fewest tokens that are shared from its predecessor there on.
+    """
+    table, starts = _table(part, files), _level_starts(_of_part(part, _NUM_ROWS, files))
+    shared, levels, level, first, stop = table[:, -1], len(starts) - 1, 0, row, row + 1
+    while True:  # back to the last row that shares fewer tokens with the one before
+        while (
+            level + 1 < levels
+            and first % FAN_OUT == 0
+            and shared[starts[level + 1] + first // FAN_OUT] >> TOKEN_BITS >= size
+        ):
+            level, first = level + 1, first // FAN_OUT
+        if shared[starts[level] + first] >> TOKEN_BITS >= size:
+            first -= 1
+        elif level:
+            level, first = level - 1, first * FAN_OUT
+        else:
+            break
+    while True:  # forward to the first such row
+        while level + 1 < levels and (stop - 1) % FAN_OUT == 0:
+            above = starts[level + 1] + (stop - 1) // FAN_OUT + 1
+            if above >= starts[level + 2] or shared[above] >> TOKEN_BITS < size:
+                break
+            level, stop = level + 1, (stop - 1) // FAN_OUT + 1
+        if starts[level] + stop < starts[level + 1] and shared[starts[level] + stop] >> TOKEN_BITS >= size:
+            stop += 1
+        elif level:
+            level, stop = level - 1, (stop - 1) * FAN_OUT + 1
+        else:
+            break
+    return first, stop
+
+
+@compiled
+def deepest(part: int, first: int, stop: int, text: np.ndarray, size: int, files: Files) -> tuple[int, int]:
+    """Find the row of a part in [first, stop) that shares most last tokens with a text by 11 bits of each token that distinguishes rows.
+
+    The rows are the leaves of a tree, from left to right. The first row below a node is followed until a later one has the text's token.
+
+    Returns:
+        the row, and a number in which bit n is set if the search followed token n. If the row and the text share exactly n tokens
+        and this bit is set, two tokens have the same 11 bits, and another row may share more. Rows that share at least 31 tokens
+        count as equal.
+    """
+    table, compared = _table(part, files), min(size, LONGEST_SHARED)
+    best, best_followed, followed, skipped = first, 0, 0, LONGEST_SHARED
+    for row in range(first + 1, stop):
+        stored: Any = np.int64(table[row, -1])
+        depth = stored >> TOKEN_BITS
+        if depth > skipped or depth >= LONGEST_SHARED:
+            continue  # below a node that was not followed
+        skipped = depth
+        followed &= (2 << depth) - 1  # of this node and those above
+        token = (text[depth] + 1) & TOKEN_MASK if depth < compared else -1
+        if token == stored & TOKEN_MASK and not followed >> depth & 1:
+            followed |= 1 << depth
+            best, best_followed, skipped = row, followed, LONGEST_SHARED
+    return best, best_followed
+
+
+@compiled
+def _following_row(row: int, order: int, step: int, files: Files) -> int:
+    """The token that follows a row of an order, a multiple of a power of 32; -1 = none."""
+    part = _part_of(row, order, files)
+    row, below = row - _of_part(part, _FIRST_ROW, files), _of_part(part, _NUM_ROWS, files)
+    table, start = _table(part, files), 0
+    while step > 1:
+        start, below = start + below, -(-below // FAN_OUT)
+        row, step = row // FAN_OUT, step // FAN_OUT
+    token: Any = np.int64(table[start + row, 0])
+    if files.columns > 2:
+        token |= np.int64(table[start + row, 1]) << 16
+    return token - 1
+
+
+@compiled
+def _level_starts(count: int) -> np.ndarray:
+    """The first row of each level in `rows.npy`, then the number of rows of all."""
+    starts, levels = np.zeros(16, np.int64), 1
+    starts[1] = count
+    while count > FAN_OUT:
+        count = -(-count // FAN_OUT)
+        starts[levels + 1] = starts[levels] + count
+        levels += 1
+    return starts[: levels + 1]
+
+
+@compiled
+def _table(part: int, files: Files) -> np.ndarray:
+    """The stored rows of all levels of a part, [rows, columns] uint16. The number of rows is not checked."""
+    return carray(_uint16(_of_part(part, _ROWS, files)), (2 * _of_part(part, _NUM_ROWS, files) + 1, files.columns))
+
+
+# --- orders -------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _rows_of(order: int, files: Files) -> int:
+    last = _first_part(order + 1, files) - 1
+    return (
+        _of_part(last, _FIRST_ROW, files) + _of_part(last, _NUM_ROWS, files) if last >= _first_part(order, files) else 0
+    )
+
+
+@compiled
+def _part_of(row: int, order: int, files: Files) -> int:
+    """The part of a row of an order."""
+    low, high = _first_part(order, files), _first_part(order + 1, files) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _of_part(middle, _FIRST_ROW, files) <= row:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
+def _position(row: int, order: int, files: Files) -> int:
+    """The position of the last token of a prefix."""
+    part = _part_of(row, order, files)
+    return _position_in(part, row - _of_part(part, _FIRST_ROW, files), files)
+
+
+@compiled
+def _position_in(part: int, row: int, files: Files) -> int:
+    size = _of_part(part, _POSITION_BYTES, files)
+    return _number(_of_part(part, _POSITIONS, files) + row * size, size)
+
+
+@compiled
+def _head(text: np.ndarray, size: int, files: Files) -> np.uint64:
+    """The head of a text: its last tokens, each plus 1, as one number; 0 before it begins."""
+    number, bits = np.uint64(0), np.uint64(64 // files.head_tokens)
+    for at in range(files.head_tokens):
+        number = number << bits | np.uint64(text[at] + 1 if at < size else 0)
+    return number
+
+
+@compiled
+def _row_before(head: np.uint64, order: int, files: Files) -> int:
+    """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
+    part = _parts_below(head, order, False, files) - 1
+    if part < _first_part(order, files):
+        return -1
+    return _of_part(part, _FIRST_ROW, files) + (_heads_below(part, head, False, files) - 1) * files.rows_of_head
+
+
+@compiled
+def _row_after(head: np.uint64, order: int, files: Files) -> int:
+    """A row, as early as heads are stored, from which on all heads are greater than this one."""
+    part = _parts_below(head, order, True, files) - 1
+    if part < _first_part(order, files):
+        return 0
+    rows = min(_heads_below(part, head, True, files) * files.rows_of_head, _of_part(part, _NUM_ROWS, files))
+    return _of_part(part, _FIRST_ROW, files) + rows
+
+
+@compiled
+def _parts_below(head: np.uint64, order: int, or_equal: bool, files: Files) -> int:
+    """The first part of an order whose first head is not smaller than this one, or, with `or_equal`, greater."""
+    low, high = _first_part(order, files), _first_part(order + 1, files)
+    while low < high:
+        middle = (low + high) // 2
+        first = _uint64(_of_part(middle, _HEADS, files))[0]
+        if first < head or (or_equal and first == head):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _heads_below(part: int, head: np.uint64, or_equal: bool, files: Files) -> int:
+    """How many stored heads of a part are smaller than this one, or, with `or_equal`, not greater."""
+    heads, low, high = _uint64(_of_part(part, _HEADS, files)), 0, _of_part(part, _NUM_HEADS, files)
+    while low < high:
+        middle = (low + high) // 2
+        if heads[middle] < head or (or_equal and heads[middle] == head):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# --- texts --------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _shared(position: int, text: np.ndarray, size: int, files: Files) -> int:
+    """How many last tokens the document up to a position has in common with a text.
+
+    Where a document begins is read only if these are in more than one chunk, as it is one more read of the disk.
+    """
+    shard = _shard_of(position, files)
+    end = position - _of_shard(shard, _FIRST, files)
+    in_chunk = min(size, end % files.chunk_length + 1)
+    shared = _equal(shard, end, text, 0, in_chunk, files)
+    if shared < in_chunk or shared == size:
+        return shared
+    return _equal(shard, end, text, shared, min(size, end + 1 - _first_of(shard, end, files)), files)
+
+
+@compiled
+def _equal(shard: int, end: int, text: np.ndarray, first: int, stop: int, files: Files) -> int:
+    """The first of some last tokens that differs from the text's, or `stop`."""
+    tokens = _of_shard(shard, _TOKENS, files)
+    while first < stop and _number(tokens + (end - first) * files.token_bytes, files.token_bytes) == text[first]:
+        first += 1
+    return first
+
+
+@compiled
+def _is_smaller(position: int, text: np.ndarray, size: int, files: Files) -> bool:
+    """Whether the prefix that ends at a position is before a text in the order of their last tokens."""
+    shared = _shared(position, text, size, files)
+    if shared == size:
+        return False
+    shard = _shard_of(position, files)
+    end = position - _of_shard(shard, _FIRST, files)
+    if shared == end + 1 - _first_of(shard, end, files):
+        return True  # it begins there
+    token_bytes = files.token_bytes
+    return _number(_of_shard(shard, _TOKENS, files) + (end - shared) * token_bytes, token_bytes) < text[shared]
+
+
+@compiled
+def next_token(position: int, files: Files) -> int:
+    """The token after a position in the same document; -1 = none."""
+    shard = _shard_of(position, files)
+    after = position + 1 - _of_shard(shard, _FIRST, files)
+    chunk, place = after // files.chunk_length, after % files.chunk_length
+    if place:
+        ends = place >= _number(_of_shard(shard, _LENGTHS, files) + 2 * chunk, 2)
+    else:  # the first one of a chunk, and the first one of another document if that begins with this chunk
+        ends = _first_of(shard, after, files) == after
+    return -1 if ends else _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
+
+
+@compiled
+def _first_of(shard: int, end: int, files: Files) -> int:
+    """The first position of the document of a position, both counted from the first one of its shard."""
+    chunk, offsets = end // files.chunk_length, _int64(_of_shard(shard, _OFFSETS, files))
+    low, high = 0, _of_shard(shard, _DOCUMENTS, files)  # behind the last document is the number of chunks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if offsets[middle] <= chunk:
+            low = middle
+        else:
+            high = middle - 1
+    return offsets[low] * files.chunk_length
+
+
+@compiled
+def _is_living(position: int, deleted: np.ndarray, files: Files) -> bool:
+    """Whether a position is outside of some ranges of chunks."""
+    chunk, low, high = position // files.chunk_length, 0, len(deleted)
+    while low < high:  # the ranges that begin up to this chunk
+        middle = (low + high) // 2
+        if deleted[middle, 0] <= chunk:
+            low = middle + 1
+        else:
+            high = middle
+    return low == 0 or deleted[low - 1, 1] <= chunk
+
+
+@compiled
+def _shard_of(position: int, files: Files) -> int:
+    """The shard of a position; raises NotOpen."""
+    low, high = 0, files.num_shards
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _of_shard(middle, _FIRST, files) <= position:
+            low = middle
+        else:
+            high = middle - 1
+    if _of_shard(low, _TOKENS, files) == 0:
+        raise NotOpen(low)
+    return low
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _pointer_to(number: types.Type) -> Any:
+    """A function of compiled code: an address as an array of such numbers."""
+
+    @intrinsic
+    def pointer(_: Any, address: types.Type) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(number)(address), generate
+
+    return pointer
+
+
+_uint8, _uint16, _uint32 = _pointer_to(types.uint8), _pointer_to(types.uint16), _pointer_to(types.uint32)
+_uint64, _int64 = _pointer_to(types.uint64), _pointer_to(types.int64)
+
+
+@compiled
+def _of_part(part: int, column: int, files: Files) -> Any:
+    """See `Files.parts`."""
+    return _int64(files.parts)[PART_COLUMNS * part + column]
+
+
+@compiled
+def _of_shard(shard: int, column: int, files: Files) -> Any:
+    """See `Files.shards`."""
+    return _int64(files.shards)[SHARD_COLUMNS * shard + column]
+
+
+@compiled
+def _first_part(order: int, files: Files) -> Any:
+    """See `Files.orders`."""
+    return _int64(files.orders)[order]
+
+
+@compiled
+def _number(address: int, size: int) -> Any:
+    """A stored number of some bytes, the lowest one first."""
+    if size == 2:
+        return np.int64(_uint16(address)[0])
+    if size == 4:
+        return np.int64(_uint32(address)[0])
+    number = np.int64(0)
+    for byte in range(size):
+        number |= np.int64(_uint8(address)[byte]) << 8 * byte
+    return number

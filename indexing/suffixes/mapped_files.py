@@ -1,0 +1,109 @@
+"""Opens the sorted prefixes of a datastore, and its texts when they are needed, for the compiled loops of `compiled_search.py`."""
+
+import logging
+from collections.abc import Callable, Sequence
+from threading import Timer
+from typing import Any
+
+import numpy as np
+
+from indexing.store.artifact import reading
+from indexing.store.errors import InputError
+from indexing.suffixes import order
+from indexing.suffixes.compiled_search import PART_COLUMNS, SHARD_COLUMNS, Files, NotOpen
+from indexing.suffixes.order import Prefixes
+from indexing.suffixes.rows import open_rows
+from indexing.suffixes.texts import Texts
+
+log = logging.getLogger("retro")
+
+ADJACENT = 1024
+"""Rows among which the one that shares most with a text is found without reading other texts."""
+LOOKED_AT = 8
+"""If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
+_SILENCE = 2.0
+"""Seconds after which a first search says why it takes long."""
+
+
+class MappedFiles:
+    """The files of some orders, memory-mapped.
+
+    Args:
+        texts: of their documents.
+        orders: the orders.
+    """
+
+    def __init__(self, texts: Texts, orders: Sequence[Prefixes]) -> None:
+        self._texts, self._mapped, self._called = texts, list[np.ndarray](), set[Callable[..., Any]]()
+        self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
+        self._shards[:, 0] = texts.starts
+        rows = [[self._part(prefixes, number) for number in range(len(prefixes.folders))] for prefixes in orders]
+        parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
+        first_parts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        self._mapped += [parts, first_parts]
+        self.files = Files(
+            shards=self._shards.ctypes.data,
+            parts=parts.ctypes.data,
+            orders=first_parts.ctypes.data,
+            num_shards=len(texts.starts) - 1,
+            num_parts=len(parts),
+            num_orders=len(orders),
+            chunk_length=texts.split.chunk_length,
+            token_bytes=texts.split.tokens.dtype.itemsize,
+            columns=1 + texts.dtype.itemsize // 2,
+            head_tokens=texts.head_tokens,
+            rows_of_head=order.ROWS_OF_HEAD,
+            adjacent=ADJACENT,
+            looked_at=LOOKED_AT,
+        )
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a compiled function, whose last argument are the files, and open the texts that it needs.
+
+        Raises:
+            InputError: a text is missing or damaged.
+        """
+        slow = None
+        if function not in self._called:
+            self._called.add(function)
+            slow = Timer(
+                _SILENCE, log.info, ["Compiling searches of sorted prefixes, once for this version: about 15 seconds."]
+            )
+            slow.start()
+        try:
+            while True:
+                try:
+                    return function(*arguments, self.files)
+                except NotOpen as needed:
+                    self._open_text(needed.args[0])
+        finally:
+            if slow is not None:
+                slow.cancel()
+
+    def _part(self, prefixes: Prefixes, number: int) -> list[int]:
+        """The row of `Files.parts` of a part of an order."""
+        folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
+        heads = prefixes.stored_heads[number]
+        rows = open_rows(folder, len(positions))
+        if len(heads) != -(-len(positions) // order.ROWS_OF_HEAD):
+            raise InputError(
+                f"{folder} is damaged: {len(positions)} positions and {len(heads)} heads do not fit. Run `retro index` again."
+            )
+        self._mapped += [rows, positions, heads]
+        addresses = [array.ctypes.data for array in (rows, positions, heads)]
+        return [prefixes.rows[number], len(positions), *addresses, len(heads), positions[:1].nbytes]
+
+    def _open_text(self, shard: int) -> None:
+        split = self._texts.split
+        if shard == len(split.chunk_rows):
+            raise InputError(
+                f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."
+            )
+        arrays = [array.shard(shard) for array in (split.tokens, split.lengths, split.document_offsets)]
+        with reading(split.document_offsets.paths[shard]):
+            if int(arrays[2][0]) != 0 or int(arrays[2][-1]) != len(arrays[1]):
+                raise ValueError("the documents do not have the chunks of the shard")
+        self._mapped += arrays
+        # The address of the tokens comes last: other threads take it for the sign that all are there.
+        self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1
+        self._shards[shard, 1] = arrays[0].ctypes.data
