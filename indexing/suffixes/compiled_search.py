@@ -779,7 +779,7 @@ def _first_of(shard: int, end: int, files: Files) -> int:
             low = middle
         else:
             high = middle - 1
-    return offsets[low] * files.chunk_length
+    return max(0, offsets[low]) * files.chunk_length  # a damaged file leads to no text before the shard
 
 
 @compiled

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import reading
 from indexing.store.errors import InputError
+from indexing.store.ranged_reads import check_rows
 from indexing.suffixes import order
 from indexing.suffixes.compiled_search import PART_COLUMNS, SHARD_COLUMNS, Files, NotOpen
 from indexing.suffixes.order import Prefixes
@@ -85,10 +85,7 @@ class MappedFiles:
         folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
         heads = prefixes.stored_heads[number]
         rows = open_rows(folder, len(positions))
-        if len(heads) != -(-len(positions) // order.ROWS_OF_HEAD):
-            raise InputError(
-                f"{folder} is damaged: {len(positions)} positions and {len(heads)} heads do not fit. Run `retro index` again."
-            )
+        check_rows(folder / "heads.npy", len(heads), -(-len(positions) // order.ROWS_OF_HEAD))
         self._mapped += [rows, positions, heads]
         addresses = [array.ctypes.data for array in (rows, positions, heads)]
         return [prefixes.rows[number], len(positions), *addresses, len(heads), positions[:1].nbytes]
@@ -100,9 +97,6 @@ class MappedFiles:
                 f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."
             )
         arrays = [array.shard(shard) for array in (split.tokens, split.lengths, split.document_offsets)]
-        with reading(split.document_offsets.paths[shard]):
-            if int(arrays[2][0]) != 0 or int(arrays[2][-1]) != len(arrays[1]):
-                raise ValueError("the documents do not have the chunks of the shard")
         self._mapped += arrays
         # The address of the tokens comes last: other threads take it for the sign that all are there.
         self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1

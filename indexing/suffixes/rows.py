@@ -16,6 +16,7 @@ import numpy as np
 
 from indexing.machine import compiled
 from indexing.store.files import NpyWriter
+from indexing.store.ranged_reads import check_rows
 from indexing.store.sharded_array import fetch, open_array
 
 FAN_OUT = 32
@@ -55,9 +56,15 @@ def open_rows(folder: Path, count: int) -> np.ndarray:
     Args:
         folder: of the part.
         count: its prefixes.
+
+    Raises:
+        InputError: the file is missing or damaged.
     """
-    opened = open_array(folder / _FILE)
-    fetch(opened, count if count <= FAN_OUT else count + -(-count // FAN_OUT))
+    opened, levels = open_array(folder / _FILE), [count]
+    while levels[-1] > FAN_OUT:
+        levels.append(-(-levels[-1] // FAN_OUT))
+    check_rows(folder / _FILE, len(opened), sum(levels))
+    fetch(opened, sum(levels[:2]))
     return opened
 
 
