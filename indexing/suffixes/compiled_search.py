@@ -17,6 +17,8 @@ from indexing.machine import compiled
 from indexing.suffixes.rows import FAN_OUT, LONGEST_SHARED, TOKEN_BITS, TOKEN_MASK
 from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES
 
+# Python's integers would be constants to the compiler, which compiles a function again for each.
+_ALL_SHARED, _MOST, _NONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0)
 SHARD_COLUMNS = 5
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
 PART_COLUMNS = 7
@@ -132,7 +134,7 @@ def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, f
     if length < LONGEST_SHARED and not followed >> length & 1:
         return length, row
     if length >= LONGEST_SHARED:
-        first, stop = around(part, near, LONGEST_SHARED, files)
+        first, stop = around(part, near, _ALL_SHARED, files)
         first, stop = first + start, stop + start
     low, high = first, stop  # the first row that is not smaller than the text
     while low < high:
@@ -245,7 +247,7 @@ def _in_all_parts(text: np.ndarray, size: int, first: int, stop: int, order: int
             or _shared(_position(stop, order, files), text, size, files) < size
         ):
             break
-        stop += around(part, 0, size, files)[1]
+        stop += around(part, _NONE, size, files)[1]
     return first, stop
 
 
@@ -274,7 +276,7 @@ def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files:
                 continue
             ranges = match_rows(text, LENGTHS[level], of_order, rows, files)
             if not _same(ranges, longer):  # otherwise the votes are those of the longer match
-                occurrences, orders, drawn, step = some_ends(ranges, SAMPLED, deleted, files)
+                occurrences, orders, drawn, step = some_ends(ranges, _MOST, deleted, files)
                 following, counted = np.empty(len(drawn), np.int32), 0
                 for at in range(len(drawn)):
                     token = _following_row(drawn[at], orders[at], step, files)
@@ -282,7 +284,8 @@ def find_votes(texts: np.ndarray, sizes: np.ndarray, deleted: np.ndarray, files:
                         counted = _insert(following, counted, token)
                 numbers[:] = 0
                 elect(following, counted, occurrences * counted // max(1, len(drawn)), candidates, numbers)
-            votes[number, 1 + KEPT + level * (1 + KEPT) : 1 + KEPT + (level + 1) * (1 + KEPT)] = numbers
+            for at in range(1 + KEPT):
+                votes[number, (1 + level) * (1 + KEPT) + at] = numbers[at]
             any_votes, longer = any_votes or numbers[0] > 0, ranges
         if any_votes:
             votes[number, 0] = length
@@ -325,7 +328,7 @@ def count_votes(
     found = np.empty(SAMPLED, np.int32)
     for i in range(len(rows)):
         row, counted = rows[i], 0
-        step = _stride(high[i] - low[i], SAMPLED)
+        step = _stride(high[i] - low[i], _MOST)
         begin = -(-(low[i] + before) // step)
         there = -(-(high[i] + before) // step) - begin
         drawn = min(SAMPLED, there)
@@ -726,7 +729,7 @@ def _shared(position: int, text: np.ndarray, size: int, files: Files) -> int:
     shard = _shard_of(position, files)
     end = position - _of_shard(shard, _FIRST, files)
     in_chunk = min(size, end % files.chunk_length + 1)
-    shared = _equal(shard, end, text, 0, in_chunk, files)
+    shared = _equal(shard, end, text, _NONE, in_chunk, files)
     if shared < in_chunk or shared == size:
         return shared
     return _equal(shard, end, text, shared, min(size, end + 1 - _first_of(shard, end, files)), files)
