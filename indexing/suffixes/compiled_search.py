@@ -18,7 +18,7 @@ from indexing.suffixes.rows import FAN_OUT, LONGEST_SHARED, TOKEN_BITS, TOKEN_MA
 from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLED, SHARES
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
-_ALL_SHARED, _MOST, _NONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0)
+_ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
 SHARD_COLUMNS = 5
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
 PART_COLUMNS = 7
@@ -86,7 +86,7 @@ def find_match(text: np.ndarray, size: int, deleted: np.ndarray, files: Files) -
     for order in range(orders):
         length, rows[order] = _longest(text, size, order, files)
         if length and len(deleted):  # those nearest to such a row share as many as any that is left
-            length = _longest_living(text, size, rows[order], order, deleted, files)
+            length, _ = _longest_living(text, size, rows[order], order, deleted, files)
         lengths[order], longest = length, max(longest, length)
     return longest, lengths, rows
 
@@ -153,18 +153,23 @@ def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, f
 
 
 @compiled
-def _longest_living(text: np.ndarray, size: int, row: int, order: int, deleted: np.ndarray, files: Files) -> int:
-    """The most last tokens that the text shares with the last row before a row, or the first one from it on, that is not deleted."""
-    length = 0
+def _longest_living(
+    text: np.ndarray, size: int, row: int, order: int, deleted: np.ndarray, files: Files
+) -> tuple[int, int]:
+    """Of the last row before a row, and the first one from it on, that are not deleted: the most last tokens that one shares with the text,
+    and this one; -1 if there are none."""
+    length, best = 0, -1
     for step in (-1, 1):
         at = row if step == 1 else row - 1
         while 0 <= at < _rows_of(order, files):
             position = _position(at, order, files)
             if _is_living(position, deleted, files):
-                length = max(length, _shared(position, text, size, files))
+                shared = _shared(position, text, size, files)
+                if best < 0 or shared > length:
+                    length, best = shared, at
                 break
             at += step
-    return length
+    return length, best
 
 
 @compiled
@@ -249,6 +254,49 @@ def _in_all_parts(text: np.ndarray, size: int, first: int, stop: int, order: int
             break
         stop += around(part, _NONE, size, files)[1]
     return first, stop
+
+
+# --- occurrences of many texts --------------------------------------------------------------------------------------
+
+
+@compiled
+def find_occurrences(
+    window: np.ndarray,
+    texts: np.ndarray,
+    deleted: np.ndarray,
+    bounds: np.ndarray,
+    shared: np.ndarray,
+    following: np.ndarray,
+    files: Files,
+) -> None:
+    """Fill in where the ends of texts occur in each order, see `votes_build.Occurrences`.
+
+    Args:
+        window: the last tokens of texts, each plus 1, 0 before one begins, [n, 64].
+        texts: the numbers [t] of those that are searched.
+        deleted: as for `find_match`.
+        bounds: [orders, 7, 2, n] int64.
+        shared: [orders, n] int64.
+        following: [orders, n] int64.
+        files: the files.
+    """
+    text = np.empty(window.shape[1], np.int64)
+    for number in texts:
+        size = 0
+        while size < len(text) and window[number, size]:
+            text[size] = np.int64(window[number, size]) - 1
+            size += 1
+        _, lengths, rows = find_match(text, size, deleted, files)
+        for order in range(files.num_orders):
+            shared[order, number], row = lengths[order], rows[order]
+            if lengths[order] and len(deleted):
+                _, row = _longest_living(text, size, row, order, deleted, files)
+            if lengths[order]:
+                following[order, number] = _following_row(row, order, _ONE, files)
+            for level in range(len(LENGTHS)):
+                if LENGTHS[level] <= lengths[order]:
+                    first, stop = _rows_around(text, LENGTHS[level], rows[order], order, files)
+                    bounds[order, level, 0, number], bounds[order, level, 1, number] = first, stop
 
 
 # --- votes --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     votes of ranges ─► votes of shards; of many shards through blocks of them
 
 Every token is in one range, so time is linear in the tokens. Tokens of appended documents are in ranges of the orders that have them; earlier
-orders are searched (`occurrences.py`), so their time is linear in the appended tokens times a logarithm. Only documents of `train` vote, and no document for itself. Prefixes of
+orders are searched (`compiled_search.py`), so their time is linear in the appended tokens times a logarithm. Only documents of `train` vote, and no document for itself. Prefixes of
 held-out documents are sorted among the others and vote for nothing. The text after a token changes nothing.
 """
 
@@ -21,9 +21,9 @@ from indexing.machine import compiled
 from indexing.progress import Advance
 from indexing.store.compressed_array import rows_of_block, write_compressed
 from indexing.store.datastore import SPLITS, Datastore, shard_name
+from indexing.store.deletions import inside
 from indexing.store.files import save_array
 from indexing.store.sharded_array import open_array
-from indexing.suffixes.occurrences import Occurrences, is_deleted, occurrences_of
 from indexing.suffixes.order import Prefixes, blocks, sampled_rows, stored_orders, with_tokens
 from indexing.suffixes.order_build import RANGE_TOKENS, order_of_windows, write_run
 from indexing.suffixes.rows import stride
@@ -125,7 +125,47 @@ def _voting_documents(texts: Texts, positions: np.ndarray) -> np.ndarray:
     """A number of each position's document if it votes, unlike held-out and deleted ones: [n] int64, otherwise -1."""
     if texts.split.name != "train":
         return np.full(len(positions), -1)
-    return np.where(is_deleted(texts, positions), -1, texts.documents(positions))
+    return np.where(inside(positions // texts.split.chunk_length, texts.split.deleted), -1, texts.documents(positions))
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Occurrences of the ends of n texts in an order.
+
+    Attributes:
+        order: the order, of training documents.
+        bounds: the rows [first, stop) that end in the last 1, 2, 3, 4, 6, 10 and 16 tokens of each text, [7, 2, n] int64; without
+            meaning for lengths above `shared`.
+        shared: tokens of the longest match with a document that is not deleted, [n] int64.
+        following: the token after it, [n] int64; -1 = none.
+    """
+
+    order: Prefixes
+    bounds: np.ndarray
+    shared: np.ndarray
+    following: np.ndarray
+
+
+def occurrences_of(orders: Sequence[Prefixes], window: np.ndarray, texts: np.ndarray) -> list[Occurrences]:
+    """Find the last tokens of texts in each of some orders.
+
+    Args:
+        orders: of training documents.
+        window: the last tokens of texts, [n, 64], see `ShardText.windows`.
+        texts: the numbers [t] of those that are searched; the others get no occurrences.
+    """
+    from indexing.suffixes.compiled_search import find_occurrences
+    from indexing.suffixes.mapped_files import MappedFiles
+
+    if not orders:
+        return []
+    bounds = np.zeros((len(orders), len(LENGTHS), 2, len(window)), np.int64)
+    shared, following = np.zeros((len(orders), len(window)), np.int64), np.full((len(orders), len(window)), -1)
+    searched = orders[0].texts
+    MappedFiles(searched, orders).call(
+        find_occurrences, window, texts, searched.split.deleted, bounds, shared, following
+    )
+    return [Occurrences(*found) for found in zip(orders, bounds, shared, following, strict=True)]
 
 
 # --- ranges --------------------------------------------------------------------------------------------------------
@@ -361,7 +401,7 @@ def _range(datastore: Datastore, prefixes: Voting, first: int, stop: int) -> tup
         tokens,
         list(_cut_matches(prefixes.orders, window, first, stop)),
         wanted[order],
-        [occurrences_of(other, window, np.flatnonzero(wanted[order])) for other in prefixes.searched],
+        occurrences_of(prefixes.searched, window, np.flatnonzero(wanted[order])),
         _voters_before(prefixes.orders[0], first),
     )
     return np.concatenate(sources)[wanted], np.concatenate(local).astype(np.uint32)[wanted], votes[wanted]
