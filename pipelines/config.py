@@ -64,7 +64,7 @@ class Config:
     datastore: Location = Path("datastore")
     """Folder of chunks, embeddings, index and neighbors, or an fsspec URL (`s3://bucket/name`)."""
     skip_stages: tuple[Literal["suffixes", "votes"], ...] = ()
-    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (about 12 bytes for each token) is read by
+    """Stages of `retro index` to leave out; by name, `--stage` still runs them. `votes` (about 9 bytes for each token) is read by
     the training of models that copy from the whole datastore, `suffixes` (8 to 10 bytes) by their generation, by `votes` and by
     `retro trace`."""
     run: Location = Path("run")
