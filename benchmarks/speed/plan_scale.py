@@ -50,7 +50,7 @@ from pipelines.cli.results import Table
 
 _FILES = 3  # of a task of `votes`: positions, votes and offsets, without manifests
 _SPLITS = 3
-_STORED = 12  # bytes of the compressed votes of a token, measured (docs/results/scale.md)
+_STORED = 9  # bytes of the compressed votes of a token, measured (docs/results/scale.md)
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,8 @@ def votes_in_range(
     """
     from indexing.suffixes.compiled_search import count_votes  # numba, which takes half a second
 
+    if not len(window):
+        return np.empty(0, vote_dtype(tokens))
     rows, voters = np.arange(len(window)), np.flatnonzero(voting)
     before, after = _nearest_of_other_documents(rows, voters, own)
     sides = np.stack([_common(window, before), _common(window, after)])

@@ -254,6 +254,23 @@ def test_several_ranges_give_nearly_the_same_votes(
     assert (one == other).all(axis=-1).mean() > 0.85
 
 
+def test_a_range_without_prefixes_has_no_votes(
+    datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, if more documents begin with the smallest token than a range has tokens."""
+    monkeypatch.setattr(votes_build, "RANGE_TOKENS", 20)
+    rows, found = list[int](), votes_build.votes_in_range
+    monkeypatch.setattr(
+        votes_build, "votes_in_range", lambda window, *rest: rows.append(len(window)) or found(window, *rest)
+    )
+    again = rebuilt(datastore, tmp_path)
+    assert 0 in rows
+    for split in ("train", "valid"):
+        chunks = np.arange(again.split(split).num_chunks)
+        one, other = (read_votes(each.split(split), chunks)["length"] for each in (datastore, again))
+        assert (one == other).mean() > 0.8
+
+
 def test_tasks_of_several_ranges_and_blocks_of_shards_give_the_same_votes(
     datastore: Datastore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
