@@ -33,6 +33,7 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
+from retro.model.copy_head import open_networks
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.network_file import SUFFIX
 from retro.model.retro import Retro
@@ -258,6 +259,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     located = locate(path)
     if located is None and path.suffix == SUFFIX and path.is_file():
+        open_networks(path)  # its error for any other JSON file
         raise scores_only(path)
     if located is None:
         raise InputError(

@@ -179,6 +179,10 @@ def test_other_verbs_verify_it_or_say_what_it_is(
     for arguments in (["inspect", str(added)], ["export", str(added), "--output", str(tmp_path / "out.safetensors")]):
         assert main(arguments) == 2
         assert f"{added} names a decoder that transformers computes, so it can only score" in capsys.readouterr().err
+    other = tmp_path / "report.json"
+    other.write_text("{}")
+    assert main(["inspect", str(other)]) == 2
+    assert f"{other} does not begin with" in capsys.readouterr().err
     output = ["--datastore", str(tmp_path), "--output", str(tmp_path / "a.safetensors")]
     assert main(["add-retrieval", str(folders["phi"]), *output]) == 2
     assert "must end in .json for a model that transformers computes" in capsys.readouterr().err
