@@ -10,7 +10,6 @@ read. A fifth of the sequences of each datastore is not fitted to, and stops the
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.model.copy_head import SOURCES, STEP, CopyHead
 from retro.model.loss import TokenLosses
+from retro.model.network_file import write_networks
 from retro.model.settings import CopyHeadSettings, updated
 from retro.training.fitted_copy_head import SPAN, TokensToFit, joined, read_batches, tokens_to_fit
 
@@ -101,9 +101,15 @@ def run(options: argparse.Namespace) -> None:
         checked += parts[::5]
     head = CopyHead(CopyHeadSettings(context=True, neighbors=True, datastore=True), 1)
     checks = joined(checked)
-    say(f"loss {fit(head, joined(fitted), checks, options.steps):.4f}, OFF {float(checks.vocabulary.nats.mean()):.4f}")
-    rows = (f'"{name}": {json.dumps(rounded(tensor.tolist()))}' for name, tensor in head.state_dict().items())
-    options.output.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    off, loss = float(checks.vocabulary.nats.mean()), fit(head, joined(fitted), checks, options.steps)
+    say(f"loss {loss:.4f}, OFF {off:.4f}")
+    about = {
+        "made_by": "python -m benchmarks.quality.copy_weights",
+        "fitted_to": [f"{Path(base).stem} and {Path(folder).name}" for base, folder in pairs],
+        "fit": {"tokens": sum(part.vocabulary.nats.numel() for part in fitted), "loss_off": off, "loss_after": loss},
+    }
+    weights = {name: torch.tensor(rounded(tensor.tolist())) for name, tensor in head.state_dict().items()}
+    write_networks(options.output, about, weights)
 
 
 def rounded(values: list[Any]) -> list[Any]:

@@ -2,40 +2,43 @@
 
     a checkpoint, a run, a file ──────────────┐
     a folder in Hugging Face's format ────────┼─► open_model ─► Checkpoint ─► load_scorer ─► Retro, or TransformersModel
-    a name on the Hugging Face Hub, a .gguf ──┘
+    a name on the Hugging Face Hub, a .gguf ──┤
+    networks fitted to one of these, a .json ─┘
 
-A decoder of transformers is a `Checkpoint` without weights: its settings name where transformers finds them. `retro add-retrieval` writes it
-as a file with the networks of its copy head alone.
+A decoder of transformers is a `Checkpoint` without weights: its settings name where transformers finds them. `retro add-retrieval` writes
+the networks of its copy head alone (`network_file.py`), with the name of the model.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from indexing.progress import during
 from indexing.store.artifact import fingerprint
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
+from indexing.store.remote import absolute
+from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.backends import read_object
 from retro.checkpoints.checkpoint import (
     TRANSFORMERS,
     Checkpoint,
     load_model,
-    load_weights,
     locate,
     of_state,
     open_checkpoint,
 )
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.copy_head import CopyHead
+from retro.model.copy_head import SOURCES, CopyHead, open_networks
 from retro.model.copying_model import CopyingModel
 from retro.model.datastore_fit import check_tokens
+from retro.model.network_file import ACCEPTED, SUFFIX, write_networks
 from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
 from retro.model.transformers_model import TransformersModel
 
@@ -62,6 +65,8 @@ def open_model(path: Path) -> Checkpoint:
     Raises:
         InputError: there is none, a file is damaged, or transformers cannot read the configuration.
     """
+    if path.suffix == SUFFIX and not path.is_dir():
+        return _fitted(path)
     return _reference(path) if is_of_transformers(path) else open_checkpoint(path)
 
 
@@ -78,7 +83,7 @@ def load_scorer(checkpoint: Checkpoint, placement: Placement) -> CopyingModel:
     head = CopyHead(checkpoint.model.copy_head, checkpoint.model.chunk_length)
     head.initialize()
     if checkpoint.weights:
-        load_weights(checkpoint, nn.ModuleDict({"copy_head": head}))
+        head.load_state_dict(open_networks(checkpoint.path).weights)
     return TransformersModel(decoder, head.to(placement.device), checkpoint.model).eval()
 
 
@@ -116,25 +121,116 @@ def open_tokenizer(checkpoint: Checkpoint) -> Any:
     return _from_pretrained("AutoTokenizer", checkpoint.of_transformers["path"])
 
 
+def write_fitted(
+    checkpoint: Checkpoint, head: CopyHead, data: DataSettings, datastore: Datastore, fit: Mapping[str, Any], file: Path
+) -> None:
+    """Write the networks of a decoder of transformers as a JSON file that `open_model` opens.
+
+    Args:
+        checkpoint: the decoder, for the datastore.
+        head: with the networks.
+        data: with which they were fitted; its first datastore is the one that they were fitted to.
+        datastore: the same, opened.
+        fit: numbers about the fit.
+        file: to write.
+    """
+    decoder, manifest = checkpoint.of_transformers, datastore.manifest
+    about = {
+        "model": {
+            **decoder,
+            "vocab_size": checkpoint.model.vocab_size,
+            "fingerprint": checkpoint.started_from or checkpoint.fingerprint,
+        },
+        "datastore": {
+            "path": absolute(data.datastores[0]),
+            "fingerprint": datastore.built,
+            "tokenizer": tokenizer_fingerprint(datastore.folder),
+            "num_ids": int(manifest["vocab_size"]),
+            "chunk_length": int(manifest["chunk_length"]),
+        },
+        "data": {name: getattr(data, name) for name in _DATA},
+        "fit": dict(fit),
+    }
+    write_networks(file, about, head.state_dict())
+
+
+def _fitted(file: Path) -> Checkpoint:
+    """The decoder that a file of `write_fitted` was made for, with the networks of the file."""
+    about, identity, weights = open_networks(file)
+    parts = {name: _section(file, about, name, kinds) for name, kinds in _SECTIONS.items()}
+    decoder, datastore = parts["model"], parts["datastore"]
+    sources = {name.partition(".")[0] for name in weights}
+    model = _settings(decoder["vocab_size"], datastore["chunk_length"], {name: name in sources for name in SOURCES})
+    data = DataSettings(datastores=(datastore["path"],), **parts["data"])
+    known = {
+        "datastores": [datastore["fingerprint"]],
+        "num_ids": datastore["num_ids"],
+        "tokenizer": datastore["tokenizer"],
+        "started_from": decoder["fingerprint"],
+    }
+    of_transformers = {name: decoder[name] for name in ("path", "family")}
+    return replace(_checkpoint(file, model, data, of_transformers, identity, known), weights=(file,))
+
+
+_DATA = {"sequence_length": int, "k": int, "neighbor_source": str, "max_overlap": float, "seed": int}
+_SECTIONS: dict[str, dict[str, type]] = {
+    "model": {"path": str, "family": str, "vocab_size": int, "fingerprint": str},
+    "datastore": {"path": str, "fingerprint": str, "tokenizer": str, "num_ids": int, "chunk_length": int},
+    "data": _DATA,
+}
+"""The keys about fitted networks that are needed to open them, and their types."""
+
+
+def _section(file: Path, about: Mapping[str, Any], name: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """A section about fitted networks; raises InputError if a key is missing or of another type."""
+    section = about.get(name)
+    for key, kind in kinds.items():
+        value = section.get(key) if isinstance(section, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            found = "is missing" if value is None else f"is {value!r:.50}"
+            raise InputError(f"{file}: {name}.{key} {found}, it must be of the type {kind.__name__}. {ACCEPTED}")
+    assert isinstance(section, dict)  # no section has no keys
+    return {key: section[key] for key in kinds}
+
+
 def _reference(path: Path) -> Checkpoint:
     config = _from_pretrained("AutoConfig", str(path))
     text = config.get_text_config()
     length = min(getattr(text, "max_position_embeddings", None) or LONGEST_CONTEXT, LONGEST_CONTEXT)
-    model = ModelSettings(
-        vocab_size=text.vocab_size,
-        chunk_length=1,  # until a datastore is known: `for_datastore`
-        retrieval=RetrievalSettings(cca_layers=()),
-        copy_head=CopyHeadSettings(context=False, neighbors=True, datastore=True),
-    )
+    # A chunk length of 1 until a datastore is known: `for_datastore`.
+    model = _settings(text.vocab_size, 1, {"context": False, "neighbors": True, "datastore": True})
     of_transformers = {"path": str(path.resolve() if path.exists() else path), "family": config.model_type}
+    identity = fingerprint([of_transformers, config.to_dict(), _sizes(path)])
+    return _checkpoint(path, model, DataSettings(sequence_length=length), of_transformers, identity, {"datastores": []})
+
+
+def _settings(vocab_size: int, chunk_length: int, sources: Mapping[str, bool]) -> ModelSettings:
+    """Settings of a decoder that only copies."""
+    return ModelSettings(
+        vocab_size=vocab_size,
+        chunk_length=chunk_length,
+        retrieval=RetrievalSettings(cca_layers=()),
+        copy_head=CopyHeadSettings(**sources),
+    )
+
+
+def _checkpoint(
+    path: Path,
+    model: ModelSettings,
+    data: DataSettings,
+    of_transformers: dict[str, str],
+    identity: str,
+    known: Mapping[str, Any],
+) -> Checkpoint:
+    """A decoder of transformers as a checkpoint, with what else is known of it."""
     settings = {
         "model": asdict(model),
-        "data": asdict(DataSettings(sequence_length=length)),
+        "data": asdict(data),
         "train": {"precision": "auto"},
         TRANSFORMERS: of_transformers,
     }
-    state = {"step": 0, "tokens": 0, "settings": json.loads(json.dumps(settings, default=str)), "datastores": []}
-    return of_state(path, (), (), fingerprint([of_transformers, config.to_dict(), _sizes(path)]), state)
+    state = {"step": 0, "tokens": 0, "settings": json.loads(json.dumps(settings, default=str)), **known}
+    return of_state(path, (), (), identity, state)
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -33,7 +33,9 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
+from retro.model.copy_head import open_networks
 from retro.model.datastore_fit import ADVICE, check_fits
+from retro.model.network_file import SUFFIX
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
@@ -55,7 +57,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder, or the exported file.
-        weights: files of the weights.
+        weights: files of the weights; for a decoder of transformers the JSON file with networks that were fitted to it, if there is one.
         training: files of moments and random states; an exported checkpoint has none.
         fingerprint: identifies the checkpoint in results.
         step: optimizer steps done.
@@ -253,9 +255,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's metadata and verify the checksum of every file.
 
     Raises:
-        InputError: there is none, or a file is missing, truncated or changed.
+        InputError: there is none, a file is missing, truncated or changed, or transformers computes the model.
     """
     located = locate(path)
+    if located is None and path.suffix == SUFFIX and path.is_file():
+        open_networks(path)  # its error for any other JSON file
+        raise scores_only(path)
     if located is None:
         raise InputError(
             f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
@@ -299,6 +304,8 @@ def of_state(
         LoraSettings(**settings.get("lora", {}))
     except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
+    if weights and TRANSFORMERS in settings:
+        raise _outdated_networks(path, settings)
     stored = index(weights)
     if any(name.startswith("copy_head.") and name.endswith(".agreed") for name in stored):
         raise InputError(
@@ -372,10 +379,8 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
     """The model of a checkpoint in evaluation mode, with LoRA merged into the weights.
 
     Raises:
-        InputError: it has an adapter and peft is not installed, or transformers computes the model.
+        InputError: it has an adapter and peft is not installed.
     """
-    if checkpoint.of_transformers:
-        raise scores_only(checkpoint)
     with during("loading the weights of %s", checkpoint.path):
         with torch.device("meta"):
             model = Retro(checkpoint.model)
@@ -386,12 +391,22 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
         return (merge(model) if checkpoint.lora.rank else model).eval()
 
 
-def scores_only(checkpoint: Checkpoint) -> InputError:
-    """The error of what a decoder of transformers cannot do here."""
+def scores_only(path: Path, family: str = "") -> InputError:
+    """The error of what a decoder of transformers, or a file with networks for one, cannot do here."""
+    named = f" ({family})" if family else ""
     return InputError(
-        f"{checkpoint.path} is a decoder that transformers computes ({checkpoint.of_transformers['family']}), so it can only score text "
-        "here. `retro import` reads the families that this project computes itself; transformers generates with "
-        "DatastoreLogitsProcessor (docs/how-to/any-model.md)."
+        f"{path} names a decoder that transformers computes{named}, so it can only score text here. `retro import` reads the families that "
+        "this project computes itself; transformers generates with DatastoreLogitsProcessor (docs/how-to/any-model.md)."
+    )
+
+
+def _outdated_networks(file: Path, settings: Mapping[str, Any]) -> InputError:
+    """The error of networks for a decoder of transformers in a safetensors file."""
+    model, folders = settings[TRANSFORMERS]["path"], settings["data"]["datastores"]
+    return InputError(
+        f"{file} is a safetensors file, as earlier versions wrote for networks of a decoder that transformers computes; now they are in "
+        f"JSON. Make them again: `retro add-retrieval {model} --datastore {folders[0] if folders else 'DATASTORE'} --output "
+        f"{file.with_suffix(SUFFIX)}`."
     )
 
 

@@ -34,6 +34,7 @@ _PLACES = 8  # of a run, among which one is chosen
 SHADE_BITS = (0.5, 2.0)
 """Gains from which a token has a pale and a strong color."""
 _AROUND = 160  # characters around the copied parts of a source
+_HALF = "\ufffd"  # decoded part of a character, where a text is cut between tokens
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def colored(
 
     Sources are the neighbors, and with the sorted prefixes `index` the documents of the whole datastore that were copied from.
     """
-    text, ends = token_ends(tokenizer.decode_batch, passage.tokens)
+    before, text, ends = _text_of(passage, tokenizer)
     runs, placed = copied_runs(passage), [] if index is None else datastore_runs(passage, index)
     sources = _neighbors(passage, tokenizer, retrieval, runs)
     numbers = {run.stop: (run.start, run.neighbor + 1) for run in runs}
@@ -229,8 +230,16 @@ def colored(
         numbers |= {run.stop: (run.start, number) for run in of_document}
         assert index is not None
         sources.append(CopiedFrom(number, document, _excerpts(of_document, index.split, tokenizer), is_neighbor=False))
-    before = tokenizer.decode(passage.before[-_BEFORE:])
     return ColoredPassage(title, before, list(_pieces(passage, text, ends, numbers)), sources)
+
+
+def _text_of(passage: Passage, tokenizer: Tokenizer) -> tuple[str, str, list[int]]:
+    """The end of the text before a passage, its own text, and `token_ends` of its tokens. A character of both is of the passage."""
+    context = passage.before[-_BEFORE:]
+    text, ends = token_ends(tokenizer.decode_batch, np.concatenate([context, passage.tokens]))
+    border = ends[len(context) - 1] if len(context) else 0
+    own = text[border:].rstrip(_HALF)
+    return text[:border].lstrip(_HALF), own, [min(end - border, len(own)) for end in ends[len(context) :]]
 
 
 def _neighbors(
@@ -302,5 +311,7 @@ def _parts(tokenizer: Tokenizer, tokens: np.ndarray, runs: Sequence[tuple[int, i
     for start, stop in runs:
         begin, end = characters(ends, start, stop)
         copied[begin:end] = True
-    borders = [0, *(np.flatnonzero(copied[1:-1] != copied[:-2]) + 1).tolist(), len(text)]
+    whole = len(text) - len(text.lstrip(_HALF)), len(text.rstrip(_HALF))
+    changes = (np.flatnonzero(copied[1:-1] != copied[:-2]) + 1).tolist()
+    borders = [whole[0], *(border for border in changes if whole[0] < border < whole[1]), whole[1]]
     return [(text[a:b], bool(copied[a])) for a, b in pairwise(borders) if b > a]

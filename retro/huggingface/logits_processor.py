@@ -28,12 +28,10 @@ from indexing.store.errors import InputError
 from indexing.store.remote import datastore_name
 from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.checkpoints.checkpoint import open_checkpoint
-from retro.checkpoints.tensor_files import index, read_tensors
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.rows import Row, find_neighbors
 from retro.inference.verbatim_runs import open_sorted_prefixes
-from retro.model.copy_head import CopyHead
+from retro.model.copy_head import CopyHead, open_networks
 from retro.model.copy_switch import START
 from retro.model.copying_model import mixed
 from retro.model.datastore_fit import check_tokens
@@ -118,13 +116,13 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             tokenizer: the model's tokenizer, of transformers.
             model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right in the
                 prompt. None = little is copied.
-            networks: file of `retro add-retrieval`, whose networks are used; empty = those that fit other text.
+            networks: JSON file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 
         Raises:
-            InputError: the datastore cannot be opened, has another tokenizer, or lacks the stage `suffixes`; or an argument is
-                not accepted.
+            InputError: the datastore cannot be opened, has another tokenizer, or lacks the stage `suffixes`; the file of networks
+                cannot be read; or an argument is not accepted.
         """
         if not 0 <= copy_strength <= 1 or k < 0:
             raise InputError(f"copy_strength = {copy_strength} and k = {k}: accepted are 0 to 1, and 0 or more.")
@@ -286,14 +284,11 @@ def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:
     head = CopyHead(settings, int(datastore.manifest["chunk_length"]))
     head.initialize()
     if networks:
-        opened = open_checkpoint(Path(networks))
-        stored = {
-            name.removeprefix("copy_head."): tensor for name, tensor in read_tensors(index(opened.weights)).items()
-        }
+        stored = open_networks(Path(networks)).weights
         if missing := [name for name in head.state_dict() if name not in stored]:
             raise InputError(
                 f"networks = {networks!r}: it has no {missing[0].partition('.')[0]}. Make it with `retro add-retrieval MODEL --datastore "
-                f"{datastore_name(datastore.folder)} --output FILE.safetensors`."
+                f"{datastore_name(datastore.folder)} --output FILE.json`."
             )
         head.load_state_dict({name: stored[name] for name in head.state_dict()})
     return head

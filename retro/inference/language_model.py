@@ -205,7 +205,7 @@ class LanguageModel:
             InputError: transformers computes the model.
         """
         if not isinstance(self.model, Retro):
-            raise scores_only(self.checkpoint)
+            raise scores_only(self.checkpoint.path, self.checkpoint.of_transformers["family"])
         decoder = Decoder(self.model, self.placement, self.context, self.suffixes, self.neighbor_cache)
         next_document = () if self.tokenizer.has_bos else (self.tokenizer.bos_id,)
         return Batch(decoder, self.tokenizer.decode, self.tokenizer.eos_id, {*next_document}, self.masked)

@@ -22,7 +22,6 @@ Letters of the shape comments as in `retro.py`. In addition, N is a batch of tex
 match lengths.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +36,7 @@ from retro.model.copy_switch import STRENGTHS, trust_of
 from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL, TokenLosses, mixed_losses
 from retro.model.masks import document_starts
+from retro.model.network_file import NetworkFile, read_networks
 from retro.model.settings import CopyHeadSettings
 
 SOURCES = ("context", "neighbors", "datastore")
@@ -58,8 +58,19 @@ _TINY = torch.finfo(torch.float32).tiny
 @cache
 def initial_weights() -> dict[str, Tensor]:
     """The weights that every copy head begins with, by name."""
-    stored = json.loads(Path(__file__).with_name("copy_weights.json").read_text())
-    return {name: torch.tensor(values, device="cpu") for name, values in stored.items()}
+    return open_networks(Path(__file__).with_name("copy_weights.json")).weights
+
+
+def open_networks(file: Path) -> NetworkFile:
+    """Read networks of a file of `network_file.write_networks`.
+
+    Raises:
+        InputError: see `read_networks`.
+    """
+    with torch.device("meta"):
+        settings = CopyHeadSettings(context=True, neighbors=True, datastore=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in CopyHead(settings, 1).state_dict().items()}
+    return read_networks(file, shapes)
 
 
 class CopySource(nn.Module):

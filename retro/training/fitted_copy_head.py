@@ -27,7 +27,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.votes import require_votes
-from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying
+from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.data.batches import TrainingData
@@ -90,7 +90,7 @@ def add_retrieval(
     Args:
         checkpoint: the model.
         folder: folder or URL of a datastore with neighbors. The file names it as its own.
-        file: see `single_file.export`.
+        file: see `single_file.export`; for a decoder of transformers JSON, see `any_model.write_fitted`.
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.
@@ -124,7 +124,12 @@ def add_retrieval(
     model = _with_copy_head(load_scorer(checkpoint, placement), settings, placement.device)
     batches = read_batches(source, -(-num_tokens // span), placement)
     fit = fit_copy_head(model, _counted(batches, num_tokens, advance), placement, names)
-    _write(checkpoint, model, data, datastore, file, names)
+    if checkpoint.of_transformers:
+        assert model.copy_head is not None
+        figures = {"tokens": fit.num_tokens, "loss_off": fit.off, "loss_before": fit.before, "loss_after": fit.after}
+        write_fitted(checkpoint, model.copy_head, data, datastore, figures, file)
+    else:
+        _write(checkpoint, model, data, datastore, file, names)
     return fit
 
 

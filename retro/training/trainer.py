@@ -436,10 +436,7 @@ def _initial_checkpoint(run: Path, settings: TrainSettings) -> Checkpoint | None
     """The checkpoint of `train.init_from`; None for random weights, and for a run that is resumed."""
     if not settings.init_from or checkpoints.latest(run) is not None:
         return None
-    checkpoint = checkpoints.open_checkpoint(Path(settings.init_from))
-    if checkpoint.of_transformers:
-        raise checkpoints.scores_only(checkpoint)
-    return checkpoint
+    return checkpoints.open_checkpoint(Path(settings.init_from))
 
 
 def _imported(checkpoint: Checkpoint | None) -> dict[str, Any]:

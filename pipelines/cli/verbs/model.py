@@ -71,11 +71,11 @@ class AddRetrievalOptions:
     forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its other weights stay
     the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT.
 
-    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has the copy head
-    alone, and names the model."""
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file is JSON, has the
+    networks of the copy head alone, and names the model."""
 
     output: Path
-    """The file, `NAME.safetensors`."""
+    """The file, `NAME.safetensors`; for MODEL `NAME.json`."""
     datastore: str = ""
     """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
     training run."""
@@ -96,16 +96,19 @@ class AddRetrievalOptions:
 
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
-    """`retro add-retrieval CHECKPOINT|MODEL --output FILE.safetensors`."""
+    """`retro add-retrieval CHECKPOINT|MODEL --output FILE.safetensors|FILE.json`."""
     from retro.checkpoints.any_model import open_model
     from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
     from retro.training import fitted_copy_head
 
-    if options.output.suffix != ".safetensors":
-        raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     check_target(options.output, options.overwrite)
     checkpoint = open_model(Path(path))
+    suffix, owner = (".json", "transformers") if checkpoint.of_transformers else (".safetensors", "this project")
+    if options.output.suffix != suffix:
+        raise InputError(
+            f"output = {str(options.output)!r}: the file name must end in {suffix} for a model that {owner} computes."
+        )
     folder = options.datastore or checkpoint.folders[0]
     placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
     with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:
@@ -174,8 +177,8 @@ def inspect(path: str, options: InspectOptions) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint (complete or not), a run, `RUN@best` or an exported file, and not a datastore."""
-    named = path.suffix == ".safetensors" or path.name.endswith("@best")
+    """Whether a path names a checkpoint (complete or not), a run, `RUN@best`, an exported file or networks, and not a datastore."""
+    named = path.suffix in {".safetensors", ".json"} or path.name.endswith("@best")
     return named or (path / "state.json").exists() or (path / "checkpoints").is_dir()
 
 
@@ -247,15 +250,16 @@ def verify(path: str, options: VerifyOptions) -> int:
 
 def verify_checkpoints(path: Path) -> int:
     """Compare the files of a checkpoint, or of all checkpoints of a run, with their sizes and checksums."""
-    from retro.checkpoints.checkpoint import best, finished, locate, open_checkpoint
+    from retro.checkpoints.any_model import open_model
+    from retro.checkpoints.checkpoint import best, finished, locate
 
     of_run = {*finished(path), best(path)} - {None}
-    checkpoints = sorted(filter(None, of_run)) or [locate(path) or open_checkpoint(path).path]
+    checkpoints = sorted(filter(None, of_run)) or [locate(path) or (path if path.is_file() else open_model(path).path)]
     broken, size = 0, 0
     for checkpoint in checkpoints:
         size += sum(file.stat().st_size for file in (checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]))
         try:
-            open_checkpoint(checkpoint)
+            open_model(checkpoint)
         except InputError as error:
             broken += 1
             echo(error)

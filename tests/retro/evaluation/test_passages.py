@@ -1,13 +1,17 @@
 """Shown passages are from around quantiles of the gain, and name the documents of the whole datastore that they copy from."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
+import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.bits_per_byte import TokenScores
-from retro.evaluation.passages import chosen_chunks, colored, datastore_runs
+from retro.evaluation.passages import _parts, chosen_chunks, colored, datastore_runs
 from retro.evaluation.token_gains import Passage
 
 
@@ -55,6 +59,31 @@ def test_a_document_of_the_whole_datastore_is_named_and_shown_with_the_copied_wo
     assert copied.strip() == tokenizer.decode(passage.tokens[:12]).strip()
     assert [other.is_neighbor for other in view.unused] == [True]
     assert "".join(piece.text for piece in view.pieces) == tokenizer.decode(passage.tokens)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes: a Chinese character has three."""
+
+    def decode_batch(self, rows: Sequence[np.ndarray]) -> list[str]:
+        return [bytes(row.tolist()).decode(errors="replace") for row in rows]
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_characters_that_are_cut_at_the_ends_of_a_passage_are_shown_once_or_not_at_all(cut: int) -> None:
+    data = np.frombuffer("文字数据库概念".encode(), np.uint8).astype(np.int64)
+    tokens, none = data[6 + cut : -1], np.full(21 - 7 - cut, -1)
+    losses, empty = np.zeros(len(tokens)), np.zeros(len(tokens), np.float32)
+    passage = Passage(1, data[1 : 6 + cut], tokens, losses, losses, empty, none, none, empty, np.array([]), [])
+    view = colored(passage, "T", cast(Tokenizer, Bytes()), cast(RetrievalSet, None))
+    before = "字" if cut < 3 else "字数"
+    assert (view.before, "".join(piece.text for piece in view.pieces)) == (before, "字数据库概"[len(before) :])
+
+
+@pytest.mark.parametrize("cut", range(3))
+def test_characters_that_are_cut_at_the_ends_of_a_source_are_not_shown(cut: int) -> None:
+    data = np.frombuffer("文字数据".encode(), np.uint8)[cut : 12 - cut]
+    parts = _parts(cast(Tokenizer, Bytes()), data, [(3 - cut, 6 - cut)])
+    assert parts == ([("文", False), ("字", True), ("数据", False)] if cut == 0 else [("字", True), ("数", False)])
 
 
 def test_a_chunk_is_chosen_around_each_quantile_and_the_documents_differ(voting_datastore: Datastore) -> None:

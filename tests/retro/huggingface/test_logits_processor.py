@@ -11,12 +11,12 @@ from torch import Tensor
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
-from retro.checkpoints.checkpoint import open_checkpoint
-from retro.checkpoints.single_file import exported, write_exported
-from retro.checkpoints.tensor_files import index, read_tensors
+from retro.checkpoints.tensor_files import save_tensors
 from retro.huggingface import DatastoreLogitsProcessor
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.model.copy_head import initial_weights, open_networks
+from retro.model.network_file import write_networks
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
 
 pytest.importorskip("transformers")
@@ -206,7 +206,11 @@ def test_it_generates_what_our_own_llama_generates(
     ]
     assert main([*command, "--k", "2"]) == 0
     own = LanguageModel.open(added, device="cpu")
-    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["llama"], networks=added, k=2)
+    assert own.model.copy_head is not None
+    write_networks(tmp_path / "networks.json", {}, own.model.copy_head.state_dict())
+    processor = DatastoreLogitsProcessor.open(
+        datastore.folder, tokenizer, models["llama"], networks=tmp_path / "networks.json", k=2
+    )
     for text in (passage[:150], passage[33:90], "8342 6190"):
         inputs, settings = encoded(tokenizer, text), GenerationSettings(max_tokens=NEW, temperature=0)
         steps = own.generate([inputs["input_ids"][0].numpy()], settings, 2)
@@ -217,19 +221,43 @@ def test_it_generates_what_our_own_llama_generates(
 def test_networks_of_a_file_are_used(
     models: dict[str, Any], folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "added.safetensors"
+    file = tmp_path / "added.json"
     command = ["add-retrieval", str(folders["phi"]), "--datastore", str(datastore.folder), "--output", str(file)]
     assert main([*command, "--k", "2", "--tokens", "500"]) == 0
-    opened = open_checkpoint(file)
-    tensors = {name: torch.full_like(tensor, -9.0) for name, tensor in read_tensors(index(opened.weights)).items()}
-    write_exported(exported(opened)[0], tensors, tmp_path / "never.safetensors")
+    never = {name: torch.full_like(tensor, -9.0) for name, tensor in open_networks(file).weights.items()}
+    write_networks(tmp_path / "never.json", {}, never)
     ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.randn(1, 258)
     opened_with = [
         DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["phi"], networks=networks)(ids, scores)
-        for networks in (file, tmp_path / "never.safetensors")
+        for networks in (file, tmp_path / "never.json")
     ]
     assert (opened_with[0] - scores.log_softmax(-1)).abs().max() > 0.1
     torch.testing.assert_close(opened_with[1], scores.log_softmax(-1))
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_the_networks_of_the_package_in_a_file_change_no_bit(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path, k: int
+) -> None:
+    write_networks(tmp_path / "same.json", {"fitted_to": "other text"}, initial_weights())
+    ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.randn(1, 258)
+    mixed = [
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["phi"], networks=networks, k=k)(ids, scores)
+        for networks in ("", tmp_path / "same.json")
+    ]
+    assert torch.equal(*mixed)
+
+
+def test_networks_that_cannot_be_read_are_refused_by_name(datastore: Datastore, tokenizer: Any, tmp_path: Path) -> None:
+    old, less = tmp_path / "added.safetensors", tmp_path / "less.json"
+    save_tensors(initial_weights(), old)
+    with pytest.raises(
+        InputError, match=r"added\.safetensors is a safetensors file.*`retro add-retrieval MODEL.*\.json`"
+    ):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, networks=old)
+    write_networks(less, {}, {name: tensor for name, tensor in initial_weights().items() if "datastore" in name})
+    with pytest.raises(InputError, match=r"less\.json': it has no neighbors\. .*--output FILE\.json`"):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, networks=less, k=2)
 
 
 def test_what_does_not_fit_is_refused_by_name(
