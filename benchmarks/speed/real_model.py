@@ -147,7 +147,8 @@ def measure(
     for _ in limit.rounds(options.rounds):
         for (name, temperature), prompt in limit.each(list(prompts.items()), "prompt"):
             row, arguments = rows[name, temperature], (prompt, temperature, options.tokens)
-            row["transformers"].append(theirs(other, *arguments))
+            if other is not None:
+                row["transformers"].append(theirs(other, *arguments))
             plain, drafted = ours(model, *arguments, options.k)
             row["ours"].append(plain.seconds_per_token)
             row["drafts"].append(drafted.seconds_per_token)
@@ -161,14 +162,17 @@ def table(rows: list[dict[str, Any]], floor: float) -> Table:
     """The rates, and medians of the ratios of each round; `floor` in seconds per token."""
 
     def ratio(row: dict[str, Any], one: str, other: str) -> str:
+        if not row[other]:
+            return "–"
         ratios = sorted(b / a for a, b in zip(row[one], row[other], strict=True))
         return f"{statistics.median(ratios):.2f} × ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
+    names = ("transformers", "ours", "drafts")
     cells = [
         [
             row["prompt"],
             f"{row['temperature']:g}",
-            *(f"{1 / statistics.median(row[name]):.1f}" for name in ("transformers", "ours", "drafts")),
+            *(f"{1 / statistics.median(row[name]):.1f}" if row[name] else "–" for name in names),
             ratio(row, "ours", "transformers"),
             ratio(row, "drafts", "ours"),
             f"{row['work']:.2f} ×",
@@ -186,7 +190,7 @@ def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="the imported model, or one with retrieval added")
-    parser.add_argument("gguf", type=Path, help="the model as transformers reads it")
+    parser.add_argument("gguf", type=Path, nargs="?", help="the model as transformers reads it; without it, ours alone")
     parser.add_argument("--texts", type=Path, nargs="*", default=_TEXTS)
     parser.add_argument("--k", type=int, default=0, help="neighbors of each chunk that ours reads")
     parser.add_argument("--tokens", type=int, default=48)
@@ -196,13 +200,15 @@ def main() -> None:
     options = parser.parse_args()
     limit = budget(options)
     torch.set_num_threads(1)
-    from transformers import AutoModelForCausalLM
-
     model = LanguageModel.open(options.checkpoint, device="cpu", retrieval=bool(options.k))
-    folder, file = options.gguf.parent, options.gguf.name
-    other = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=placement().dtype).eval()
     prompts = prompts_of(model, options.texts)
-    theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
+    other = None
+    if options.gguf is not None:
+        from transformers import AutoModelForCausalLM
+
+        folder, file = options.gguf.parent, options.gguf.name
+        other = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=placement().dtype).eval()
+        theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
     rows = measure(model, other, prompts, options, limit)
     floor = 2 * count_parameters(model.model, embeddings=True) / bandwidth()
     own, exact = losses(model, prompts)

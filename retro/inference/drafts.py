@@ -71,11 +71,11 @@ def match_in_text(tokens: np.ndarray) -> Match:
     return Match(match.length, np.resize(match.following, LONGEST_DRAFT)) if match.length else match
 
 
-PACKED_COSTS = (0.0, 0.04, 0.10, 0.18, 0.31, 0.42, 0.56, 0.65, 0.77)
+PACKED_COSTS = (0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66)
 """What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights packed for a CPU. With
 plain weights on a GPU it is less."""
 
-PLAIN_COSTS = (0.0, 0.46, 0.74, 0.34, 0.47, 0.53, 0.65, 0.62, 0.72)
+PLAIN_COSTS = (0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75)
 """The same with plain weights on a CPU, whose products of two and of three rows are slower than those of four."""
 
 
