@@ -121,7 +121,7 @@ def test_a_draft_of_the_length_that_saves_most_is_read() -> None:
     assert half.worth_reading(matches(1), PLAIN) == 3, "two tokens cost more than three"
     assert half.worth_reading(matches(1), PACKED) == 3
     assert half.worth_reading(matches(1), PACKED * 6) == 1
-    assert half.worth_reading(matches(1), PACKED * 16) == 0
+    assert half.worth_reading(matches(1), PACKED * 17) == 0
     assert sure.worth_reading(Match(9, np.arange(2)), PACKED) == 2, "no more than follow the match"
     assert sure.worth_reading(matches(1), PACKED[:5]) == 4, "no more than there is room for"
 
