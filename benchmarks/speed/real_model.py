@@ -25,7 +25,8 @@ from benchmarks.common import Budget, add_minutes, budget, markdown, placement, 
 from pipelines.cli.results import Table
 from retro.checkpoints.any_model import load_scorer
 from retro.device import choose_placement
-from retro.inference.drafts import draft_costs
+from retro.inference.decoder import Decoder
+from retro.inference.drafts import LONGEST_DRAFT, draft_costs
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import score_windows, to_score
@@ -112,6 +113,22 @@ def theirs(model: Any, prompt: np.ndarray, temperature: float, num_tokens: int) 
     lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
     model.generate(torch.from_numpy(prompt[None]), streamer=clock, **lengths, **sampling)
     return (time.process_time() - clock.started) / (num_tokens - 1)
+
+
+def pass_costs(model: LanguageModel, prompt: np.ndarray, rounds: int = 20) -> list[float]:
+    """What drafts of 0 to 8 wrong tokens add to a pass, as a share of it: medians of alternating passes."""
+    assert isinstance(model.model, Retro)
+    decoder = Decoder(model.model, model.placement, model.context)
+    row, times = decoder.add(prompt), [list[float]() for _ in range(1 + LONGEST_DRAFT)]
+    decoder.read([row])
+    for _ in range(rounds):
+        for length, of_length in enumerate(times):
+            decoder.append(row, 0)
+            draft = np.zeros(length, np.int64)
+            started = time.process_time()
+            decoder.step(lambda *_, draft=draft: draft)
+            of_length.append(time.process_time() - started)
+    return [statistics.median(of_length) / statistics.median(times[0]) - 1 for of_length in times]
 
 
 def bandwidth() -> float:
@@ -211,10 +228,12 @@ def main() -> None:
         theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
     rows = measure(model, other, prompts, options, limit)
     floor = 2 * count_parameters(model.model, embeddings=True) / bandwidth()
+    costs = pass_costs(model, next(iter(prompts.values())))
     own, exact = losses(model, prompts)
     print(markdown(table(rows, floor)))
     say(f"limit: {1 / floor:.0f} tokens/s. Loss of the texts: {own:.5f} nats a token, in float32 {exact:.5f}")
-    write(options.output, {"floor_seconds": floor, "loss": own, "loss_float32": exact, "rows": rows})
+    say(f"a draft of 0 to {LONGEST_DRAFT} tokens adds to a pass: " + ", ".join(f"{cost:.2f}" for cost in costs))
+    write(options.output, {"floor_seconds": floor, "costs": costs, "loss": own, "loss_float32": exact, "rows": rows})
 
 
 if __name__ == "__main__":
