@@ -73,7 +73,7 @@ def match_in_text(tokens: np.ndarray) -> Match:
 
 PACKED_COSTS = (0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66)
 """What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights packed for a CPU.
-A GPU takes less. Measured with sampling; `benchmarks/speed/real_model.py` measures the pass alone."""
+Used on GPUs too, where it was not measured. With sampling; `benchmarks/speed/real_model.py` measures the pass alone."""
 
 PLAIN_COSTS = (0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75)
 """The same with plain weights on a CPU, whose products of two and of three rows are slower than those of four."""
