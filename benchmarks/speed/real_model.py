@@ -4,14 +4,17 @@
     python -m benchmarks.speed.real_model smollm2.safetensors SmolLM2-135M-Instruct.Q4_1.gguf --texts NOVEL ...
 
 Prompts are the beginnings of texts, continued greedily and at a temperature of 0.8 from all tokens, and random tokens at 1.5, whose
-drafts are never right. Processor time per token after the first, without and with drafts. `transformers` computes in bfloat16 where
-the processor has instructions for it, else in float32. The limit is the time to read all weights once, in float16. The last line
-compares losses with those of float32 weights.
+drafts are never right. Processor time per token after the first. Steps without and with drafts alternate, so that both meet the same
+other work; a ratio is the median of the rounds, with the least and the largest, between which the true median is with a probability of
+94% after five rounds. The work is the ratio by counted passes and their costs in `drafts.py`, which no other work disturbs.
+`transformers` computes in bfloat16 where the processor has instructions for it, else in float32. The limit is the time to read all
+weights once, in float16. The last line compares losses with those of float32 weights.
 """
 
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,14 @@ from benchmarks.common import Budget, add_minutes, budget, markdown, placement, 
 from pipelines.cli.results import Table
 from retro.checkpoints.any_model import load_scorer
 from retro.device import choose_placement
+from retro.inference.decoder import Decoder
+from retro.inference.drafts import LONGEST_DRAFT, draft_costs
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.scoring import score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.model.presets import count_parameters
+from retro.model.retro import Retro
 
 _PROMPT_TOKENS = 512
 _REPOSITORY = Path(__file__).parents[2]
@@ -45,19 +51,44 @@ def prompts_of(model: LanguageModel, texts: list[Path]) -> Prompts:
     }
 
 
-def ours(
-    model: LanguageModel, prompt: np.ndarray, temperature: float, num_tokens: int, k: int, *, drafts: bool
-) -> tuple[float, list[GeneratedToken]]:
-    """Processor time per token after the first step, and the tokens."""
-    settings = GenerationSettings(
-        max_tokens=num_tokens, temperature=temperature, top_k=0, top_p=1.0, ignore_eos=True, drafts=drafts
-    )
-    steps = model.generate([prompt], settings, k)
-    tokens = list(next(steps))
-    first, started = len(tokens), time.process_time()
-    for step in steps:
-        tokens += step
-    return (time.process_time() - started) / (len(tokens) - first), tokens
+class _Text:
+    """A continuation of a prompt, step by step."""
+
+    def __init__(self, model: LanguageModel, prompt: np.ndarray, settings: GenerationSettings, k: int) -> None:
+        self._steps = model.generate([prompt], settings, k)
+        self.seconds, self.tokens = 0.0, list[GeneratedToken]()
+        self.drafted = list[int]()
+        self.tokens += next(self._steps)  # reads the prompt
+        self._first = len(self.tokens)
+
+    def step(self) -> bool:
+        """Take a step; False if the text was complete."""
+        started = time.process_time()
+        new = next(self._steps, [])
+        self.seconds += time.process_time() - started
+        self.tokens += new
+        if new:
+            self.drafted.append(sum(token.accepted + token.rejected for token in new))
+        return bool(new)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Processor time after the first step."""
+        return self.seconds / (len(self.tokens) - self._first)
+
+    def work(self, costs: np.ndarray) -> float:
+        """Passes per token after the first step, as long as one over one token."""
+        return float((1 + costs[self.drafted]).sum()) / (len(self.tokens) - self._first)
+
+
+def ours(model: LanguageModel, prompt: np.ndarray, temperature: float, num_tokens: int, k: int) -> tuple[_Text, _Text]:
+    """The text without and with drafts, whose steps alternate as their lengths do."""
+    settings = GenerationSettings(max_tokens=num_tokens, temperature=temperature, top_k=0, top_p=1.0, ignore_eos=True)
+    plain, drafted = (_Text(model, prompt, replace(settings, drafts=drafts), k) for drafts in (False, True))
+    while drafted.step():
+        while len(plain.tokens) < len(drafted.tokens):
+            plain.step()
+    return plain, drafted
 
 
 class _Clock:
@@ -82,6 +113,22 @@ def theirs(model: Any, prompt: np.ndarray, temperature: float, num_tokens: int) 
     lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
     model.generate(torch.from_numpy(prompt[None]), streamer=clock, **lengths, **sampling)
     return (time.process_time() - clock.started) / (num_tokens - 1)
+
+
+def pass_costs(model: LanguageModel, prompt: np.ndarray, rounds: int = 20) -> list[float]:
+    """What drafts of 0 to 8 wrong tokens add to a pass, as a share of it: medians of alternating passes."""
+    assert isinstance(model.model, Retro)
+    decoder = Decoder(model.model, model.placement, model.context)
+    row, times = decoder.add(prompt), [list[float]() for _ in range(1 + LONGEST_DRAFT)]
+    decoder.read([row])
+    for _ in range(rounds):
+        for length, of_length in enumerate(times):
+            decoder.append(row, 0)
+            draft = np.zeros(length, np.int64)
+            started = time.process_time()
+            decoder.step(lambda *_, draft=draft: draft)
+            of_length.append(time.process_time() - started)
+    return [statistics.median(of_length) / statistics.median(times[0]) - 1 for of_length in times]
 
 
 def bandwidth() -> float:
@@ -112,16 +159,19 @@ def measure(
     rows: dict[tuple[str, float], dict[str, Any]] = {
         key: {"prompt": key[0], "temperature": key[1], "transformers": [], "ours": [], "drafts": []} for key in prompts
     }
+    assert isinstance(model.model, Retro)
+    costs = draft_costs(model.model)
     for _ in limit.rounds(options.rounds):
         for (name, temperature), prompt in limit.each(list(prompts.items()), "prompt"):
             row, arguments = rows[name, temperature], (prompt, temperature, options.tokens)
-            row["transformers"].append(theirs(other, *arguments))
-            plain, without = ours(model, *arguments, options.k, drafts=False)
-            drafted, tokens = ours(model, *arguments, options.k, drafts=True)
-            row["ours"].append(plain)
-            row["drafts"].append(drafted)
-            row["accepted"] = sum(token.accepted for token in tokens) / len(tokens)
-            row["equal"] = [token.token for token in tokens] == [token.token for token in without]
+            if other is not None:
+                row["transformers"].append(theirs(other, *arguments))
+            plain, drafted = ours(model, *arguments, options.k)
+            row["ours"].append(plain.seconds_per_token)
+            row["drafts"].append(drafted.seconds_per_token)
+            row["accepted"] = sum(token.accepted for token in drafted.tokens) / len(drafted.tokens)
+            row["work"] = 1 / drafted.work(costs)
+            row["equal"] = [token.token for token in drafted.tokens] == [token.token for token in plain.tokens]
     return [row for row in rows.values() if row["ours"]]
 
 
@@ -129,15 +179,20 @@ def table(rows: list[dict[str, Any]], floor: float) -> Table:
     """The rates, and medians of the ratios of each round; `floor` in seconds per token."""
 
     def ratio(row: dict[str, Any], one: str, other: str) -> str:
-        return f"{statistics.median(b / a for a, b in zip(row[one], row[other], strict=True)):.2f} ×"
+        if not row[other]:
+            return "–"
+        ratios = sorted(b / a for a, b in zip(row[one], row[other], strict=True))
+        return f"{statistics.median(ratios):.2f} × ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
+    names = ("transformers", "ours", "drafts")
     cells = [
         [
             row["prompt"],
             f"{row['temperature']:g}",
-            *(f"{1 / statistics.median(row[name]):.1f}" for name in ("transformers", "ours", "drafts")),
+            *(f"{1 / statistics.median(row[name]):.1f}" if row[name] else "–" for name in names),
             ratio(row, "ours", "transformers"),
             ratio(row, "drafts", "ours"),
+            f"{row['work']:.2f} ×",
             f"{row['accepted']:.0%}",
             "yes" if row["equal"] else "no",
             f"{floor / statistics.median(row['ours']):.2f}",
@@ -145,36 +200,40 @@ def table(rows: list[dict[str, Any]], floor: float) -> Table:
         for row in rows
     ]
     header = ["prompt", "temperature", "transformers, tokens/s", "ours", "with drafts", "ours / theirs"]
-    return Table([*header, "drafts / without", "tokens from drafts", "equal", "of the limit"], cells)
+    return Table([*header, "drafts / without", "by work", "tokens from drafts", "equal", "of the limit"], cells)
 
 
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="the imported model, or one with retrieval added")
-    parser.add_argument("gguf", type=Path, help="the model as transformers reads it")
+    parser.add_argument("gguf", type=Path, nargs="?", help="the model as transformers reads it; without it, ours alone")
     parser.add_argument("--texts", type=Path, nargs="*", default=_TEXTS)
     parser.add_argument("--k", type=int, default=0, help="neighbors of each chunk that ours reads")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     add_minutes(parser)
     parser.add_argument("--output", type=Path, default=Path("benchmark-real-model.json"))
     options = parser.parse_args()
     limit = budget(options)
     torch.set_num_threads(1)
-    from transformers import AutoModelForCausalLM
-
     model = LanguageModel.open(options.checkpoint, device="cpu", retrieval=bool(options.k))
-    folder, file = options.gguf.parent, options.gguf.name
-    other = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=placement().dtype).eval()
     prompts = prompts_of(model, options.texts)
-    theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
+    other = None
+    if options.gguf is not None:
+        from transformers import AutoModelForCausalLM
+
+        folder, file = options.gguf.parent, options.gguf.name
+        other = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=placement().dtype).eval()
+        theirs(other, next(iter(prompts.values())), 0, 4)  # warm up
     rows = measure(model, other, prompts, options, limit)
     floor = 2 * count_parameters(model.model, embeddings=True) / bandwidth()
+    costs = pass_costs(model, next(iter(prompts.values())))
     own, exact = losses(model, prompts)
     print(markdown(table(rows, floor)))
     say(f"limit: {1 / floor:.0f} tokens/s. Loss of the texts: {own:.5f} nats a token, in float32 {exact:.5f}")
-    write(options.output, {"floor_seconds": floor, "loss": own, "loss_float32": exact, "rows": rows})
+    say(f"a draft of 0 to {LONGEST_DRAFT} tokens adds to a pass: " + ", ".join(f"{cost:.2f}" for cost in costs))
+    write(options.output, {"floor_seconds": floor, "costs": costs, "loss": own, "loss_float32": exact, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.cached_layers import CachedLayers, Span
 from retro.inference.copy_votes import CopyVotes
-from retro.inference.drafts import LONGEST_DRAFT
+from retro.inference.drafts import LONGEST_DRAFT, draft_costs
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore, find_neighbors
 from retro.inference.sources import CopiedFrom
@@ -57,6 +57,7 @@ class Decoder:
 
     Attributes:
         rows: rows in the order in which they joined.
+        draft_costs: what drafts of 0 to 8 tokens cost; see `drafts.draft_costs`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Decoder:
         self.output = model.packed_output or partial(F.linear, weight=model.output_weight.to(placement.dtype))
         self.layers = CachedLayers(model, placement, context, neighbor_cache or NeighborCache(model, 0))
         device = model.embedding.weight.device
+        self.draft_costs = draft_costs(model)
         self.votes = None if model.copy_head is None else CopyVotes(model.copy_head, device, datastore)
         self.rows: list[Row] = []
 

@@ -1,7 +1,7 @@
 """Drafts: tokens that may come next, because they followed the same tokens before. One pass of the decoder verifies them.
 
     last tokens ─ their longest match in the text itself, its neighbors and the datastore ─ up to 8 tokens after it ─► draft
-                                            share of right tokens after such matches ─ how many of them are worth it ──┘
+                                            passes that drafts saved and cost ─ how many of them are worth it ─────────┘
 
 This is speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) without a draft model, as in prompt lookup decoding
 (Saxena 2023) and REST (He et al. 2024, arXiv 2311.08252). A pass over nine tokens takes less than twice as long as one over one,
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from retro.inference.rows import WholeDatastore
+from retro.model.retro import Retro
 
 LONGEST_DRAFT = 8
 """Largest number of tokens of a draft."""
@@ -70,29 +71,49 @@ def match_in_text(tokens: np.ndarray) -> Match:
     return Match(match.length, np.resize(match.following, LONGEST_DRAFT)) if match.length else match
 
 
-TOKEN_COST = 0.1
-"""What one more token adds to the time of a pass over one text on a CPU. A pass over n texts takes less than n times as long as over
-one, but the draft of each saves only its own part: its tokens cost n times as much of it."""
+PACKED_COSTS = (0.0, 0.03, 0.11, 0.16, 0.29, 0.36, 0.49, 0.53, 0.66)
+"""What a pass over one text with a draft of 0 to 8 tokens takes longer than without a draft, as a share of it: weights packed for a CPU.
+Used on GPUs too, where it was not measured. With sampling; `benchmarks/speed/real_model.py` measures the pass alone."""
+
+PLAIN_COSTS = (0.0, 0.58, 0.90, 0.37, 0.53, 0.54, 0.70, 0.58, 0.75)
+"""The same with plain weights on a CPU, whose products of two and of three rows are slower than those of four."""
+
+
+def draft_costs(model: Retro) -> np.ndarray:
+    """What drafts of 0 to 8 tokens cost a model, in passes, float64 [1 + LONGEST_DRAFT]."""
+    is_plain = model.packed_output is None and model.output_weight.device.type == "cpu"
+    return np.array(PLAIN_COSTS if is_plain else PACKED_COSTS)
+
+
+CREDIT, CREDIT_PER_TOKEN = 0.35, 0.01
+"""Passes that the drafts of a text may lose at first, and for each token of the text."""
 
 
 @dataclass
-class Acceptance:
-    """How often proposed tokens of a text were right. Proposals that are not read count too, so drafts end and begin again by themselves.
+class Account:
+    """Passes that the drafts of a text saved and cost, and how often its proposed tokens were right.
+
+    A draft is read if it saves more than it costs on average, and only on credit: if all are wrong, a text of 48 tokens loses 0.83 passes,
+    1.7% of its time. After that one is tried now and then. Proposals that are not read count in the rates too, so drafts also begin again
+    when they are right.
 
     Attributes:
+        balance: passes that a draft may cost.
         rates: share of right tokens after matches of 1, 2 to 3, 4 to 7, and more tokens. The last ones count most.
     """
 
+    balance: float = CREDIT
     rates: list[float] = field(default_factory=lambda: [0.05, 0.15, 0.3, 0.6])
 
-    def worth_reading(self, match: Match, cost: float) -> int:
-        """Number of proposed tokens whose probability of being right is larger than their cost, in passes."""
-        rate = self.rates[_kind(match)]
-        probabilities = rate ** np.arange(1, 1 + len(match.following))
-        return int((probabilities > cost).sum())
+    def worth_reading(self, match: Match, costs: np.ndarray) -> int:
+        """Number of proposed tokens that saves most on average. `costs`: of drafts of 0, 1 … tokens, in passes."""
+        costs = costs[: 1 + len(match.following)]
+        saved = np.cumsum(self.rates[_kind(match)] ** np.arange(len(costs))) - 1
+        return int(np.where(costs <= self.balance, saved - costs, 0).argmax())
 
-    def update(self, match: Match, tokens: Sequence[int]) -> None:
-        """Compare the next tokens of the text with those that were proposed, up to the first wrong one."""
+    def update(self, match: Match, tokens: Sequence[int], cost: float) -> None:
+        """Compare the next tokens of the text with those that were proposed, up to the first wrong one. `cost`: of the draft that was read."""
+        self.balance += len(tokens) - 1 - cost + CREDIT_PER_TOKEN * len(tokens)
         kind = _kind(match)
         for proposed, token in zip(match.following.tolist(), tokens, strict=False):
             self.rates[kind] += ((proposed == token) - self.rates[kind]) / 8
@@ -101,5 +122,5 @@ class Acceptance:
 
 
 def _kind(match: Match) -> int:
-    """Index of `Acceptance.rates`."""
+    """Index of `Account.rates`."""
     return min(3, max(1, match.length).bit_length() - 1)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from retro.inference.decoder import Decoder
-from retro.inference.drafts import TOKEN_COST, Acceptance, Match, draft
+from retro.inference.drafts import Account, Match, draft
 from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
@@ -84,7 +84,7 @@ class Continuation:
         self.trust: tuple[float, ...] | None = None  # of the row, once its prompt is read
         self.chunks_read = 0  # chunks whose neighbors were returned
         self.text = TextStream(decode, prompt, settings.stop)
-        self._acceptance, self._proposed = Acceptance(), Match(0, np.zeros(0, np.int64))
+        self._drafts, self._proposed, self._cost = Account(), Match(0, np.zeros(0, np.int64)), 0.0
         self._generator = torch.Generator().manual_seed((settings.seed + copy) % 2**63)
         self._numbers: list[float] = []  # of the next tokens; a step that fails leaves them as they are
 
@@ -122,19 +122,20 @@ class Continuation:
             self._numbers.append(torch.rand(1, generator=self._generator).item())
         return self._numbers[ahead]
 
-    def draft(self, row: Row, room: int, num_rows: int, datastore: WholeDatastore | None) -> np.ndarray:
-        """Return the draft of its row, of at most `room` tokens; see `decoder.Propose` and `drafts.draft`."""
+    def draft(self, row: Row, room: int, costs: np.ndarray, datastore: WholeDatastore | None) -> np.ndarray:
+        """Return the draft of its row, of at most `room` tokens, `costs` of 0, 1 … tokens in passes; see `drafts.draft`."""
         room = min(room, self.settings.max_tokens - len(self.generated) - 1)
         if room <= 0 or not self.settings.drafts:
             return row.tokens[:0]
         self._proposed = draft(row.tokens, row.neighbor_texts(), datastore if row.retrieve else None)
-        worth = self._acceptance.worth_reading(self._proposed, TOKEN_COST * num_rows)
-        return self._proposed.following[: min(room, worth)]
+        num_drafted = self._drafts.worth_reading(self._proposed, costs[: 1 + room])
+        self._cost = float(costs[num_drafted])
+        return self._proposed.following[:num_drafted]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Compare the tokens of a step with those that were proposed for it."""
-        self._acceptance.update(self._proposed, tokens)
-        self._proposed = Match(0, self._proposed.following[:0])
+        self._drafts.update(self._proposed, tokens, self._cost)
+        self._proposed, self._cost = Match(0, self._proposed.following[:0]), 0.0
 
 
 _Text = tuple[Continuation, RetrieveNeighbors | None]
@@ -264,7 +265,10 @@ class Batch:
 
     def _propose(self, row: Row, room: int, num_rows: int) -> np.ndarray:
         texts = self._texts[row]
-        return texts[0].draft(row, room, num_rows, self._decoder.datastore) if len(texts) == 1 else row.tokens[:0]
+        if len(texts) > 1:
+            return row.tokens[:0]
+        # A draft makes the pass of all rows wider, and saves one of their tokens.
+        return texts[0].draft(row, room, self._decoder.draft_costs * num_rows, self._decoder.datastore)
 
     def _add(
         self, row: Row, text: Continuation, drawn: Sequence[SampledToken], sources: Sequence[CopiedFrom | None]
