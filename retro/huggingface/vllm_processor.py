@@ -26,6 +26,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as Version1
 from vllm.v1.sample.logits_processor import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Version2
 
+from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
 from retro.model.copy_switch import START
 from retro.model.loss import TokenLosses
@@ -61,7 +62,11 @@ class CopyingLogitsProcessor(Version1, Version2):
         strength, trust = given.get(STRENGTH, 1.0), given.get(TRUST, START)
         if not isinstance(strength, int | float) or not 0 <= strength <= 1:
             raise ValueError(f"{STRENGTH} = {strength!r}: accepted are numbers from 0 to 1.")
-        if not isinstance(trust, list | tuple) or len(trust) != len(START) or not all(0 <= one <= 1 for one in trust):
+        if (
+            not isinstance(trust, list | tuple)
+            or len(trust) != len(START)
+            or not all(isinstance(one, int | float) and 0 <= one <= 1 for one in trust)
+        ):
             raise ValueError(
                 f"{TRUST} = {trust!r}: accepted is what `trust_of` returns, {len(START)} numbers from 0 to 1."
             )
@@ -75,9 +80,10 @@ class CopyingLogitsProcessor(Version1, Version2):
             is_pin_memory: of version 1.
 
         Raises:
-            InputError: the datastore cannot be opened, or has another tokenizer than the model.
+            InputError: the datastore cannot be opened, or has another tokenizer than the model; or the engine would mix twice, or without the
+                last tokens.
         """
-        self._processor = _open(vllm_config)
+        self._processor = _open(vllm_config, version=1 if isinstance(device_or_states, torch.device) else 2)
         self._states = device_or_states
         self._requests: dict[int, _Request] = {}
 
@@ -109,10 +115,16 @@ class CopyingLogitsProcessor(Version1, Version2):
         if self._processor is None or not self._requests:
             return logits
         if ctx is None:
-            texts = [(row, request, request.last_tokens()) for row, request in self._requests.items() if request.copy_strength]
+            texts = [
+                (row, request, request.last_tokens())
+                for row, request in self._requests.items()
+                if request.copy_strength
+            ]
         else:
             slots, tokens = ctx.expanded_idx_mapping.tolist(), _last_tokens(self._states, ctx)
-            texts = [(row, self._requests[slot], tokens[row]) for row, slot in enumerate(slots) if slot in self._requests]
+            texts = [
+                (row, self._requests[slot], tokens[row]) for row, slot in enumerate(slots) if slot in self._requests
+            ]
         if texts:
             at = torch.tensor([row for row, *_ in texts], device=logits.device)
             rows = [self._processor.row(tokens, request.trust, request.copy_strength) for _, request, tokens in texts]
@@ -120,10 +132,19 @@ class CopyingLogitsProcessor(Version1, Version2):
         return logits
 
 
-def _open(vllm_config: Any) -> "DatastoreLogitsProcessor | None":
+def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":
     settings, model = vllm_config.additional_config or {}, vllm_config.model_config
     if not isinstance(settings, dict) or not (datastore := settings.get(DATASTORE)):
         return None
+    if any(CopyingLogitsProcessor.__name__ in str(one) for one in model.logits_processors or ()):
+        raise InputError(
+            "vLLM finds CopyingLogitsProcessor as a plugin and would mix twice: leave out --logits-processors."
+        )
+    if version == 1 and vllm_config.scheduler_config.async_scheduling:
+        raise InputError(
+            "the first version of vLLM's model runner gives plugins no generated tokens with asynchronous scheduling: add "
+            "--no-async-scheduling."
+        )
     from transformers import AutoTokenizer
 
     from retro.huggingface.logits_processor import DatastoreLogitsProcessor
