@@ -72,9 +72,14 @@ def run_engine(made: dict[str, Any], folder: Path, runner: int, trust: Any = Non
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize("runner", [1, 2])
-def test_tokens_and_trust_are_those_of_transformers(made: dict[str, Any], tmp_path: Path, runner: int) -> None:
-    found = run_engine(made, tmp_path, runner, additional_config={"retro_datastore": str(made["datastore"])})
+@pytest.mark.parametrize(("runner", "speculative"), [(1, False), (2, False), (2, True)])
+def test_tokens_and_trust_are_those_of_transformers(
+    made: dict[str, Any], tmp_path: Path, runner: int, speculative: bool
+) -> None:
+    drafts = {"method": "draft_model", "model": str(made["model"]), "num_speculative_tokens": 3}
+    settings = {"additional_config": {"retro_datastore": str(made["datastore"])}}
+    found = run_engine(made, tmp_path, runner, **settings | ({"speculative_config": drafts} if speculative else {}))
+    assert (found["accepted"] > 0) == speculative
     for name in ("off", "on"):
         for expected, generated in zip(made[name], found[name], strict=True):
             assert expected[: len(generated)] == generated
