@@ -1,7 +1,8 @@
-"""Copying from a datastore in vLLM, as a logits processor of its engine.
+"""Copying from a datastore in vLLM, as a plugin that vLLM finds (entry point group `vllm.logits_processors`).
 
-    vllm serve MODEL --logits-processors retro.huggingface.vllm_processor:CopyingLogitsProcessor \
-        --additional-config '{"retro_datastore": "datastores/peps"}'
+    vllm serve MODEL --additional-config '{"retro_datastore": "datastores/peps"}'
+
+An engine without `retro_datastore` is as without the plugin: nothing is opened or imported, and no logits change.
 
 A processor never sees the logits of a prompt. So a request says how strong copying is: `trust_of` finds it in the `prompt_logprobs` of an
 earlier one. A request that does not say it copies little.
@@ -9,42 +10,49 @@ earlier one. A request that does not say it copies little.
 `extra_args` of a request (`vllm_xargs` over HTTP):
     retro_trust      from `trust_of`
     copy_strength    0 to 1, factor of the odds of copying; 0 = none
+
+vLLM has two model runners, each with its own interface, and requires that a plugin is of the one that runs: version 2 on GPUs, version 1 where
+Triton is missing, as on most CPUs. So the class implements both.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+from vllm.v1.sample.logits_processor import LogitsProcessor as Version1
+from vllm.v1.sample.logits_processor import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Version2
 
+from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
-from retro.huggingface.logits_processor import DatastoreLogitsProcessor
-from retro.inference.rows import Row
 from retro.model.copy_switch import START
 from retro.model.loss import TokenLosses
 
+if TYPE_CHECKING:  # it imports transformers, for which engines without a datastore would wait
+    from retro.huggingface.logits_processor import DatastoreLogitsProcessor
+
+DATASTORE, NETWORKS = "retro_datastore", "retro_networks"
 TRUST, STRENGTH = "retro_trust", "copy_strength"
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A text in the batch; vLLM appends to the list of its output tokens."""
+    """A text in the batch. Version 1 has its tokens, and appends to the list of its output."""
 
-    prompt: Sequence[int]
-    output: list[int]
     trust: tuple[float, ...]
     copy_strength: float
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
 
-    def row(self, processor: DatastoreLogitsProcessor) -> Row:
+    def last_tokens(self) -> np.ndarray:
         """Its last tokens, which decide what is copied."""
-        tokens = [*self.prompt[-LONGEST:], *self.output[-LONGEST:]][-LONGEST:]
-        return processor.row(np.array(tokens, np.int64), self.trust, self.copy_strength)
+        return np.array([*self.prompt[-LONGEST:], *self.output[-LONGEST:]][-LONGEST:], np.int64)
 
 
-class CopyingLogitsProcessor(LogitsProcessor):
+class CopyingLogitsProcessor(Version1, Version2):
     """Mixes the logits of each request with what a datastore says about its next token."""
 
     @classmethod
@@ -54,54 +62,113 @@ class CopyingLogitsProcessor(LogitsProcessor):
         strength, trust = given.get(STRENGTH, 1.0), given.get(TRUST, START)
         if not isinstance(strength, int | float) or not 0 <= strength <= 1:
             raise ValueError(f"{STRENGTH} = {strength!r}: accepted are numbers from 0 to 1.")
-        if not isinstance(trust, list | tuple) or len(trust) != len(START) or not all(0 <= one <= 1 for one in trust):
+        if (
+            not isinstance(trust, list | tuple)
+            or len(trust) != len(START)
+            or not all(isinstance(one, int | float) and 0 <= one <= 1 for one in trust)
+        ):
             raise ValueError(
                 f"{TRUST} = {trust!r}: accepted is what `trust_of` returns, {len(START)} numbers from 0 to 1."
             )
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """Open the datastore that `additional_config` names.
+    def __init__(self, vllm_config: Any, device_or_states: Any, is_pin_memory: bool = False) -> None:
+        """Open the datastore that `additional_config` names, if it does.
+
+        Args:
+            vllm_config: of the engine.
+            device_or_states: the device (version 1), or the tokens of all requests (version 2).
+            is_pin_memory: of version 1.
 
         Raises:
-            ValueError: it names none.
-            InputError: the datastore cannot be opened, or has another tokenizer than the model.
+            InputError: the datastore cannot be opened, or has another tokenizer than the model; or the engine would mix twice, or without the
+                last tokens.
         """
-        from transformers import AutoTokenizer
-
-        settings, model = vllm_config.additional_config or {}, vllm_config.model_config
-        if not (datastore := settings.get("retro_datastore")):
-            raise ValueError(
-                "additional_config has no retro_datastore: name a datastore made with the model's tokenizer."
-            )
-        self._processor = DatastoreLogitsProcessor.open(
-            datastore, AutoTokenizer.from_pretrained(model.tokenizer), networks=settings.get("retro_networks", "")
-        )
+        self._processor = _open(vllm_config, version=1 if isinstance(device_or_states, torch.device) else 2)
+        self._states = device_or_states
         self._requests: dict[int, _Request] = {}
+
+    # --- version 1: requests by their row in the batch ----------------------------------------------------------------
 
     def is_argmax_invariant(self) -> bool:
         """Greedy sampling changes too."""
-        return False
+        return self._processor is None
 
     def update_state(self, batch_update: Any) -> None:
         """Note which requests are in the batch."""
-        process_dict_updates(self._requests, batch_update, _new_request)
+        if self._processor is not None:
+            process_dict_updates(self._requests, batch_update, _new_request)
 
-    def apply(self, logits: Tensor) -> Tensor:
+    # --- version 2: requests by their slot; a request has a row for each token of a draft -----------------------------
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Note the request of a slot; False = its logits do not change."""
+        self._requests.pop(req_idx, None)
+        if self._processor is None or not (request := _new_request(sampling_params)).copy_strength:
+            return False
+        self._requests[req_idx] = request
+        return True
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Mix the logits [N, V]."""
-        if copying := {at: request for at, request in self._requests.items() if request.copy_strength}:
-            at = torch.tensor([*copying], device=logits.device)
-            rows = [request.row(self._processor) for request in copying.values()]
+        if self._processor is None or not self._requests:
+            return logits
+        if ctx is None:
+            texts = [
+                (row, request, request.last_tokens())
+                for row, request in self._requests.items()
+                if request.copy_strength
+            ]
+        else:
+            slots, tokens = ctx.expanded_idx_mapping.tolist(), _last_tokens(self._states, ctx)
+            texts = [
+                (row, self._requests[slot], tokens[row]) for row, slot in enumerate(slots) if slot in self._requests
+            ]
+        if texts:
+            at = torch.tensor([row for row, *_ in texts], device=logits.device)
+            rows = [self._processor.row(tokens, request.trust, request.copy_strength) for _, request, tokens in texts]
             logits[at] = self._processor.mix_rows(rows, logits[at]).to(logits.dtype)
         return logits
 
 
-def _new_request(params: Any, prompt: list[int] | None, output: list[int]) -> _Request | None:
+def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":
+    settings, model = vllm_config.additional_config or {}, vllm_config.model_config
+    if not isinstance(settings, dict) or not (datastore := settings.get(DATASTORE)):
+        return None
+    if any(CopyingLogitsProcessor.__name__ in str(one) for one in model.logits_processors or ()):
+        raise InputError(
+            "vLLM finds CopyingLogitsProcessor as a plugin and would mix twice: leave out --logits-processors."
+        )
+    if version == 1 and vllm_config.scheduler_config.async_scheduling:
+        raise InputError(
+            "the first version of vLLM's model runner gives plugins no generated tokens with asynchronous scheduling: add "
+            "--no-async-scheduling."
+        )
+    from transformers import AutoTokenizer
+
+    from retro.huggingface.logits_processor import DatastoreLogitsProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
+    return DatastoreLogitsProcessor.open(datastore, tokenizer, networks=settings.get(NETWORKS, ""))
+
+
+def _new_request(params: Any, prompt: Sequence[int] | None = None, output: Sequence[int] = ()) -> _Request:
     given = params.extra_args or {}
-    trust = tuple(map(float, given.get(TRUST, START)))
-    return None if not prompt else _Request(prompt, output, trust, float(given.get(STRENGTH, 1.0)))
+    return _Request(tuple(map(float, given.get(TRUST, START))), float(given.get(STRENGTH, 1.0)), prompt or (), output)
 
 
-def trust_of(processor: DatastoreLogitsProcessor, output: Any) -> list[float]:
+def _last_tokens(states: Any, ctx: Any) -> list[np.ndarray]:
+    """The last tokens of the text of each row of logits. Those of a draft are only in `input_ids`, in the rows before."""
+    back = torch.arange(LONGEST - 1, -1, -1, device=ctx.pos.device)
+    row, position = torch.arange(len(ctx.pos), device=ctx.pos.device)[:, None], ctx.pos[:, None].long()
+    committed = states.all_token_ids.gpu[ctx.expanded_idx_mapping.long()[:, None], (position - back).clamp(min=0)]
+    drafted = ctx.input_ids[(row - back).clamp(min=0)]
+    tokens = torch.where(back < ctx.expanded_local_pos[:, None], drafted, committed).cpu().numpy().astype(np.int64)
+    return [text[max(0, LONGEST - 1 - last) :] for text, last in zip(tokens, ctx.pos.tolist(), strict=True)]
+
+
+def trust_of(processor: "DatastoreLogitsProcessor", output: Any) -> list[float]:
     """How strong copying may be after a prompt, for `extra_args` of the next request with it.
 
     Args:

@@ -1,55 +1,50 @@
-"""vLLM with the processor generates what transformers generates with it. Skipped where vLLM is not installed."""
+"""vLLM with the plugin generates what transformers generates with the processor. Skipped where vLLM is not installed."""
 
+import importlib.util
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-from vllm import LLM, SamplingParams
-
 from retro.huggingface import DatastoreLogitsProcessor
-from retro.huggingface.vllm_processor import CopyingLogitsProcessor, trust_of
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model
+from tests.retro.huggingface.vllm_engine import write_triton_backend
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.filterwarnings("default"),
+]
 NEW = 24
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_tokens_and_trust_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model, a datastore with its tokenizer, prompts, and what transformers generates after them."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    folder = tmp_path_factory.mktemp("vllm")
     wide = {"hidden_size": 128, "head_dim": 64}  # vLLM has no attention for heads of 16
-    monkeypatch.setitem(FAMILIES, "llama", FAMILIES["llama"] | wide)
-    folder = save_model(tmp_path / "llama", "llama")
-    datastore, texts = build_planted(tmp_path, folder).folder, planted_texts(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", FAMILIES["llama"] | wide)
+        saved = save_model(folder / "llama", "llama")
+    datastore, texts = build_planted(folder, saved).folder, planted_texts(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     prompts = [texts["trained-14"][:200], texts["trained-3"][50:120], "8342 6190"]
-    ids = [tokenizer(text)["input_ids"] for text in prompts]
-
-    llm = LLM(
-        str(folder), dtype="float32", max_model_len=512, enforce_eager=True,
-        logits_processors=[CopyingLogitsProcessor], additional_config={"retro_datastore": str(datastore)},
-    )  # fmt: skip
-    inputs, drawn = [{"prompt_token_ids": tokens} for tokens in ids], {"temperature": 0, "max_tokens": NEW}
-    off = SamplingParams(**drawn, prompt_logprobs=1, extra_args={"copy_strength": 0})
-    first = llm.generate(inputs, off, use_tqdm=False)
-    judge = DatastoreLogitsProcessor.open(datastore, tokenizer)
-    trusts = [trust_of(judge, output) for output in first]
-    on = [SamplingParams(**drawn, min_tokens=NEW, extra_args={"retro_trust": trust}) for trust in trusts]
-    second = llm.generate(inputs, on, use_tqdm=False)
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    made: dict[str, Any] = {"model": saved, "datastore": datastore, "off": [], "on": [], "trusts": []}
+    made["prompts"] = [tokenizer(text)["input_ids"] for text in prompts]
+    made["planted"] = tokenizer(texts["trained-14"][200 : 200 + NEW])["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     processor = DatastoreLogitsProcessor.open(datastore, tokenizer, model)
-    for tokens, without, copied, trust in zip(ids, first, second, trusts, strict=True):
-        for processors, output in (([], without), ([processor], copied)):
+    for tokens in made["prompts"]:
+        for name, processors in (("off", []), ("on", [processor])):
             expected = model.generate(
                 torch.tensor([tokens]),
                 logits_processor=processors,
@@ -57,15 +52,43 @@ def test_tokens_and_trust_are_those_of_transformers(tmp_path: Path, monkeypatch:
                 min_new_tokens=NEW,
                 do_sample=False,
             )
-            generated = list(output.outputs[0].token_ids)
-            assert expected[0, len(tokens) :].tolist()[: len(generated)] == generated
-        np.testing.assert_allclose(trust, processor._texts[0].row.trust, rtol=1e-3)
-    assert tokenizer.decode(second[0].outputs[0].token_ids) == texts["trained-14"][200 : 200 + NEW]
+            made[name].append(expected[0, len(tokens) :].tolist())
+        made["trusts"].append([*processor._texts[0].row.trust])
+    return made
 
 
-@pytest.mark.parametrize(
-    "given", [{"copy_strength": 3}, {"copy_strength": "a"}, {"retro_trust": [1.0]}, {"retro_trust": 1}]
-)
-def test_wrong_arguments_are_refused_by_name(given: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(given))} = .*accepted"):
-        CopyingLogitsProcessor.validate_params(SimpleNamespace(extra_args=given))
+def run_engine(made: dict[str, Any], folder: Path, runner: int, trust: Any = None, **engine: Any) -> dict[str, Any]:
+    """What an engine in another process generates; with the second runner in Triton's interpreter if there is no GPU."""
+    job = {"model": str(made["model"]), "prompts": made["prompts"], "new": NEW, "trust": trust, "engine": engine}
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
+    if runner == 2 and not torch.cuda.is_available():
+        environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(write_triton_backend(folder / "triton"))}
+    command = [sys.executable, "-m", "tests.retro.huggingface.vllm_engine", folder / "job.json", folder / "answer.json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.parametrize(("runner", "speculative"), [(1, False), (2, False), (2, True)])
+def test_tokens_and_trust_are_those_of_transformers(
+    made: dict[str, Any], tmp_path: Path, runner: int, speculative: bool
+) -> None:
+    drafts = {"method": "draft_model", "model": str(made["model"]), "num_speculative_tokens": 3}
+    settings = {"additional_config": {"retro_datastore": str(made["datastore"])}}
+    found = run_engine(made, tmp_path, runner, **settings | ({"speculative_config": drafts} if speculative else {}))
+    assert (found["accepted"] > 0) == speculative
+    for name in ("off", "on"):
+        for expected, generated in zip(made[name], found[name], strict=True):
+            assert expected[: len(generated)] == generated
+    np.testing.assert_allclose(found["trusts"], made["trusts"], rtol=1e-3)
+    assert found["on"][0] == made["planted"]
+
+
+def test_an_engine_without_a_datastore_may_speculate_and_copies_nothing(made: dict[str, Any], tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    found = run_engine(made, tmp_path, 1, trust=made["trusts"][0], speculative_config=drafts)
+    assert found["on"] == made["off"]
+    assert found["accepted"] > 0

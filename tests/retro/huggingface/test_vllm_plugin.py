@@ -1,0 +1,108 @@
+"""The plugin of vLLM, with bases of vLLM's names: what needs no engine."""
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from indexing.store.errors import InputError
+from retro.model.copy_switch import START
+
+NAME = "retro.huggingface.vllm_processor"
+BASES = ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin as vLLM loads it: the class that pyproject.toml registers."""
+    for name in BASES:
+        module = ModuleType(name)
+        vars(module).update(LogitsProcessor=type("LogitsProcessor", (), {}), process_dict_updates=None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
+    module_name, _, attribute = project["entry-points"]["vllm.logits_processors"]["retro"].partition(":")
+    yield getattr(importlib.import_module(module_name), attribute)
+    sys.modules.pop(NAME, None)
+
+
+def config(settings: Any, named: Any = None, asynchronous: bool = False) -> SimpleNamespace:
+    """A configuration of an engine, as far as the plugin reads it."""
+    model = SimpleNamespace(logits_processors=named, tokenizer="")
+    scheduler = SimpleNamespace(async_scheduling=asynchronous)
+    return SimpleNamespace(additional_config=settings, model_config=model, scheduler_config=scheduler)
+
+
+def request(**given: Any) -> SimpleNamespace:
+    return SimpleNamespace(extra_args=given)
+
+
+def test_it_is_of_both_interfaces_of_vllm(plugin: Any) -> None:
+    for name in BASES:
+        assert issubclass(plugin, sys.modules[name].LogitsProcessor)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"other": 1}])
+def test_an_engine_without_a_datastore_is_as_without_the_plugin(plugin: Any, settings: Any) -> None:
+    logits = torch.randn(2, 5)
+    first, second = plugin(config(settings, asynchronous=True), CPU, False), plugin(config(settings), object())
+    assert first.is_argmax_invariant()
+    first.update_state(None)
+    assert not second.add_request(0, request(retro_trust=list(START)))
+    assert first.apply(logits) is logits
+    assert second.apply(logits, None) is logits
+
+
+def test_engines_that_would_mix_twice_or_without_the_last_tokens_are_refused(plugin: Any) -> None:
+    settings = {"retro_datastore": "peps"}
+    with pytest.raises(InputError, match="leave out --logits-processors"):
+        plugin(config(settings, named=[f"{NAME}:CopyingLogitsProcessor"]), object())
+    with pytest.raises(InputError, match="--no-async-scheduling"):
+        plugin(config(settings, asynchronous=True), CPU, False)
+
+
+@pytest.mark.parametrize(
+    "given", [{"copy_strength": 3}, {"copy_strength": "a"}, {"retro_trust": [1.0]}, {"retro_trust": 1}]
+)
+def test_wrong_arguments_are_refused_by_name(plugin: Any, given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))} = .*accepted"):
+        plugin.validate_params(request(**given))
+
+
+def test_each_row_has_the_last_tokens_of_its_text_and_of_its_draft(plugin: Any) -> None:
+    """Slot 3 has 100 tokens and a draft of two, slot 0 has 5 tokens; a request that copies nothing is left out."""
+    committed = torch.zeros((4, 128), dtype=torch.int32)
+    committed[3, :100], committed[0, :5] = torch.arange(100, 200), torch.arange(5)
+    states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=committed))
+    texts: list[np.ndarray] = []
+
+    class Mixer:
+        def row(self, tokens: np.ndarray, trust: Any, copy_strength: float) -> None:
+            texts.append(tokens)
+
+        def mix_rows(self, rows: list[None], scores: torch.Tensor) -> torch.Tensor:
+            return scores + 1
+
+    processor = plugin(config({}), states)
+    processor._processor = Mixer()
+    assert processor.add_request(3, request())
+    assert processor.add_request(0, request())
+    assert not processor.add_request(1, request(copy_strength=0))
+    step = SimpleNamespace(
+        expanded_idx_mapping=torch.tensor([1, 3, 3, 3, 0], dtype=torch.int32),
+        expanded_local_pos=torch.tensor([0, 0, 1, 2, 0], dtype=torch.int32),
+        pos=torch.tensor([9, 99, 100, 101, 4]),
+        input_ids=torch.tensor([7, 199, 250, 251, 4], dtype=torch.int32),
+    )
+    mixed = processor.apply(torch.zeros(5, 3), step)
+    assert mixed[:, 0].tolist() == [0, 1, 1, 1, 1]
+    text = [*range(100, 200), 250, 251]
+    assert [tokens.tolist() for tokens in texts] == [text[36:100], text[37:101], text[38:102], [*range(5)]]
