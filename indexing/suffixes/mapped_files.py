@@ -1,5 +1,6 @@
 """Opens the sorted prefixes of a datastore, and its texts when they are needed, for the compiled loops of `compiled_search.py`."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from threading import Timer
@@ -23,6 +24,11 @@ LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
 _SILENCE = 2.0
 """Seconds after which a first search says why it takes long."""
+
+
+@functools.cache
+def _explain() -> None:
+    log.info("Compiling searches of sorted prefixes, once for this version: about 15 seconds.")
 
 
 class MappedFiles:
@@ -66,9 +72,7 @@ class MappedFiles:
         slow = None
         if function not in self._called:
             self._called.add(function)
-            slow = Timer(
-                _SILENCE, log.info, ["Compiling searches of sorted prefixes, once for this version: about 15 seconds."]
-            )
+            slow = Timer(_SILENCE, _explain)
             slow.start()
         try:
             while True:
