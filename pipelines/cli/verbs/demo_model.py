@@ -73,7 +73,8 @@ def demo_of_model(options: DemoOptions) -> int:
     echo(f"model: {name}\n")
     datastore = build_datastore(config)
 
-    file = out / "model.safetensors"
+    is_served = base.suffix == ".safetensors"  # transformers computes the others
+    file = out / ("model.safetensors" if is_served else "model.json")
     echo("\n2. retrieval is added without training")
     if not file.exists():
         is_slow = deadline - time.monotonic() < _FITTING * 60 * options.minutes
@@ -107,7 +108,6 @@ def demo_of_model(options: DemoOptions) -> int:
     write_json(out / "results.json", results)
     comparison.write(out, f"{name}; nothing is trained", _sections(written, datastore))
     echo(f"\nreport:     {out / 'report.html'}\ndatastore:  {config.datastore}\ncheckpoint: {file}")
-    is_served = base.suffix == file.suffix  # transformers computes the others
     echo(f"page:       retro serve {config.datastore}" + f" --checkpoint {file}" * is_served)
     return 0
 
