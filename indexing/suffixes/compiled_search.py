@@ -19,9 +19,9 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLE
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
 _ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
-SHARD_COLUMNS = 5
+SHARD_COLUMNS, PART_COLUMNS = 5, 7
+_SHARD_COLUMNS, _PART_COLUMNS = np.int64(SHARD_COLUMNS), np.int64(PART_COLUMNS)
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
-PART_COLUMNS = 7
 _FIRST_ROW, _NUM_ROWS, _ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(np.int64, range(PART_COLUMNS))
 
 
@@ -37,6 +37,7 @@ class Files(NamedTuple):
             number of documents; an address of 0: not open. Of the last row only the position behind all.
         parts: address of a table [parts, 7] int64: the first row in its order, number of rows, addresses of `rows.npy`, `positions.npy`
             and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
+        first_heads: address of a table [parts] uint64: the first head of each part.
         orders: address of a table [orders + 1] int64: the first part of each order.
         num_shards: number of shards.
         num_parts: number of parts.
@@ -52,6 +53,7 @@ class Files(NamedTuple):
 
     shards: int
     parts: int
+    first_heads: int
     orders: int
     num_shards: int
     num_parts: int
@@ -111,10 +113,7 @@ def _longest(text: np.ndarray, size: int, order: int, files: Files) -> tuple[int
 def _rows_near(text: np.ndarray, size: int, order: int, files: Files) -> tuple[int, int]:
     """A few hundred rows [first, stop) of an order at most. One of them shares most last tokens with the text."""
     head = _head(text, size, files)
-    first, last = (
-        max(0, _row_before(head, order, files)),
-        min(_rows_of(order, files) - 1, _row_after(head, order, files)),
-    )
+    first, last = _row_before(head, order, files), min(_rows_of(order, files) - 1, _row_after(head, order, files))
     while last - first > files.adjacent:  # more rows than these have the same head
         middle = (first + last) // 2
         if _is_smaller(_position(middle, order, files), text, size, files):
@@ -198,35 +197,22 @@ def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files
     first, stop = around(part, row - start, min(size, LONGEST_SHARED), files)
     first, stop = first + start, stop + start
     if size > LONGEST_SHARED:
-        return _first_that_ends_in(text, size, first, row, order, files), _first_that_does_not_end_in(
-            text, size, row, stop, order, files
-        )
+        first = _first_row(True, text, size, first, row, order, files)
+        return first, _first_row(False, text, size, row, stop, order, files)
     if files.num_parts == 1:
         return first, stop
     return _in_all_parts(text, size, first, stop, order, files)
 
 
 @compiled
-def _first_that_ends_in(text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
-    """The first row in [low, high] that ends in the text; that at `high` does, and all between it and the first one."""
+def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
+    """The first of the rows [low, high) that ends in a text, or, without `ends`, does not, as all after it; `high` if none does."""
     while low < high:
         middle = (low + high) // 2
-        if _shared(_position(middle, order, files), text, size, files) == size:
+        if (_shared(_position(middle, order, files), text, size, files) == size) == ends:
             high = middle
         else:
             low = middle + 1
-    return low
-
-
-@compiled
-def _first_that_does_not_end_in(text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
-    """The first row in [low, high] that does not end in the text; that at `low` does, and all between it and this one."""
-    while low < high:
-        middle = (low + high) // 2
-        if _shared(_position(middle, order, files), text, size, files) == size:
-            low = middle + 1
-        else:
-            high = middle
     return low
 
 
@@ -465,7 +451,10 @@ def some_ends(
         files: the files.
 
     Returns:
-        how many there are in all, orders [n], rows [n], and a power of 32 of which all rows are multiples.
+        - how many such rows there are,
+        - the order of each returned row, [n],
+        - the returned rows, [n],
+        - the step between rows of the level that they are in: a power of 32, see `rows.stride`.
     """
     total = 0
     for order in range(len(ranges)):
@@ -687,14 +676,8 @@ def _rows_of(order: int, files: Files) -> int:
 @compiled
 def _part_of(row: int, order: int, files: Files) -> int:
     """The part of a row of an order."""
-    low, high = _first_part(order, files), _first_part(order + 1, files) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _of_part(middle, _FIRST_ROW, files) <= row:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    first, last = _first_part(order, files), _first_part(order + 1, files) - 1
+    return _last_up_to(row, files.parts, _PART_COLUMNS, first, last)
 
 
 @compiled
@@ -721,44 +704,40 @@ def _head(text: np.ndarray, size: int, files: Files) -> np.uint64:
 
 @compiled
 def _row_before(head: np.uint64, order: int, files: Files) -> int:
-    """A row, as late as heads are stored, up to which all heads are smaller than this one; -1 if there is none."""
-    part = _parts_below(head, order, False, files) - 1
-    if part < _first_part(order, files):
-        return -1
-    return _of_part(part, _FIRST_ROW, files) + (_heads_below(part, head, False, files) - 1) * files.rows_of_head
+    """A row, as late as heads are stored, up to which all heads are smaller than this one; 0 if there is none."""
+    part, heads = _stored_heads(head, order, False, files)
+    if not heads:
+        return 0
+    return _of_part(part, _FIRST_ROW, files) + (heads - 1) * files.rows_of_head
 
 
 @compiled
 def _row_after(head: np.uint64, order: int, files: Files) -> int:
     """A row, as early as heads are stored, from which on all heads are greater than this one."""
-    part = _parts_below(head, order, True, files) - 1
-    if part < _first_part(order, files):
+    part, heads = _stored_heads(head, order, True, files)
+    if not heads:
         return 0
-    rows = min(_heads_below(part, head, True, files) * files.rows_of_head, _of_part(part, _NUM_ROWS, files))
-    return _of_part(part, _FIRST_ROW, files) + rows
+    return _of_part(part, _FIRST_ROW, files) + min(heads * files.rows_of_head, _of_part(part, _NUM_ROWS, files))
 
 
 @compiled
-def _parts_below(head: np.uint64, order: int, or_equal: bool, files: Files) -> int:
-    """The first part of an order whose first head is not smaller than this one, or, with `or_equal`, greater."""
-    low, high = _first_part(order, files), _first_part(order + 1, files)
-    while low < high:
-        middle = (low + high) // 2
-        first = _uint64(_of_part(middle, _HEADS, files))[0]
-        if first < head or (or_equal and first == head):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> tuple[int, int]:
+    """The last part of an order that begins with a smaller head, or, with `or_equal`, no greater one, and how many of its stored heads are so;
+    0 heads if there is no such part."""
+    first, stop = _first_part(order, files), _first_part(order + 1, files)
+    part = _below(files.first_heads, first, stop, head, or_equal) - 1
+    if part < first:
+        return first, 0
+    return part, _below(_of_part(part, _HEADS, files), _NONE, _of_part(part, _NUM_HEADS, files), head, or_equal)
 
 
 @compiled
-def _heads_below(part: int, head: np.uint64, or_equal: bool, files: Files) -> int:
-    """How many stored heads of a part are smaller than this one, or, with `or_equal`, not greater."""
-    heads, low, high = _uint64(_of_part(part, _HEADS, files)), 0, _of_part(part, _NUM_HEADS, files)
+def _below(heads: int, low: int, high: int, head: np.uint64, or_equal: bool) -> int:
+    """The first of the heads [low, high) at an address that is not smaller than this one, or, with `or_equal`, greater; `high` if none is."""
     while low < high:
         middle = (low + high) // 2
-        if heads[middle] < head or (or_equal and heads[middle] == head):
+        found = _uint64(heads)[middle]
+        if found < head or (or_equal and found == head):
             low = middle + 1
         else:
             high = middle
@@ -823,14 +802,9 @@ def next_token(position: int, files: Files) -> int:
 def _first_of(shard: int, end: int, files: Files) -> int:
     """The first position of the document of a position, both counted from the first one of its shard."""
     chunk, offsets = end // files.chunk_length, _int64(_of_shard(shard, _OFFSETS, files))
-    low, high = 0, _of_shard(shard, _DOCUMENTS, files)  # behind the last document is the number of chunks
-    while low < high:
-        middle = (low + high + 1) // 2
-        if offsets[middle] <= chunk:
-            low = middle
-        else:
-            high = middle - 1
-    return max(0, offsets[low]) * files.chunk_length  # a damaged file leads to no text before the shard
+    # Behind the last document is the number of chunks.
+    document = _last_up_to(chunk, _of_shard(shard, _OFFSETS, files), _ONE, _NONE, _of_shard(shard, _DOCUMENTS, files))
+    return max(0, offsets[document]) * files.chunk_length  # a damaged file leads to no text before the shard
 
 
 @compiled
@@ -849,16 +823,10 @@ def _is_living(position: int, deleted: np.ndarray, files: Files) -> bool:
 @compiled
 def _shard_of(position: int, files: Files) -> int:
     """The shard of a position; raises NotOpen."""
-    low, high = 0, files.num_shards
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _of_shard(middle, _FIRST, files) <= position:
-            low = middle
-        else:
-            high = middle - 1
-    if _of_shard(low, _TOKENS, files) == 0:
-        raise NotOpen(low)
-    return low
+    shard = _last_up_to(position, files.shards, _SHARD_COLUMNS, _NONE, files.num_shards)
+    if _of_shard(shard, _TOKENS, files) == 0:
+        raise NotOpen(shard)
+    return shard
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -882,15 +850,35 @@ _uint64, _int64 = _pointer_to(types.uint64), _pointer_to(types.int64)
 
 
 @compiled
+def _last_up_to(number: int, numbers: int, step: int, low: int, high: int) -> int:
+    """The last of the numbers from place `low` to `high`, ascending, that is not greater than this one; `low` if all are.
+
+    Args:
+        number: the number.
+        numbers: address of int64.
+        step: the number of a place is `step` numbers behind that of the place before.
+        low: first place.
+        high: last place.
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _int64(numbers)[step * middle] <= number:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
 def _of_part(part: int, column: int, files: Files) -> Any:
     """See `Files.parts`."""
-    return _int64(files.parts)[PART_COLUMNS * part + column]
+    return _int64(files.parts)[_PART_COLUMNS * part + column]
 
 
 @compiled
 def _of_shard(shard: int, column: int, files: Files) -> Any:
     """See `Files.shards`."""
-    return _int64(files.shards)[SHARD_COLUMNS * shard + column]
+    return _int64(files.shards)[_SHARD_COLUMNS * shard + column]
 
 
 @compiled

@@ -32,24 +32,28 @@ def _explain() -> None:
 
 
 class MappedFiles:
-    """The files of some orders, memory-mapped.
+    """Some orders, whose files are memory-mapped.
 
-    Args:
+    Attributes:
         texts: of their documents.
         orders: the orders.
+        files: their addresses.
     """
 
     def __init__(self, texts: Texts, orders: Sequence[Prefixes]) -> None:
-        self._texts, self._mapped, self._called = texts, list[np.ndarray](), set[Callable[..., Any]]()
+        self.texts, self.orders, self._mapped = texts, orders, list[np.ndarray]()
+        self._called = set[Callable[..., Any]]()
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
         rows = [[self._part(prefixes, number) for number in range(len(prefixes.folders))] for prefixes in orders]
         parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
         first_parts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        self._mapped += [parts, first_parts]
+        first_heads = np.array([heads[0] for prefixes in orders for heads in prefixes.stored_heads], np.uint64)
+        self._mapped += [parts, first_heads, first_parts]
         self.files = Files(
             shards=self._shards.ctypes.data,
             parts=parts.ctypes.data,
+            first_heads=first_heads.ctypes.data,
             orders=first_parts.ctypes.data,
             num_shards=len(texts.starts) - 1,
             num_parts=len(parts),
@@ -95,7 +99,7 @@ class MappedFiles:
         return [prefixes.rows[number], len(positions), *addresses, len(heads), positions[:1].nbytes]
 
     def _open_text(self, shard: int) -> None:
-        split = self._texts.split
+        split = self.texts.split
         if shard == len(split.chunk_rows):
             raise InputError(
                 f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."

@@ -95,7 +95,7 @@ class SuffixIndex:
         from indexing.suffixes import compiled_search  # numba, which takes half a second
         from indexing.suffixes.mapped_files import MappedFiles
 
-        self._orders, self._loops, self._files = orders, compiled_search, MappedFiles(self._texts, orders)
+        self._loops, self._files = compiled_search, MappedFiles(self._texts, orders)
 
     @classmethod
     def open(cls, folder: Path) -> "SuffixIndex":
@@ -109,7 +109,9 @@ class SuffixIndex:
     def of_documents(self, chosen: np.ndarray, folder: Path) -> "SuffixIndex":
         """The index of some of the documents, [documents] bool. Writes 8 to 10 bytes for each of their tokens to a folder."""
         part = copy.copy(self)
-        part._search([write_chosen(folder / str(number), order, chosen) for number, order in enumerate(self._orders)])
+        part._search(
+            [write_chosen(folder / str(number), order, chosen) for number, order in enumerate(self._files.orders)]
+        )
         return part
 
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
@@ -237,7 +239,7 @@ class SuffixIndex:
         their number is estimated."""
         files, loops, deleted = self._files, self._loops, self.split.deleted
         if match.ends is None:
-            ranges = np.array(match.ranges or [(0, 0)] * files.files.num_orders, np.int64)
+            ranges = np.array(match.ranges or [(0, 0)] * len(files.orders), np.int64)
             occurrences, *places, step = files.call(loops.some_ends, ranges, most, deleted)
             return _Ends(
                 occurrences,

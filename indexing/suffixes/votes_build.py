@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from indexing.suffixes.order_build import RANGE_TOKENS, order_of_windows, write_
 from indexing.suffixes.rows import stride
 from indexing.suffixes.texts import Texts, numbers
 from indexing.suffixes.votes import KEPT, LENGTHS, SAMPLED, packed, vote_dtype
+
+if TYPE_CHECKING:
+    from indexing.suffixes.mapped_files import MappedFiles
 
 FAN_OUT = 128
 """Shards whose votes are collected from the ranges directly. If there are more, blocks of shards are made first, as many as this."""
@@ -92,13 +96,13 @@ class Voting:
     """
 
     wanted: np.ndarray
-    searched: list[Prefixes]
+    searched: "MappedFiles"
     runs: list[Prefixes]
 
     @property
     def orders(self) -> list[Prefixes]:
         """All orders of training documents."""
-        return [*self.searched, *(run for run in self.runs if run.texts.split.name == "train")]
+        return [*self.searched.orders, *(run for run in self.runs if run.texts.split.name == "train")]
 
 
 def open_prefixes(datastore: Datastore, held_out: Path, shards: Sequence[int], searched: int) -> Voting:
@@ -110,10 +114,12 @@ def open_prefixes(datastore: Datastore, held_out: Path, shards: Sequence[int], s
         shards: the shards.
         searched: the number of orders that are searched, the first ones; these shards are in the others.
     """
+    from indexing.suffixes.mapped_files import MappedFiles  # imports numba, which takes half a second
+
     texts, wanted = Texts(datastore.train), np.zeros(len(datastore.train.chunk_rows), bool)
     wanted[np.array(shards)] = True
     orders = [parts for _, parts in stored_orders(datastore.train)]
-    earlier = [Prefixes(texts, parts) for parts in orders[:searched]]
+    earlier = MappedFiles(texts, [Prefixes(texts, parts) for parts in orders[:searched]])
     runs = [Prefixes(texts, with_tokens(parts)) for parts in orders[searched:]]
     for name in _HELD_OUT:
         texts = Texts(datastore.split(name))
@@ -146,25 +152,23 @@ class Occurrences:
     following: np.ndarray
 
 
-def occurrences_of(orders: Sequence[Prefixes], window: np.ndarray, texts: np.ndarray) -> list[Occurrences]:
+def occurrences_of(searched: "MappedFiles", window: np.ndarray, texts: np.ndarray) -> list[Occurrences]:
     """Find the last tokens of texts in each of some orders.
 
     Args:
-        orders: of training documents.
+        searched: orders of training documents.
         window: the last tokens of texts, [n, 64], see `ShardText.windows`.
         texts: the numbers [t] of those that are searched; the others get no occurrences.
     """
     from indexing.suffixes.compiled_search import find_occurrences
-    from indexing.suffixes.mapped_files import MappedFiles
 
+    orders = searched.orders
     if not orders:
         return []
     bounds = np.zeros((len(orders), len(LENGTHS), 2, len(window)), np.int64)
     shared, following = np.zeros((len(orders), len(window)), np.int64), np.full((len(orders), len(window)), -1)
-    searched = orders[0].texts
-    MappedFiles(searched, orders).call(
-        find_occurrences, window, texts, searched.split.deleted, bounds, shared, following
-    )
+    deleted = searched.texts.split.deleted
+    searched.call(find_occurrences, window, texts, deleted, bounds, shared, following)
     return [Occurrences(*found) for found in zip(orders, bounds, shared, following, strict=True)]
 
 

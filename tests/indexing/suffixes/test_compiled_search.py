@@ -7,6 +7,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from indexing.suffixes import texts as texts_of_splits
+from indexing.suffixes.mapped_files import MappedFiles
 from indexing.suffixes.order import LONGEST, Prefixes, stored_orders
 from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import LENGTHS
@@ -39,7 +40,7 @@ def test_occurrences_are_those_of_a_comparison_with_every_prefix(datastore: Data
     window = held_out.windows(rows, LONGEST)
     window = window[np.lexsort(window.T[::-1])]
     wanted = np.arange(0, len(window), 2)
-    (found,) = occurrences_of([order], window, wanted)
+    (found,) = occurrences_of(MappedFiles(texts, [order]), window, wanted)
     prefixes = texts.windows(order.positions(0, len(order)), LONGEST)
     following = texts.following(order.positions(0, len(order)))
     for text in wanted.tolist():

@@ -35,7 +35,7 @@ class Rows:
         self._rows, self._order = open_rows(folder, count), np.array([0, 1])
         self._part = np.zeros(PART_COLUMNS, np.int64)
         self._part[1:3] = count, self._rows.ctypes.data
-        addresses = [0, self._part.ctypes.data, self._order.ctypes.data]
+        addresses = [0, self._part.ctypes.data, 0, self._order.ctypes.data]
         self.files = Files(*addresses, 0, 1, 1, 1, 2, self._rows.shape[1], 4, 256, 1024, 8)
 
     def around(self, row: int, size: int) -> tuple[int, int]:
