@@ -3,6 +3,8 @@
     text ─ heads in memory ─► a few hundred adjacent rows ─ what distinguishes them (`rows.py`) ─► one row ─ its text ─► the longest match
     row ─ tokens shared with the rows around ─► for each length of match all its rows ─ at most 32 of them ─► the tokens that follow
 
+All are in one file: what numba keeps of a function is used until the file of that function changes, also if one that it calls is in another file.
+
 A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64 array of token ids,
 backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
 """

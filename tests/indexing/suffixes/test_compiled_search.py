@@ -13,7 +13,7 @@ from indexing.suffixes.texts import Texts
 from indexing.suffixes.votes import LENGTHS
 from indexing.suffixes.votes_build import occurrences_of
 from tests.conftest import build_local, tiny_config, write_corpus
-from tests.indexing.suffixes.test_suffixes import assert_equal_to_a_search_through_the_text
+from tests.indexing.suffixes.whole_search import assert_equal_to_a_search_through_the_text
 
 
 @pytest.fixture(params=[4000, 1 << 16])

@@ -35,7 +35,7 @@ from indexing.suffixes.votes_build import votes_in_range
 from pipelines.config import Config
 from pipelines.stages import suffixes
 from tests.conftest import build_local, contents, tiny_config, write_corpus
-from tests.indexing.suffixes.test_suffixes import documents_of
+from tests.indexing.suffixes.whole_search import documents_of
 
 
 @pytest.fixture(scope="module")

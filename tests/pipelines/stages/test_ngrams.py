@@ -28,7 +28,7 @@ from pipelines.executors.factory import make_executor
 from pipelines.stages import suffixes, token_indexes
 from pipelines.stages.table import lock
 from tests.conftest import build_local, contents, tiny_config, write_corpus
-from tests.indexing.suffixes.test_suffixes import problems_of
+from tests.indexing.suffixes.whole_search import problems_of
 
 SETTINGS = NeighborSettings(stored=6, candidates=24, rerank="tokens", search="ngrams")
 

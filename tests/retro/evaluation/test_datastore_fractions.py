@@ -28,8 +28,8 @@ from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config, write_corpus
-from tests.indexing.suffixes.test_suffixes import documents_of as documents_of_split
 from tests.indexing.suffixes.test_votes_build import expected
+from tests.indexing.suffixes.whole_search import documents_of as documents_of_split
 from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 
 FRACTIONS = (0.05, 0.3, 1.0)
