@@ -51,6 +51,11 @@ from pipelines.cli.results import Table
 _FILES = 3  # of a task of `votes`: positions, votes and offsets, without manifests
 _SPLITS = 3
 _STORED = 9  # bytes of the compressed votes of a token, measured (docs/results/scale.md)
+_MERGED, _CARRIED = (
+    60,
+    120,
+)  # bytes of a prefix in a merge, see `order_build.write_part`, and more for each byte of a token that runs carry
+_VOTES = 1.3e9  # bytes of a process that finds votes, measured with 311 million tokens (docs/results/scale.md)
 
 
 @dataclass(frozen=True)
@@ -179,13 +184,15 @@ def table(options: argparse.Namespace) -> Table:
         each = counters(tokens, options)
         suffixes, votes, carried = options.cpu
         hours = tokens * (suffixes + votes + carried * each.carried) * 1e-6 / 3600
-        disk = (each.read + each.written) / options.disk / options.machines / 3600
+        disk, store = (
+            (each.read + each.written) / rate / options.machines / 3600 for rate in (options.disk, options.store)
+        )
         scattered = each.scattered / options.reads / options.machines / 3600
         counts = [each.shards, each.levels, each.parts, each.tasks, each.files, each.opened, each.maps]
         sizes = [f"{size / 1e9:,.0f} GB" for size in (each.read, each.written, each.temporary, each.kept)]
-        times = [f"{hours:,.1f}", f"{disk:,.2f}", f"{scattered:,.2f}"]
+        times = [f"{hours:,.1f}", f"{disk:,.2f}", f"{store:,.2f}", f"{scattered:,.2f}"]
         rows.append([f"{tokens:.0e}", *(f"{count:,}" for count in counts), *sizes, *times])
-    return Table([*header, "CPU hours", "hours of disks", "of scattered reads"], rows)
+    return Table([*header, "CPU hours", "hours of disks", "of an object store", "of scattered reads"], rows)
 
 
 def ties(folder: Path) -> Table:
@@ -235,6 +242,12 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=64, help="of a machine")
     parser.add_argument("--workers", type=int, default=2048, help="processes that make ranges and parts")
     parser.add_argument("--disk", type=float, default=2e9, help="bytes a second that a machine reads or writes")
+    parser.add_argument(
+        "--store",
+        type=float,
+        default=1.25e9,
+        help="bytes a second between a machine and an object store (S3): 10 Gbit/s",
+    )
     parser.add_argument("--memory", type=float, default=5e11, help="bytes of a machine")
     parser.add_argument("--carry", choices=("auto", "no"), default="auto", help="no: runs never carry tokens")
     parser.add_argument("--reads", type=float, default=5e5, help="reads of 4 KB a second of a machine")
@@ -245,7 +258,11 @@ def main() -> None:
     say(
         f"parts of {PART_TOKENS:,} prefixes, ranges of {RANGE_TOKENS:,}, at most {FAN_IN} runs and {FAN_OUT} blocks of shards"
     )
-    say(f"a run is sorted in {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB of memory")
+    merge = RANGE_TOKENS * (_MERGED + _CARRIED * options.token_bytes)
+    say(
+        f"memory of a task: a run {RUN_BYTES * options.shard_tokens / 1e9:.2f} GB, a merge {RANGE_TOKENS * _MERGED / 1e9:.2f} GB or, with tokens "
+        f"in the runs, {merge / 1e9:.2f} GB, votes {_VOTES / 1e9:.1f} GB (measured)"
+    )
     say(markdown(table(options)))
     say(markdown(grown(1000)))
     say(", ".join(f"{name} {value}" for name, value in measured_on().items()))
