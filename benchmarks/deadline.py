@@ -5,10 +5,12 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,9 +81,17 @@ def run_cases(cases: Mapping[str, Case], file: Path, limit: Budget, about: Figur
     return int(any("failed" in figures for figures in results.values()))
 
 
+def _forks() -> ForkServerContext:
+    """Processes as forks of one that has already imported the modules of this one: importing torch takes seconds for every case."""
+    context = multiprocessing.get_context("forkserver")
+    ours = [name for name in sys.modules if name.startswith(("benchmarks.", "indexing.", "pipelines.", "retro."))]
+    context.set_forkserver_preload(["torch._dynamo", *ours])
+    return context
+
+
 def _figures(work: Callable[[], Iterator[Figures]], seconds: float) -> Iterator[Figures]:
     """The figures of work in another process, which is ended with its children after some seconds."""
-    context = multiprocessing.get_context("spawn")
+    context = _forks()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(work, theirs))
     process.start()

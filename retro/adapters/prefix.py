@@ -7,6 +7,7 @@ from retro.model.positions import positions_of
 from retro.model.reader import StoredKeysValues
 from retro.model.retro import Retro
 from retro.model.settings import updated
+from retro.model.shapes import shapes_only
 
 PREFIX = ".prefix."
 """Part of the names of a prefix's parameters: `attention.0.block.prefix.keys.weight` [G, P, C]."""
@@ -20,7 +21,7 @@ def initialize_prefix(model: Retro) -> None:
     """
     settings = model.settings
     at, device = range(-settings.attention.prefix_tokens, 0), model.embedding.weight.device
-    with torch.device("meta"):
+    with shapes_only():
         base = Retro(updated(settings, {"attention.prefix_tokens": 0}))
     base.load_state_dict({n: one for n, one in model.state_dict().items() if PREFIX not in n}, strict=True, assign=True)
     tokens = torch.randint(settings.vocab_size, (1, len(at)), device=device)

@@ -38,6 +38,7 @@ from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.network_file import SUFFIX
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, from_json
+from retro.model.shapes import shapes_only
 from retro.parallel.coordination import on_first
 
 FORMAT_VERSION = 2
@@ -382,7 +383,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> Retro:
         InputError: it has an adapter and peft is not installed.
     """
     with during("loading the weights of %s", checkpoint.path):
-        with torch.device("meta"):
+        with shapes_only():
             model = Retro(checkpoint.model)
             add_adapter(model, checkpoint.lora)
         check_shapes(weights_of(model), index(checkpoint.weights))  # before memory is allocated for them

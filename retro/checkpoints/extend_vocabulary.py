@@ -22,6 +22,7 @@ from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
+from retro.model.shapes import shapes_only
 
 _PADDING = 1024  # more than the unused rows of any published model's tables
 
@@ -69,7 +70,7 @@ def extend_tables(checkpoint: Checkpoint, first_id: int, cuts: Sequence[Sequence
 
 def tables(settings: ModelSettings) -> list[str]:
     """Names of the weights with a row for each id: embedding, output layer and the encoder's embedding, if the model has them."""
-    with torch.device("meta"):
+    with shapes_only():
         model, larger = Retro(settings), Retro(replace(settings, vocab_size=settings.vocab_size + 1))
     shapes = {name: weight.shape for name, weight in larger.state_dict().items()}
     return [name for name, weight in model.state_dict().items() if weight.shape != shapes[name]]

@@ -17,6 +17,7 @@ from indexing.store.errors import InputError
 from retro.estimates.trace import Pass, trace
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings, updated
+from retro.model.shapes import shapes_only
 from retro.parallel.data_parallel import matrices
 from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
 
@@ -161,7 +162,7 @@ _TABLE = "encoder.embedding.weight"
 @functools.lru_cache(maxsize=16)
 def _parameters(settings: ModelSettings) -> dict[str, tuple[torch.Size, bool]]:
     """The shape of each parameter, and whether it is one of `matrices`, by name."""
-    with torch.device("meta"):
+    with shapes_only():
         model = Retro(settings)
     multiplied = matrices(model)
     return {name: (parameter.shape, name in multiplied) for name, parameter in model.named_parameters()}

@@ -10,6 +10,7 @@ from indexing.store.errors import InputError
 from retro.huggingface.import_folder import ImportedDecoder
 from retro.model.inputs import Inputs
 from retro.model.retro import Retro
+from retro.model.shapes import shapes_only
 
 TOLERANCE = 1e-3
 """Largest accepted difference, relative to the largest logit. In deep models float32 rounding causes a hundredth of it; a wrong
@@ -43,7 +44,7 @@ def verify(base: ImportedDecoder, num_tokens: int = 128) -> tuple[float, float]:
         InputError: the logits differ by more than rounding.
     """
     tokens = torch.from_numpy(_prompt(base, min(num_tokens, base.context)))[None]
-    with torch.device("meta"):
+    with shapes_only():
         model = Retro(base.settings)
     model.load_state_dict(base.tensors, assign=True)
     ours = model.eval()(Inputs(tokens))

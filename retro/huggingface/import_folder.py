@@ -36,6 +36,7 @@ from retro.huggingface.families import settings_of
 from retro.huggingface.tensor_names import NAMES, Names
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
+from retro.model.shapes import shapes_only
 from retro.training.settings import TrainSettings
 
 WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -257,7 +258,7 @@ def _translated(weights: Weights, names: Names, settings: ModelSettings) -> dict
         InputError: a tensor is missing, unknown or has another shape.
     """
     where = next(iter(weights.files.values())).parent
-    with torch.device("meta"):
+    with shapes_only():
         shapes = {name: tensor.shape for name, tensor in Retro(settings).state_dict().items()}
     read, used = {}, set()
     for name, shape in shapes.items():

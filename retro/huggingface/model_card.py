@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.model.settings import ModelSettings
+from retro.model.shapes import shapes_only
 from retro.training.run_folder import read_metrics
 
 _HEADER = """---
@@ -52,7 +51,7 @@ def _description(model: ModelSettings) -> str:
 
 def _metadata(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     model = checkpoint.model
-    with torch.device("meta"):
+    with shapes_only():
         built = Retro(model)
     total, inner = count_parameters(built, embeddings=True), count_parameters(built)
     rows = [

@@ -38,6 +38,7 @@ from retro.model.loss import IGNORED_LABEL, TokenLosses, mixed_losses
 from retro.model.masks import document_starts
 from retro.model.network_file import NetworkFile, read_networks
 from retro.model.settings import CopyHeadSettings
+from retro.model.shapes import shapes_only
 
 SOURCES = ("context", "neighbors", "datastore")
 WIDTH = 16
@@ -67,7 +68,7 @@ def open_networks(file: Path) -> NetworkFile:
     Raises:
         InputError: see `read_networks`.
     """
-    with torch.device("meta"):
+    with shapes_only():
         settings = CopyHeadSettings(context=True, neighbors=True, datastore=True)
         shapes = {name: tuple(tensor.shape) for name, tensor in CopyHead(settings, 1).state_dict().items()}
     return read_networks(file, shapes)

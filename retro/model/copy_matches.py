@@ -35,7 +35,10 @@ class Matches(NamedTuple):
 
 
 # Opaque to torch.compile: fused code would compute each length again for every position that reads it, 10 times slower.
-@torch.library.custom_op("retro::match_lengths", mutates_args=())
+# `torch.library.custom_op` would define it in fewer lines, but imports torch._dynamo at the first call, also where nothing is compiled.
+torch.library.define("retro::match_lengths", "(Tensor read, Tensor source, int longest) -> Tensor")
+
+
 def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
     """Number of tokens before and including each query that equal those before and including each position.
 
@@ -49,6 +52,11 @@ def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tenso
     Returns:
         int8 [..., Q, S].
     """
+    return torch.ops.retro.match_lengths(read, source, longest)
+
+
+@torch.library.impl("retro::match_lengths", "default")
+def _(read: Tensor, source: Tensor, longest: int) -> Tensor:
     lengths, n = (read[..., :, None] == source[..., None, :]).to(torch.int8), 1
     while n < longest:
         before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]  # n tokens earlier in the text and in the source
@@ -57,8 +65,8 @@ def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tenso
     return lengths[..., longest - 1 :, :].contiguous()
 
 
-@match_lengths.register_fake
-def _(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tensor:
+@torch.library.register_fake("retro::match_lengths")
+def _(read: Tensor, source: Tensor, longest: int) -> Tensor:
     """The shape of the result, which torch.compile needs."""
     shape = torch.broadcast_shapes(read.shape[:-1], source.shape[:-1])
     return read.new_empty((*shape, read.shape[-1] - longest + 1, source.shape[-1]), dtype=torch.int8)
@@ -184,7 +192,7 @@ _BLOCK = 1 << 24
 
 def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
-    counted = _counted_alone if labels.device.type == "cuda" else _counted
+    counted = torch.ops.retro.count_votes if labels.device.type == "cuda" else _counted
     counts = counted(*matches, labels)[..., 4:].unflatten(2, (-1, 4)).float()
     neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
     return Counts(neither + agrees + right + both, right + both, agrees + both)
@@ -205,15 +213,18 @@ def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
 # Opaque to torch.compile: Inductor puts it into one kernel, which writes the columns in a first loop and reads them in a second one
 # without a barrier. Triton may give the loops other threads, which then read what is not yet written (pytorch/pytorch#190519): on an
 # H100, with 128 positions, indices were out of bounds.
-@torch.library.custom_op("retro::count_votes", mutates_args=())
-def _counted_alone(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
+torch.library.define("retro::count_votes", "(Tensor lengths, Tensor following, Tensor labels) -> Tensor")
+
+
+@torch.library.impl("retro::count_votes", "default")
+def _(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
     """`_counted`, for some rows at a time."""
     rows = max(1, _BLOCK // lengths[0].numel())
     parts = zip(*(each.split(rows) for each in (lengths, following, labels)), strict=True)
     return torch.cat([_counted(*part) for part in parts])
 
 
-@_counted_alone.register_fake
+@torch.library.register_fake("retro::count_votes")
 def _(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
     """The shape of the result, which torch.compile needs."""
     return labels.new_empty((*labels.shape, _COLUMNS), dtype=torch.int32)

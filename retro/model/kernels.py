@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from retro.model.masks import document_mask, document_starts, visible
 from retro.model.settings import AttentionSettings
@@ -78,13 +77,16 @@ def fits_bounds(settings: AttentionSettings, dtype: torch.dtype) -> bool:
     return head_dim and settings.positions in ("rope", "learned") and dtype in (torch.bfloat16, torch.float16)
 
 
-@torch.compiler.assume_constant_result
 def _has_flash_for_bounds(device: str) -> bool:
     """True on NVIDIA GPUs since Ampere, with PyTorch 2.12 or later: earlier releases cannot share keys among heads there."""
     if device != "cuda" or torch.version.hip is not None or torch.__version__ < "2.12":
         return False
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+# All that `torch.compiler.assume_constant_result` does, but it imports torch._dynamo, which takes longer than the rest of this package.
+_has_flash_for_bounds._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -179,6 +181,8 @@ def dot_product_attention_with_lse(
 
 def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
     """Causal attention within documents, [N, H, T, C]: flash attention over sequences of variable length."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
+
     num_rows, _, num_tokens, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [N·T, H, C], [N·T, G, C] twice
     y = varlen_attn(

@@ -3,7 +3,6 @@ baseline with as many parameters as a RETRO."""
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from indexing.store.errors import InputError
@@ -19,6 +18,7 @@ from retro.model.settings import (
     keys_with,
     updated,
 )
+from retro.model.shapes import shapes_only
 
 
 def _preset(
@@ -182,7 +182,7 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
 def _size(settings: ModelSettings) -> int:
     # Sizes of tables, which are not counted: any will do.
     sizes = {"vocab_size": settings.vocab_size or 1, "chunk_length": settings.chunk_length or 64}
-    with torch.device("meta"):
+    with shapes_only():
         return count_parameters(Retro(updated(settings, sizes)))
 
 

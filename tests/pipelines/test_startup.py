@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from pipelines.cli.main import VERBS
 
@@ -48,3 +51,15 @@ def test_help_and_error_messages_import_no_slow_library() -> None:
     process = subprocess.run([sys.executable, "-c", PROGRAM, commands], capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in process.stdout.splitlines()]
     assert answers == [[arguments, 0, []] for arguments in helps] + [[arguments, 2, []] for arguments in MISTAKES]
+
+
+@pytest.mark.slow
+def test_inference_imports_no_compiler(tiny_run: Path) -> None:
+    # torch._dynamo takes longer to import than the rest of this package.
+    commands = [
+        ["generate", str(tiny_run), "--prompt", "The", "--max-tokens", "2"],
+        ["eval", "perplexity", str(tiny_run)],
+    ]
+    program = [sys.executable, "-c", PROGRAM, json.dumps([["torch._dynamo"], *commands])]
+    process = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in process.stdout.splitlines()] == [[command, 0, []] for command in commands]

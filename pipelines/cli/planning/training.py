@@ -134,13 +134,12 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     Raises:
         InputError: model or batch cannot be divided among the devices, or the measured run has no rates.
     """
-    import torch
-
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.estimates.trace import Pass
     from retro.estimates.training_memory import memory_of, sent_bytes
     from retro.model.presets import count_parameters, resolve
     from retro.model.retro import Retro
+    from retro.model.shapes import shapes_only
 
     start = options.train.init_from if options.model.preset == "base" else ""
     model = resolve(options.model, open_checkpoint(Path(start)).model if start else None)
@@ -151,7 +150,7 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
         raise InputError(
             f"data.sequence_length = {data.sequence_length}: must be a multiple of model.chunk_length = {model.chunk_length}."
         )
-    with torch.device("meta"):
+    with shapes_only():
         retro = Retro(model)
     per_token = flops_per_token(model, data, train.weights, options.lora)
     per_step = train.batch_size * train.gradient_accumulation_steps * data.sequence_length

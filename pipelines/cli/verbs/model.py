@@ -184,14 +184,13 @@ def is_checkpoint(path: Path) -> bool:
 
 def inspect_checkpoint(path: Path, form: Format) -> int:
     """Print step, sizes and parameters, then the settings by section."""
-    import torch
-
     from retro.checkpoints.checkpoint import open_checkpoint
     from retro.model.presets import count_active_parameters, count_parameters
     from retro.model.retro import Retro
+    from retro.model.shapes import shapes_only
 
     opened = open_checkpoint(path)
-    with torch.device("meta"):
+    with shapes_only():
         model = Retro(opened.model)
     metadata = {
         "path": str(opened.path),

@@ -115,14 +115,14 @@ def test_counts_of_some_rows_at_a_time_are_equal(monkeypatch: pytest.MonkeyPatch
     tokens = few_tokens(5, 40)
     matches = context_matches(tokens, None, 4)
     monkeypatch.setattr(copy_matches, "_BLOCK", 2 * 40 * 40)  # two rows, two, one
-    torch.library.opcheck(copy_matches._counted_alone, (*matches, tokens))
-    assert torch.equal(copy_matches._counted_alone(*matches, tokens), copy_matches._counted(*matches, tokens))
+    torch.library.opcheck(torch.ops.retro.count_votes.default, (*matches, tokens))
+    assert torch.equal(torch.ops.retro.count_votes(*matches, tokens), copy_matches._counted(*matches, tokens))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "queries", "positions"), [(512, 32, 128), (4, 2048, 2048)])
 def test_counts_that_a_gpu_compiles_are_equal(rows: int, queries: int, positions: int) -> None:
-    """Once the columns were read before they were written: see `copy_matches._counted_alone`."""
+    """Once the columns were read before they were written: see `copy_matches.py`."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(-1, LONGEST + 1, (rows, queries, positions), generator=random, dtype=torch.int8)
     following, labels = (torch.randint(0, 9, (rows, size), generator=random) for size in (positions, queries))
