@@ -111,7 +111,7 @@ def trace(
         if narrow_weights:
             _narrow(model)
         checkpoint_activations(model, checkpointing)
-        storages = Storages(model)
+        storages = Storages(model, casts_once=compiled)
         with storages, _replaced(run):
             kept, working, gradients, together, forward = _pass(model, run, storages, compiled, token_shards)
     last_of = {_kind(settings, layer): position for position, layer in enumerate(layers, start=1)}
@@ -155,6 +155,7 @@ class Storages(TorchDispatchMode):
 
     Args:
         model: its parameters and their finished gradients do not count.
+        casts_once: whether equal casts of a tensor are one, as in compiled code. Eager autocast makes one for each product.
 
     Attributes:
         phase: of the pass: 0 for the embedding, the number of a layer, or one more for what follows the last layer.
@@ -165,8 +166,9 @@ class Storages(TorchDispatchMode):
         total_peak: largest sum of `live` and all gradients.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, casts_once: bool = False) -> None:
         super().__init__()
+        self.casts_once, self._casts = casts_once, dict[Any, Tensor]()
         self.phase = self.live = self.total_peak = 0
         self.peaks, self.gradients, self.together = Counter[int](), Counter[int](), Counter[int]()
         self._sizes = {parameter.untyped_storage()._cdata: (0, 0) for parameter in model.parameters()}
@@ -175,7 +177,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
-        results = function(*args, **(kwargs or {}))
+        results = self._results(function, args, kwargs or {})
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -185,6 +187,16 @@ class Storages(TorchDispatchMode):
                     weakref.finalize(storage, self._free, storage._cdata)
         self._update_peaks()
         return results
+
+    def _results(self, function: Any, args: Any, kwargs: Any) -> Any:
+        is_cast = function is torch.ops.aten._to_copy.default and not isinstance(args[0], nn.Parameter)
+        if not self.casts_once or not is_cast:
+            return function(*args, **kwargs)
+        cast = id(args[0]), kwargs.get("dtype")
+        if cast not in self._casts:
+            self._casts[cast] = function(*args, **kwargs)
+            weakref.finalize(args[0], self._casts.pop, cast)
+        return self._casts[cast].detach()
 
     def divide(self, tensor: Tensor, shards: int) -> None:
         """Count only a part of a tensor, which processes share, or (0) no part of it."""

@@ -89,6 +89,13 @@ def test_planned_memory_is_within_a_tenth_of_the_measured_peak(step: str) -> Non
     assert planned < resident
 
 
+def test_compiled_code_casts_the_input_of_queries_keys_and_values_once() -> None:
+    settings = updated(WIDER, {**OPTIONS["learned"], "retrieval.cca_layers": ()})
+    eager, compiled = (trace(settings, ON_CPU, compiled=compiled).kept[1] for compiled in (False, True))
+    one_cast = 2 * ON_CPU.num_sequences * ON_CPU.sequence_length * settings.d_model
+    assert eager - compiled == 2 * one_cast
+
+
 def test_checkpointing_trades_kept_for_recomputed_bytes() -> None:
     none, selective, full = (trace(WIDER, ON_CPU, how) for how in ("none", "selective", "full"))
     assert sum(none.kept) > sum(selective.kept) > sum(full.kept)
