@@ -216,11 +216,16 @@ def draw_sample(settings: CorpusSettings, sample_bytes: int, seed: int = 0) -> C
     return CorpusSample(drawn.documents(), valid.documents(), text_bytes)
 
 
+_NAMED = 4
+"""Paths of a corpus that a plan names."""
+
+
 def _drawn(config: Config, sample_bytes: int, work: Path) -> tuple[CorpusSample, str]:
     """The documents, and their source in words."""
     paths = config.corpus.paths
     if paths and not any(is_megatron(file.name) for file in list_files(config.corpus)):
-        return draw_sample(config.corpus, sample_bytes), ", ".join(paths)
+        more = [f"{len(paths) - _NAMED:,} more"] if len(paths) > _NAMED else []
+        return draw_sample(config.corpus, sample_bytes), ", ".join([*paths[:_NAMED], *more])
     path = write_python_corpus(work / "python")
     drawn = draw_sample(CorpusSettings(paths=(str(path),)), sample_bytes)
     return replace(drawn, text_bytes=0.0), "Python's documentation and sources"
