@@ -139,13 +139,13 @@ def test_size_of_a_large_corpus_is_estimated_from_some_of_its_files(tmp_path, mo
     assert draw_sample(settings, 10_000).text_bytes == 0
 
 
-@pytest.mark.slow
 def test_a_plan_names_the_first_paths_of_a_corpus_of_many(tmp_path, tiny_corpus) -> None:
     paths = [str(shutil.copy(tiny_corpus, tmp_path / f"{number}.jsonl")) for number in range(7)]
     config = replace(CONFIG, corpus=replace(CONFIG.corpus, paths=tuple(paths)))
     assert sample_module._drawn(config, 10**6, tmp_path)[1] == ", ".join([*paths[:4], "3 more"])
 
 
+@pytest.mark.slow
 def test_planning_a_small_corpus_reads_less_text_than_building_it(tmp_path, tiny_corpus, monkeypatch) -> None:
     monkeypatch.setattr(sample_module, "_LEAST_BYTES", 10_000)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 400))
