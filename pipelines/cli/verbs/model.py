@@ -87,7 +87,7 @@ class AddRetrievalOptions:
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     sources: tuple[Literal["context", "neighbors", "datastore"], ...] = ()
-    """What the copy head copies from: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
+    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
     and the whole datastore if it has votes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
