@@ -6,12 +6,10 @@
 An entry is a field's name, type, default and docstring, so a new field needs no edit here. A new section needs a row in `SETTINGS_PAGES`.
 """
 
-import ast
 import dataclasses
 import inspect
 import json
 import re
-import textwrap
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from indexing.store.settings import key_fields
 from pipelines.cli.main import VERBS, Verb
-from pipelines.cli.settings.load import literals
+from pipelines.cli.settings.load import field_docstrings, literals
 from pipelines.config import Config
 
 SETTINGS_PAGES = {
@@ -145,7 +143,7 @@ def _entries(settings: Any, prefix: str, root: str, instance: Any = None) -> lis
 
     Defaults are those of the type, or the values of `instance`.
     """
-    docs, entries = _field_docstrings(settings), []
+    docs, entries = field_docstrings(settings), []
     keys = {one.name for one in key_fields(settings)}
     keys -= set(Config.__pydantic_fields__) if prefix == "--" and issubclass(settings, Config) else set()
     for name, field in settings.__pydantic_fields__.items():
@@ -163,19 +161,6 @@ def _entries(settings: Any, prefix: str, root: str, instance: Any = None) -> lis
 
 
 # --- dataclasses ---------------------------------------------------------------------------------------------------
-
-
-def _field_docstrings(settings: type) -> dict[str, str]:
-    """The string below each field, also of base classes."""
-    docstrings = {}
-    for owner in reversed(settings.__mro__[:-1]):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in zip(tree.body, tree.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docstrings[name] = inspect.cleandoc(text)
-    return docstrings
 
 
 def _docstring(settings: type) -> str:

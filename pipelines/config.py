@@ -57,7 +57,7 @@ REMOVED = {
 
 @settings
 class Config:
-    """All settings of a datastore and a training run, in one TOML file for every verb."""
+    """Settings of a datastore, a training run and evaluations. One TOML file holds them for all verbs, and an option overrides its key."""
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
 

@@ -45,7 +45,7 @@ ProblemKind = Literal[
 
 @settings
 class CorpusSettings:
-    """Which text is read, and how it is divided."""
+    """Text of the corpus, and its division into shards and splits."""
 
     paths: tuple[Text, ...] = ()
     """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs, of text, source

@@ -43,7 +43,7 @@ KINDS = (*SPLITS, "evaluation")
 
 @settings
 class DedupSettings:
-    """Which near copies are removed from the training documents. The default removes none."""
+    """Removal of near copies from the training documents. The default removes none."""
 
     within: bool = False
     """Of training documents that are near to each other, keep only the first in corpus order."""

@@ -21,7 +21,7 @@ FIT_CHUNKS = 200_000
 
 @settings
 class EmbedderSettings:
-    """How chunks become vectors."""
+    """Embedding of chunks."""
 
     kind: Literal["lexical", "transformer"] = "lexical"
     """`lexical` needs no download. `transformer` runs the model at `path`."""

@@ -87,7 +87,7 @@ def _pooling_of(path: str) -> str:
         return "cls"
     if said.get("pooling_mode_mean_tokens") or said.get("pooling_mode") == "mean":
         return "mean"
-    raise InputError(f"{config} asks for a pooling that is neither mean nor cls. Set embedder.pooling to one of them.")
+    raise InputError(f"{config} sets a pooling that is neither mean nor cls. Set embedder.pooling to one of them.")
 
 
 def _import_transformers() -> Any:

@@ -39,7 +39,7 @@ TUNE_QUERIES = 1000
 
 @settings
 class IndexSettings:
-    """Which index is built, and its recall target."""
+    """Type of the index, and its recall target."""
 
     factory: str = ""
     """Faiss factory string. Empty: chosen by the rules of autofaiss from the number of chunks and the settings below."""

@@ -1,4 +1,4 @@
-"""Which neighbors are stored and how they are found: the settings, and those of stored neighbors."""
+"""Search and storage of neighbors: the settings, and those of stored neighbors."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +21,7 @@ _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
 
 @settings
 class NeighborSettings:
-    """Which neighbors are stored, and how they are found."""
+    """Search and storage of neighbors."""
 
     stored: Annotated[int, Field(ge=1, le=_MOST_NEIGHBORS)] = 16
     """Neighbors stored for each chunk. Store more than training reads (`data.k`): a batch skips neighbors from its own documents."""
@@ -33,7 +33,7 @@ class NeighborSettings:
     (docs/explanation/neighbor-search.md). `none`: by the index's codes; the same as `embeddings` if `search` uses no codes. `auto`:
     `tokens` with the lexical embedder, `embeddings` (as in the paper) with a transformer; stored neighbors keep their order."""
     search: Literal["auto", "index", "exact", "ngrams"] = "auto"
-    """How candidates are found. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `ngrams`: by the rare
+    """Search for candidates. `index`: by the index's codes. `exact`: by matrix products with all embeddings. `ngrams`: by the rare
     n-grams of tokens that chunks share, and by the index's codes for chunks that share too few. `auto`: `ngrams` with the lexical
     embedder, else the faster of the others (docs/explanation/neighbor-search.md); stored neighbors keep their method."""
     max_overlap: Fraction = 1.0

@@ -1,4 +1,4 @@
-"""Which tokenizer the datastore and the model use."""
+"""Tokenizer of the datastore and the model."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ _SMALLEST_VOCABULARY = 320
 
 @settings
 class TokenizerSettings:
-    """Which tokenizer the datastore and the model use."""
+    """Tokenizer of the datastore and the model."""
 
     kind: Literal["bpe", "unigram", "sentencepiece", "huggingface"] = "bpe"
     """`bpe` and `unigram` are trained on the corpus. `sentencepiece` and `huggingface` are copied from `path`."""

@@ -56,7 +56,7 @@ def _check_uv() -> None:
                 if os.path.dirname(command[0]) and not os.path.isabs(command[0]):
                     raise InputError(
                         f"Ray starts its workers with the command of this process, `{command[0]} run`, in other folders, where this "
-                        f"path leads nowhere. Run `uv` by its name or as {os.path.abspath(command[0])}, or set "
+                        f"path does not exist. Run `uv` by its name or as {os.path.abspath(command[0])}, or set "
                         "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0, with the packages installed on every machine."
                     )
                 return

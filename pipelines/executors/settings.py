@@ -36,14 +36,14 @@ class ExecutorChoice:
     """This machine or a Ray cluster."""
 
     kind: Literal["local", "ray"] = "local"
-    """Where work runs: `local` is this machine, `ray` is a Ray cluster."""
+    """Place of work: `local` is this machine, `ray` is a Ray cluster."""
     ray_address: str = ""
     """Cluster to join (`auto`, `ray://…`); empty: the cluster that runs this job, or a new one on this machine."""
 
 
 @settings
 class ExecutorSettings(ExecutorChoice):
-    """Where stages and training run. `local`: one shard after another in this process, with all threads, and training in this
+    """Executor of stages and training. `local`: one shard after another in this process, with all threads, and training in this
     process or those of torchrun. `ray`: a pool of workers, and training by several workers. What a worker reserves
     is set by stage in `[executor.resources]`, or `--executor.resources.embed.gpus 1`."""
 
@@ -54,7 +54,7 @@ class ExecutorSettings(ExecutorChoice):
     `train_index`, `add`, `sparse`, `ngrams`, `neighbors`, and `train` for training, whose `workers` = 0 means one for each GPU of the
     cluster, or one in a cluster without GPUs."""
     train_failures: NonNegativeInt = 8
-    """How many times Ray restarts training from the last checkpoint after a worker fails."""
+    """Number of times that Ray restarts training from the last checkpoint after a worker fails."""
 
     def resources_of(self, stage: StageName | Literal["train"]) -> Resources:
         """What a worker of a stage reserves."""

@@ -63,7 +63,7 @@ class _PartWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self.file.parent.is_dir():
             raise InputError(
-                f"{self.file.parent} is not there: `run` must lie on a file system that all processes share."
+                f"{self.file.parent} does not exist: `run` must be on a file system that all processes share."
             )
         return plan
 

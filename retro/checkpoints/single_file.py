@@ -49,7 +49,7 @@ def write_exported(state: dict[str, Any], tensors: dict[str, torch.Tensor], file
         InputError: the file name does not end in `.safetensors`.
     """
     if file.suffix != ".safetensors":
-        raise InputError(f"to = {str(file)!r}: the name must end in .safetensors, by which such a file is known.")
+        raise InputError(f"to = {str(file)!r}: the name must end in .safetensors.")
     state = {**state, "format_version": FORMAT_VERSION}
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.tmp")

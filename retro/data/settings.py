@@ -12,7 +12,7 @@ from retro.data.neighbor_choice import NeighborSource, NeighborUse
 
 @settings
 class DataSettings:
-    """Which datastores a run reads, and how."""
+    """Datastores of a run, and how they are read."""
 
     datastores: tuple[Path, ...] = ()
     """Datastores to mix; empty = `datastore`. They must share one tokenizer."""
@@ -37,7 +37,7 @@ class DataSettings:
     seed: int = 0
     """Seed of the order of sequences, of random neighbors, and of the draws for `data.retrieval_dropout`."""
     reading: Reading = "mmap"
-    """How files are read; batches do not depend on it. `mmap` maps files into memory, and fetches those of a URL to the local
+    """Access to files; batches do not depend on it. `mmap` maps files into memory, and fetches those of a URL to the local
     cache first. `pread` requests all bytes of a batch at once: for network file systems and datastores larger than memory; from a
     URL by range requests."""
     materialized: bool = False

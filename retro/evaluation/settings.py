@@ -74,7 +74,7 @@ class QaSettings:
     gold: bool = False
     """Also measure these passages with the documents first that a question names as `positive_ids`."""
     retrieval: Retrieval = "dense"
-    """How passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
+    """Search for passages: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     shots: NonNegativeInt = 0
     """Solved questions before each question, except in the paper's prompt. These are the first of the file and are not asked."""
     max_questions: NonNegativeInt = 0

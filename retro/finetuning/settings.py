@@ -13,7 +13,7 @@ ExampleFormat = Literal["instructions", "questions"]
 
 @settings
 class FinetuneSettings:
-    """Which examples a model learns, and how they are written as text."""
+    """Examples that a model learns, and their form as text."""
 
     examples: tuple[Path, ...] = ()
     """Files of examples, JSON Lines (also .gz, .zst)."""
@@ -26,7 +26,7 @@ class FinetuneSettings:
     language: Literal["auto", "en", "zh"] = "auto"
     """Language of these words, and of the words around questions and passages; `auto` = that of each example."""
     retrieval: Retrieval = "dense"
-    """How a question's passages are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
+    """Search for the passages of a question: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     positives_first: bool = False
     """Put the documents of "positive_ids" before the passages that the search finds."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05

@@ -73,9 +73,9 @@ class _Read:
 
 
 class DatastoreLogitsProcessor(LogitsProcessor):
-    """Adds what a datastore says about the next token to the scores of a model. For `generate`, of any decoder of transformers.
+    """Mix copying from a datastore into the scores of a model, in `generate` of any decoder of transformers.
 
-    Padding on the left, beams, sampling and several continuations work as without it. The scores that it returns are
+    Padding on the left, beams, sampling and several continuations work as without the processor. The scores that it returns are
     log-probabilities. A token whose score is -inf keeps it.
     """
 

@@ -2,10 +2,10 @@
 
     vllm serve MODEL --additional-config '{"retro_datastore": "datastores/peps"}'
 
-An engine without `retro_datastore` is as without the plugin: nothing is opened or imported, and no logits change.
+Without `retro_datastore` the plugin has no effect: it opens and imports nothing, and changes no logits.
 
-A processor never sees the logits of a prompt. So a request says how strong copying is: `trust_of` finds it in the `prompt_logprobs` of an
-earlier one. A request that does not say it copies little.
+vLLM gives a processor no logits of the prompt. So the strength of copying is an argument of the request: `trust_of` computes it from the
+`prompt_logprobs` of an earlier one. A request without it copies little.
 
 `extra_args` of a request (`vllm_xargs` over HTTP):
     retro_trust      from `trust_of`
@@ -53,7 +53,7 @@ class _Request:
 
 
 class CopyingLogitsProcessor(Version1, Version2):
-    """Mixes the logits of each request with what a datastore says about its next token."""
+    """Mix copying from a datastore into the logits of each request."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:

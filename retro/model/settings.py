@@ -130,7 +130,7 @@ class RopeSettings(_Section):
     """Rotate more slowly, so that longer sequences span the angles seen in training: all pairs (`linear`), or only slow ones
     (`llama3`)."""
     factor: PositiveFloat = _setting(1.0, changes_function=True, used=lambda model: model.rope.scaling != "none")
-    """How many times more slowly."""
+    """Factor by which these features turn more slowly."""
     low_freq_factor: PositiveFloat = _setting(1.0, changes_function=True, used=_is_llama3, is_key=False)
     """With `llama3`: pairs with fewer turns than this in original_max_positions tokens are slowed in full."""
     high_freq_factor: PositiveFloat = _setting(4.0, changes_function=True, used=_is_llama3, is_key=False)
@@ -175,7 +175,7 @@ class EncoderSettings(_Section):
 
 @settings
 class RetrievalSettings(_Section):
-    """How the decoder reads neighbors: chunked cross-attention (CCA), or its own self-attention."""
+    """Reader of neighbors: chunked cross-attention (CCA), or the self-attention of the decoder."""
 
     key: ClassVar = "model.retrieval"
 

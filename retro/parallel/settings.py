@@ -18,7 +18,7 @@ class ParallelSettings:
     data: NonNegativeInt = 0
     """Number of processes that share the sequences of a batch; 0 = all processes / (tensor * pipeline)."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
-    """What data-parallel processes shard (ZeRO): 0 nothing, 1 the optimizer's moments, 2 gradients too, 3 parameters too."""
+    """Tensors that data-parallel processes shard (ZeRO): 0 none, 1 the optimizer's moments, 2 also gradients, 3 also parameters."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and moments in the host's memory and run the optimizer there. Needs `zero` 1 or more."""
     tensor: PositiveInt = 1

@@ -14,7 +14,7 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 @settings
 class TrainSettings:
-    """How long and how fast a model learns."""
+    """Length, optimizer and logging of a training run."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run. A run can be extended if the finished steps keep their learning rates: with

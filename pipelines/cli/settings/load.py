@@ -7,12 +7,16 @@ An option can therefore correct a value of the file. A table of settings by name
 and setting. This folder knows no concrete setting.
 """
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -219,19 +223,35 @@ def _print_help(settings_type: type, file: Path | None, verb: str) -> None:
     """Print every option with its docstring and its default, which may come from the file, and exit."""
     import tyro
 
-    _hide_other_fields(settings_type)
     default: dict[str, Any] = {} if file is None else {"default": load(settings_type, file, [], verb=verb)}
-    with exit_if_closed(sys.stdout):
+    with exit_if_closed(sys.stdout), ExitStack() as stack:
+        _annotate(settings_type, stack)
         tyro.cli(settings_type, prog=f"retro {verb}", args=["--help"], **default)
 
 
-def _hide_other_fields(settings_type: Any) -> None:
-    """Hide fields that are no keys from tyro, which reads annotations."""
-    from tyro.conf import Suppress
+def _annotate(settings_type: Any, stack: ExitStack) -> None:
+    """Annotate fields for tyro until the stack closes: keys with their docstring in one line, since tyro keeps line breaks; others hidden."""
+    from tyro.conf import Suppress, arg
 
-    hints = get_type_hints(settings_type, include_extras=True)
+    hints, texts = get_type_hints(settings_type, include_extras=True), field_docstrings(settings_type)
+    stack.callback(setattr, settings_type, "__annotations__", dict(settings_type.__annotations__))
     for field in dataclasses.fields(settings_type):
-        if dataclasses.is_dataclass(hints[field.name]):
-            _hide_other_fields(hints[field.name])
-        elif field not in key_fields(settings_type):
-            settings_type.__annotations__[field.name] = Annotated[hints[field.name], Suppress]
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            _annotate(hint, stack)
+        else:
+            seen = arg(help=" ".join(texts[field.name].split())) if field in key_fields(settings_type) else Suppress
+            settings_type.__annotations__[field.name] = Annotated[hint, seen]
+
+
+def field_docstrings(settings_type: type) -> dict[str, str]:
+    """The string below each field, also of base classes."""
+    docstrings = {}
+    for owner in reversed(settings_type.__mro__[:-1]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docstrings[name] = inspect.cleandoc(text)
+    return docstrings

@@ -135,7 +135,7 @@ class SearchOptions:
     same_document: bool = False
     """Print the best chunks, also if several are of one document."""
     retrieval: Retrieval = "hybrid"
-    """How chunks are found: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
+    """Search for chunks: by embeddings (`dense`), by terms (`sparse`), or by both (`hybrid`)."""
     filters: tuple[str, ...] = ()
     """`COLUMN=VALUE`: search only documents with this value. Several values of one column are alternatives."""
     extra_datastores: tuple[str, ...] = ()

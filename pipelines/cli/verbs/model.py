@@ -81,13 +81,13 @@ class AddRetrievalOptions:
     training run."""
     reader: Literal["", "decoder"] = ""
     """`decoder`: `model.retrieval.reader` of the file, for decoders with RoPE and without cross-attention. Reading k neighbors
-    takes about 1 + 2k times the time of the decoder alone (docs/results/retrieval-gain.md). Empty: as the model."""
+    adds about k times the time of the text, until they are cached (docs/how-to/retrofit.md). Empty: as the model."""
     k: PositiveInt = 4
     """Neighbors of each chunk in these passes. The file can be used with any number."""
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
     sources: tuple[Literal["context", "neighbors", "datastore"], ...] = ()
-    """What the copy head copies from: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
+    """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
     and the whole datastore if it has votes."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
