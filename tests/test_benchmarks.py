@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common import Budget
 from benchmarks.deadline import Case, Figures, run_cases
-from benchmarks.speed import gpu
+from benchmarks.speed import gpu, gpu_code
 from retro.model.loss import _compiled_logit_gradients
 from tests.conftest import wait_until
 
@@ -123,6 +123,21 @@ def test_cases_keep_their_figures_when_they_fail_or_their_time_is_up(
     }
     running = Path(f"/proc/{child}/cmdline")
     wait_until(lambda: not running.exists() or not running.read_bytes())  # the processes of a case end with it
+
+
+KERNEL = """
+@triton.jit
+def kernel(in_ptr0, out_ptr0, out_ptr1, n, R: tl.constexpr):
+    for at in tl.range(0, n, R):
+        tl.store(out_ptr0 + at, tl.load(in_ptr0 + at))
+    for at in tl.range(0, n, R):
+        tl.store(out_ptr1 + at, tl.load({read} + n - at))
+"""
+
+
+@pytest.mark.parametrize(("read", "unsafe"), [("out_ptr0", {"out_ptr0"}), ("in_ptr0", set())])
+def test_a_kernel_that_reads_what_an_earlier_loop_wrote_is_found(read: str, unsafe: set[str]) -> None:
+    assert gpu_code.reads_of_written(KERNEL.format(read=read)) == unsafe
 
 
 def test_cases_after_the_time_limit_are_named(tmp_path: Path) -> None:

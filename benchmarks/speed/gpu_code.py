@@ -333,7 +333,7 @@ def check(settings: ModelSettings, rows: int, num_tokens: int, folder: Path, com
     sources = {name: source for code in codes for name, source in kernels_of(code).items()}
     yield {"graphs": len(codes), "kernels": len(sources)}
     unsafe = {name: sorted(found) for name, source in sources.items() if (found := reads_of_written(source))}
-    yield {"reads of what an earlier loop wrote": unsafe or "none"}
+    yield {"unsafe reads": unsafe or "none"}
     if compiles:
         for source in sources.values():
             translate(source)
