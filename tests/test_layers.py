@@ -1,6 +1,7 @@
 """Folders import only lower levels; training needs neither faiss nor ray."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ OURS = ("indexing", "retro", "pipelines")
 FILES = sorted(path for layer in OURS for path in (ROOT / layer).rglob("*.py"))
 
 
-def imports_of(path: Path, *, everywhere: bool) -> set[str]:
+@functools.cache
+def imports_of(path: Path, *, everywhere: bool) -> frozenset[str]:
     """Modules that a file imports: at its top level only, or everywhere."""
     tree = ast.parse(path.read_text())
     nodes = ast.walk(tree) if everywhere else tree.body
@@ -60,7 +62,7 @@ def imports_of(path: Path, *, everywhere: bool) -> set[str]:
             module = node.module or ""
             names = {f"{module}.{alias.name}" for alias in node.names}  # of a folder: its files
             found |= {name for name in names if (ROOT / (name.replace(".", "/") + ".py")).exists()} or {module}
-    return found
+    return frozenset(found)
 
 
 def level_of(path: Path) -> str | None:
