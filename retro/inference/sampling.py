@@ -105,7 +105,7 @@ def _drawn(
     """Sample from the `top_k` likeliest tokens of logits [rows, V]: int64 [rows]. All rows have a top-p, or none.
 
     The random number of each row is looked up in the cumulative sum of its probabilities. They are in order of size if top-k
-    or top-p needs this order, else in order of ids: sorting a vocabulary takes twenty times as long as the rest.
+    or top-p needs this order, else in order of ids: to sort 49,152 of them takes 4 ms, and the rest a tenth of that.
     """
     table = [(own.temperature, own.top_p, own.min_p) for own in settings]
     temperature, top_p, min_p = torch.tensor(table, dtype=torch.float64, device=logits.device)[..., None].unbind(1)
