@@ -192,6 +192,70 @@ def test_sampling_frequencies_match_the_probabilities(settings: dict, expected: 
     assert (shares[np.array(expected) == 0] == 0).all()
 
 
+def exact_probabilities(row: np.ndarray, settings: GenerationSettings) -> np.ndarray:
+    """Probabilities [V] of sampling a token, in float64 from all logits: top-k, then top-p and min-p; equal logits by id."""
+    logits = row.astype(np.float64) / settings.temperature
+    order = np.argsort(-logits, kind="stable")[: settings.top_k or None]
+    p = np.exp(logits[order] - logits[order[0]])
+    p /= p.sum()
+    kept = (np.cumsum(p) - p < settings.top_p) & (p >= settings.min_p * p[0])
+    drawn = np.zeros(len(row))
+    drawn[order] = np.where(kept, p, 0) / p[kept].sum()
+    return drawn
+
+
+SAMPLED = [
+    {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    for top_k in (0, 40)
+    for top_p in (1.0, 0.9, 0.3)
+    for min_p in (0.0, 0.05)
+    for temperature in (0.8, 1.5)
+]
+WIDTHS = {"flat": 0.001, "usual": 3.0, "peaked": 12.0}
+"""Standard deviations of logits. Top-p keeps most of a flat vocabulary."""
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("own", SAMPLED, ids=str)
+def test_each_token_is_sampled_by_the_share_of_random_numbers_that_is_its_probability(own: dict, width: float) -> None:
+    row = np.random.default_rng(1).normal(0, width, 200).astype(np.float32)
+    sampling, random = GenerationSettings(**own), (np.arange(4000) + 0.5) / 4000
+    logits = torch.from_numpy(row).expand(len(random), -1)
+    tokens = [token for token, _, _ in draw(logits, logits, [sampling] * len(random), random.tolist())]
+    expected = exact_probabilities(row, sampling)
+    counts = np.bincount(tokens, minlength=len(row))
+    assert (np.abs(counts - expected * len(random)) <= 1.01).all()
+    assert not counts[expected == 0].any()
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 0.25, 0.5, 0.9, 1 - 2**-53])
+def test_top_p_keeps_the_fewest_of_equally_likely_tokens_by_id(top_p: float) -> None:
+    logits, random = torch.zeros(1000, 16), np.linspace(0, 1, 1000).tolist()
+    drawn = draw(logits, logits, [GenerationSettings(temperature=1, top_k=0, top_p=top_p)] * 1000, random)
+    assert {token for token, _, _ in drawn} == set(range(max(1, round(np.ceil(16 * top_p)))))
+
+
+def test_a_row_gets_the_same_token_alone_and_among_rows_with_other_settings_and_logits() -> None:
+    rng = np.random.default_rng(2)
+    settings = [
+        GenerationSettings(),
+        GenerationSettings(temperature=0),
+        *(GenerationSettings(**own) for own in SAMPLED),
+    ]
+    widths = rng.choice(list(WIDTHS.values()), (len(settings), 1))
+    logits = torch.from_numpy(rng.normal(0, widths, (len(settings), 500)).astype(np.float32)).bfloat16().float()  # ties
+    masked = torch.arange(500) >= 480
+    for _ in range(10):
+        random = rng.random(len(settings), np.float32).tolist()
+        together = [token for token, *_ in draw(logits, logits, settings, random, masked)]
+        alone = [
+            draw(row[None], row[None], [own], [number], masked)[0][0]
+            for row, own, number in zip(logits, settings, random, strict=True)
+        ]
+        assert together == alone
+        assert max(together) < 480
+
+
 @pytest.mark.parametrize("temperature", [0, 1e-320, 1, 100])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_every_row_has_a_token_to_sample_whatever_its_logits(temperature: float, top_k: int) -> None:
