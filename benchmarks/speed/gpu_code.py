@@ -6,7 +6,7 @@
 
 A kernel with several loops must not read in one what an earlier one wrote: no barrier is between them, and Triton may give the loops
 other threads (pytorch/pytorch#190519; once an error of part B). `--compile` lets Triton translate every kernel for compute capability
-9.0, in the first of the configurations that it would try. Attention is one opaque operator here. OUTPUT has the code. It needs
+9.0, in the first of the configurations that it would try. OUTPUT has the code. It needs
 a PyTorch that is built for CUDA and its Triton; names inside Inductor are those of PyTorch 2.11. CHECKPOINT is the model that part C
 imports.
 """
@@ -30,12 +30,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from benchmarks import device_guard
 from benchmarks.common import add_cases, add_minutes, budget
 from benchmarks.deadline import Case, Figures, run_cases, selected
+from benchmarks.device_guard import guard_of_meta
 from benchmarks.speed.gpu_cross_attention import LAYERS
 from benchmarks.speed.gpu_run import config_of, decoder_of
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.device import Placement
+from retro.estimates.trace import fused_attention
 from retro.model import copy_matches, kernels
 from retro.model.inputs import Inputs
 from retro.model.presets import resolve
@@ -79,8 +82,8 @@ def training_step(settings: ModelSettings, rows: int, num_tokens: int) -> list[s
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch, "compile", partial(torch.compile, backend=backend)),
-            (F, "scaled_dot_product_attention", _attention),
-            (kernels, "_unfused", _attention),
+            (F, "scaled_dot_product_attention", fused_attention),
+            (kernels, "_unfused", fused_attention),
             (torch.nn.Module, "to", lambda self, *_: self),  # a fake tensor cannot be swapped
             (copy_matches, "_counted", torch.ops.retro.count_votes),  # as on a GPU
         ):
@@ -184,59 +187,6 @@ def _on_cuda(values: Any) -> Any:
     return tree_map(moved, values)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-torch.library.define("gpu_code::attention", "(Tensor q, Tensor k, Tensor v, Tensor? mask) -> (Tensor, Tensor)")
-torch.library.define(
-    "gpu_code::attention_backward",
-    "(Tensor dy, Tensor y, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? mask) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@torch.library.register_fake("gpu_code::attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows, heads, num_queries, _ = q.shape
-    y = q.new_empty(rows, num_queries, heads, v.shape[3]).transpose(1, 2)
-    return y, q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.register_fake("gpu_code::attention_backward")
-def _(dy: Tensor, y: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output, *inputs)
-
-
-def _attention_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return *torch.ops.gpu_code.attention_backward(dy, *ctx.saved_tensors), None
-
-
-torch.library.register_autograd("gpu_code::attention", _attention_backward, setup_context=_keep)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: Any = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    """`scaled_dot_product_attention` in 16 bits, as an operator that Inductor does not look into."""
-    if k.shape[1] < q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill(~attn_mask, -torch.inf)
-    if attn_mask is not None:
-        attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
-    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-    return torch.ops.gpu_code.attention(q, k, v, attn_mask)[0]
-
-
 # --- the device ------------------------------------------------------------------------------------------------------
 
 
@@ -278,23 +228,8 @@ def _as_on_an_h100() -> Iterator[None]:
         for owner, name, value in answers:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(inductor.patch(joint_graph_constant_folding=False, compile_threads=1))
-        stack.enter_context(_without_guard())
+        stack.enter_context(guard_of_meta(device_guard.CUDA))
         yield
-
-
-@contextlib.contextmanager
-def _without_guard() -> Iterator[None]:
-    """Let C++ switch to CUDA and back without any effect, as for `meta`."""
-    import ctypes
-
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 20).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    cuda, meta = 1, 14  # c10/core/DeviceType.h
-    before, guards[cuda] = guards[cuda], guards[meta]
-    try:
-        yield
-    finally:
-        guards[cuda] = before
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

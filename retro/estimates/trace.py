@@ -311,8 +311,8 @@ def _replaced(run: Pass) -> Iterator[None]:
         replaced += [
             (loss, "block_rows", lambda _, vocab_size: rows("cuda", vocab_size)),
             (kernels, "_has_flash_for_bounds", lambda _: True),
-            (kernels, "_unfused", _fused_attention),
-            (torch.nn.functional, "scaled_dot_product_attention", _fused_attention),
+            (kernels, "_unfused", fused_attention),
+            (torch.nn.functional, "scaled_dot_product_attention", fused_attention),
             (torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)),
         ]
     with contextlib.ExitStack() as stack:
@@ -321,7 +321,7 @@ def _replaced(run: Pass) -> Iterator[None]:
         yield
 
 
-def _fused_attention(
+def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

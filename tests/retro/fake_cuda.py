@@ -10,7 +10,6 @@ refuse an operation. A result whose shape depends on values (`nonzero`, boolean 
 """
 
 import contextlib
-import ctypes
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from benchmarks.device_guard import XLA, guard_of_meta
 
 CUDA = torch.device("cuda", 0)
 _SHOWN = torch.device("xla", 0)
@@ -89,20 +90,6 @@ def _device_for_c(args: Any) -> torch.device:
     return _SHOWN if device.type == "cuda" else device
 
 
-@contextlib.contextmanager
-def _guard_of_shown_device() -> Iterator[None]:
-    """Let C++ switch to the shown device and back without any effect, as for `meta`."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 20).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    xla, meta = 9, 14  # c10/core/DeviceType.h
-    before, guards[xla] = guards[xla], guards[meta]
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        guards[xla] = before
-
-
 def _move(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """`nn.Module.to`, which cannot exchange a real tensor for a fake one."""
     for module in self.modules():
@@ -127,7 +114,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
 
     state = torch.zeros(16, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_guard_of_shown_device())
+        stack.enter_context(guard_of_meta(XLA))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         replaced = {
             "is_available": True,
             "is_bf16_supported": True,
