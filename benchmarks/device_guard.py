@@ -1,4 +1,4 @@
-"""Fake tensors on a device that PyTorch has no driver or no build for: what C++ does to switch to it. Used by tests too."""
+"""Device guards of PyTorch's C++ code, for fake tensors on a device that this machine lacks. Benchmarks and tests use them."""
 
 import contextlib
 import ctypes

@@ -4,11 +4,10 @@
 
     model and batch as fake tensors ─ Dynamo, AOTAutograd ─► graphs ─ device becomes CUDA ─ Inductor ─► Triton kernels ─► checks
 
-A kernel with several loops must not read in one what an earlier one wrote: no barrier is between them, and Triton may give the loops
-other threads (pytorch/pytorch#190519; once an error of part B). `--compile` lets Triton translate every kernel for compute capability
-9.0, in the first of the configurations that it would try. OUTPUT has the code. It needs
-a PyTorch that is built for CUDA and its Triton; names inside Inductor are those of PyTorch 2.11. CHECKPOINT is the model that part C
-imports.
+A loop of a kernel must not read what an earlier loop wrote: there is no barrier between them, and Triton may distribute them over threads
+differently (pytorch/pytorch#190519). This was an error of part B. `--compile` lets Triton translate every kernel for compute capability
+9.0, in its first configuration. OUTPUT is the folder of the code. CHECKPOINT is the model that part C imports. The benchmark needs a
+PyTorch that is built for CUDA, with its Triton. It uses names inside Inductor, those of PyTorch 2.11.
 """
 
 import argparse
