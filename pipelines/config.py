@@ -20,7 +20,7 @@ from retro.adapters.settings import LoraSettings, check_trained
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.parallel.settings import ParallelSettings
 from retro.training.run_settings import RunSettings
 from retro.training.settings import TrainSettings

@@ -17,7 +17,7 @@ from torch import nn
 
 from indexing.machine import Precision, has_bfloat16, keep_freed_memory, resolve
 from indexing.store.errors import InputError
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 
 log = logging.getLogger("retro")
 

@@ -37,7 +37,7 @@ from pipelines.stages.table import build
 from retro.data.settings import DataSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import (
+from retro.model_settings import (
     NO_COPY_HEAD,
     AttentionSettings,
     CopyHeadSettings,
@@ -257,7 +257,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every prompt have earned trust in retrieval, also from gates that copy without a match."""
-    monkeypatch.setattr("retro.inference.copy_votes.CopyVotes.trust", lambda *_: (0.97, 0.01, 0.01, 0.01))
+    monkeypatch.setattr("retro.copying.step_votes.StepVotes.trust", lambda *_: (0.97, 0.01, 0.01, 0.01))
 
 
 @pytest.fixture(autouse=True)

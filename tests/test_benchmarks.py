@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import Budget
 from benchmarks.deadline import Case, Figures, run_cases
 from benchmarks.speed import gpu, gpu_code
-from retro.model.loss import _compiled_logit_gradients
+from retro.batch.loss import _compiled_logit_gradients
 from tests.conftest import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]

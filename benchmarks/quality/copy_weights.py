@@ -1,8 +1,8 @@
-"""Fit the weights that every copy head begins with, `retro/model/copy_weights.json`, to several models and their training text.
+"""Fit the weights that every copy head begins with, `retro/copying/weights.json`, to several models and their training text.
 
     retro import MODEL --output base.safetensors
     retro index CONFIG                                        # once for each datastore, with its votes
-    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/model/copy_weights.json
+    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/copying/weights.json
 
 One set of networks for all of them, so that it fits other text and other models. Models that have read little text teach it that an unsure model
 gains more from a copy. Sources are left out at random, token by token, since not every model has all of them. No held-out document is
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from benchmarks.common import Budget, add_minutes, add_precision, budget, placement, say
 from indexing.store.datastore import Datastore
+from retro.batch.loss import TokenLosses
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.copying.head import STEP, CopyHead
+from retro.copying.network_file import write_networks
+from retro.copying.sources import SOURCES
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
-from retro.model.copy_head import SOURCES, STEP, CopyHead
-from retro.model.loss import TokenLosses
-from retro.model.network_file import write_networks
-from retro.model.settings import CopyHeadSettings, updated
+from retro.model_settings import updated
 from retro.training.fitted_copy_head import SPAN, TokensToFit, joined, read_batches, tokens_to_fit
 
+NAMES = [source.name for source in SOURCES]
 LEFT_OUT = 0.25
 """Chance that a source is left out for a token."""
 BATCH_TOKENS = 4096
@@ -39,14 +41,14 @@ def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budg
     datastore, place, checkpoint = Datastore.open(folder), placement(options.precision), open_checkpoint(base)
     changes = {"chunk_length": datastore.chunk_length}
     model = load_model(replace(checkpoint, model=updated(checkpoint.model, changes)), place.device).eval()
-    model.settings = updated(model.settings, {f"copy_head.{name}": True for name in SOURCES})
-    model.copy_head = CopyHead(model.settings.copy_head, datastore.chunk_length)  # its weights do not matter
+    model.settings = updated(model.settings, {f"copy_head.{name}": True for name in NAMES})
+    model.copy_head = CopyHead(NAMES, datastore.chunk_length)  # its weights do not matter
     place.cast(model)
     data = DataSettings(datastores=(folder,), sequence_length=SPAN, k=options.k)
     source = TrainingData(data.datastores, data, retrieval=True, votes=True)
     parts = list[TokensToFit]()
     for batch in limit.each(list(read_batches(source, options.tokens // SPAN, place)), "sequence"):
-        part, _ = tokens_to_fit(model, batch, place, SOURCES) or (None, None)
+        part, _ = tokens_to_fit(model, batch, place, NAMES) or (None, None)
         parts += [] if part is None else [part]
     say(f"{folder.name}: {sum(part.vocabulary.nats.numel() for part in parts):,} tokens")
     return parts
@@ -55,7 +57,7 @@ def tokens_of(base: Path, folder: Path, options: argparse.Namespace, limit: Budg
 def some(tokens: TokensToFit, rows: Tensor, left_out: float) -> TokensToFit:
     """Some of the tokens, without some of their sources."""
     evidence = tokens.evidence[:, rows]
-    kept = torch.rand(1, len(rows), len(SOURCES), 1, 1) >= left_out
+    kept = torch.rand(1, len(rows), len(NAMES), 1, 1) >= left_out
     return TokensToFit(TokenLosses(*(part[:, rows] for part in tokens.vocabulary)), evidence * kept)
 
 
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         parts = tokens_of(Path(base), Path(folder), options, limit.share(len(pairs) - number))
         fitted += [part for number, part in enumerate(parts) if number % 5]
         checked += parts[::5]
-    head = CopyHead(CopyHeadSettings(context=True, neighbors=True, datastore=True), 1)
+    head = CopyHead(NAMES, 1)
     checks = joined(checked)
     off, loss = float(checks.vocabulary.nats.mean()), fit(head, joined(fitted), checks, options.steps)
     say(f"loss {loss:.4f}, OFF {off:.4f}")

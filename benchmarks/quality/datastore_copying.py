@@ -30,7 +30,11 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.suffixes.order import LONGEST
 from pipelines.cli.results import Table
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
+from retro.copying.datastore import DatastoreVotes
+from retro.copying.head import CopyHead
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
@@ -42,12 +46,8 @@ from retro.evaluation.leakage import LongestMatches
 from retro.evaluation.sets import EvaluationSet
 from retro.inference.language_model import LanguageModel
 from retro.inference.verbatim_runs import open_sorted_prefixes
-from retro.model.copy_head import CopyHead
-from retro.model.copy_sources import DatastoreVotes
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.fitted_copy_head import SPAN, fit_copy_head, read_batches
 
 WINDOW = 1024
@@ -124,7 +124,7 @@ def held_out_windows(
 def with_head(model: Retro, names: Sequence[str], trained: CopyHead | None = None) -> Retro:
     """The model with these sources. They have the weights of a trained copy head as far as it has them, otherwise the initial ones."""
     settings = updated(model.settings, {f"copy_head.{name}": name in names for name in ALL})
-    head = CopyHead(settings.copy_head, settings.chunk_length)
+    head = CopyHead(names, settings.chunk_length)
     head.initialize()
     for name in names:
         if (own := getattr(trained, name, None)) is not None:

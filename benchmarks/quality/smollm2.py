@@ -31,6 +31,7 @@ from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement
@@ -40,7 +41,6 @@ from retro.evaluation.leakage import by_leakage, leakage_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.inference.language_model import LanguageModel
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 
 WINDOW = 1024

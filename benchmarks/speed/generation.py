@@ -28,15 +28,15 @@ import torch
 from benchmarks.common import Budget, add_cases, add_minutes, add_precision, budget, say, seconds, write
 from benchmarks.speed.training import SMALL, their_model
 from indexing.retrieval.retriever import Retriever
+from retro.copying.rows import RetrieveNeighbors
 from retro.device import Placement, Precision, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
 from retro.inference.packed_weights import pack
-from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 THEIRS = "retro-pytorch 0.3.9"
 K = 2

@@ -32,15 +32,15 @@ from indexing.index.faiss_gpu import num_gpus, on_cpu, on_gpus
 from indexing.index.product_search import ProductIndex
 from indexing.store.sharded_array import ShardedArray
 from pipelines.terminal.units import human_bytes
+from retro.batch.masks import document_mask
 from retro.estimates.flops import measured_flops, peak_flops, training_flops
 from retro.estimates.trace import Pass
 from retro.estimates.training_memory import memory_of
 from retro.inference.decoder import Decoder
 from retro.model.kernels import Bounds, dot_product_attention, self_attention_mask
-from retro.model.masks import document_mask
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, AttentionSettings, updated
+from retro.model_settings import NO_COPY_HEAD, AttentionSettings, updated
 from retro.parallel.settings import ALONE
 
 TESTS = Path(__file__).parents[2] / "tests"

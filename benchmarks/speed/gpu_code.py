@@ -35,14 +35,14 @@ from benchmarks.deadline import Case, Figures, run_cases, selected
 from benchmarks.device_guard import guard_of_meta
 from benchmarks.speed.gpu_cross_attention import LAYERS
 from benchmarks.speed.gpu_run import config_of, decoder_of
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import open_checkpoint
+from retro.copying import kernels, matches
 from retro.device import Placement
 from retro.estimates.trace import fused_attention
-from retro.model import copy_matches, kernels
-from retro.model.inputs import Inputs
 from retro.model.presets import resolve
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
+from retro.model_settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
@@ -84,7 +84,7 @@ def training_step(settings: ModelSettings, rows: int, num_tokens: int) -> list[s
             (F, "scaled_dot_product_attention", fused_attention),
             (kernels, "_unfused", fused_attention),
             (torch.nn.Module, "to", lambda self, *_: self),  # a fake tensor cannot be swapped
-            (copy_matches, "_counted", torch.ops.retro.count_votes),  # as on a GPU
+            (matches, "_counted", torch.ops.retro.count_votes),  # as on a GPU
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_as_on_an_h100())

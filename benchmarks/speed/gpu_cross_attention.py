@@ -29,6 +29,8 @@ from indexing.store.retrieval_set import RetrievalSet
 from indexing.tokenization.settings import TokenizerSettings
 from pipelines.config import Config
 from pipelines.terminal.logger import setup_logging
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors
@@ -38,11 +40,9 @@ from retro.data.windows import ScoringWindow, window_batches
 from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, compare
 from retro.evaluation.sets import EvaluationSet
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.presets import resolve
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
+from retro.model_settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
 from retro.training.fitted_copy_head import fit_copy_head, read_batches
 from retro.training.settings import TrainSettings
 from retro.training.trainer import train

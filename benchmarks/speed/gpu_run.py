@@ -42,7 +42,7 @@ from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.presets import resolve
-from retro.model.settings import CopyHeadSettings, ModelSettings, updated
+from retro.model_settings import CopyHeadSettings, ModelSettings, updated
 from retro.training.settings import TrainSettings
 from retro.training.trainer import train
 

@@ -23,9 +23,8 @@ from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.results import Table
+from retro.copying.head import CopyHead
 from retro.huggingface import DatastoreLogitsProcessor
-from retro.model.copy_head import CopyHead
-from retro.model.settings import CopyHeadSettings
 
 FIRST = 32
 """Tokens of a text before the first one that is measured."""
@@ -48,7 +47,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def costs(folder: Path, rows: int, options: argparse.Namespace) -> dict[str, float]:
     """CPU microseconds for a row: medians over the tokens of a text."""
     datastore, suffixes = Datastore.open(folder), SuffixIndex.open(folder)
-    head = CopyHead(CopyHeadSettings(context=False, neighbors=False, datastore=True), datastore.chunk_length)
+    head = CopyHead(("datastore",), datastore.chunk_length)
     head.initialize()
     tokenizer = Tokenizer.open(folder / "tokenizer")
     processor = DatastoreLogitsProcessor(head, suffixes, tokenizer, None)

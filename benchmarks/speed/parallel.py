@@ -41,11 +41,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import add_minutes, add_precision, agreed, budget, placement, say, seconds, write
 from benchmarks.speed.traffic import Communication
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.device import Placement
-from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import NO_COPY_HEAD, ModelSettings, updated
+from retro.model_settings import NO_COPY_HEAD, ModelSettings, updated
 from retro.parallel.coordination import joined
 from retro.parallel.forward_backward import DistributedModel, WholeModel, all_parameters
 from retro.parallel.gradient_norms import local

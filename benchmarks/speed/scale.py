@@ -51,7 +51,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from retro.data.settings import DataSettings
 from retro.model.presets import PRESETS
-from retro.model.settings import NO_COPY_HEAD
+from retro.model_settings import NO_COPY_HEAD
 from retro.training.settings import TrainSettings
 
 STAGES = {

@@ -30,14 +30,14 @@ import torch
 
 from benchmarks.common import Budget, add_cases, add_minutes, add_precision, budget, placement, say, seconds, write
 from indexing.machine import keep_freed_memory
+from retro.batch.inputs import Inputs
 from retro.data.batches import TrainingData
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, peak_flops
-from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS, count_parameters
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings
+from retro.model_settings import AttentionSettings, EncoderSettings, ModelSettings
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE

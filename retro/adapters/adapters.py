@@ -14,12 +14,16 @@ from torch import nn
 
 from indexing.store.errors import InputError
 from retro.adapters.prefix import PREFIX
-from retro.adapters.settings import RETRIEVAL, LoraSettings, Weights
+from retro.adapters.settings import LoraSettings, Weights
+from retro.copying.sources import SOURCES
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings
 
 log = logging.getLogger("retro")
+
+RETRIEVAL = ("encoder.", "cross.", *(f"copy_head.{source.name}." for source in SOURCES if source.of_retrieval))
+"""Prefixes of the names of parameters that a baseline lacks: encoder, chunked cross-attention, and what retrieval copies from."""
 
 
 def peft() -> Any:

@@ -6,8 +6,8 @@ from retro.model.layer_pass import LayerPass
 from retro.model.positions import positions_of
 from retro.model.reader import StoredKeysValues
 from retro.model.retro import Retro
-from retro.model.settings import updated
 from retro.model.shapes import shapes_only
+from retro.model_settings import updated
 
 PREFIX = ".prefix."
 """Part of the names of a prefix's parameters: `attention.0.block.prefix.keys.weight` [G, P, C]."""

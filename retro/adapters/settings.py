@@ -10,9 +10,6 @@ from indexing.store.settings import settings
 
 Weights = Literal["all", "retrieval", "none"]
 
-RETRIEVAL = ("encoder.", "cross.", "copy_head.neighbors.", "copy_head.datastore.")
-"""Prefixes of parameter names in encoder, chunked cross-attention and copying from neighbors, which a baseline lacks."""
-
 
 @settings
 class LoraSettings:

@@ -11,7 +11,7 @@ the networks of its copy head alone (`network_file.py`), with the name of the mo
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ from retro.checkpoints.checkpoint import (
     of_state,
     open_checkpoint,
 )
+from retro.copying.head import CopyHead, open_networks
+from retro.copying.model import CopyingModel
+from retro.copying.network_file import ACCEPTED, SUFFIX, write_networks
+from retro.copying.sources import SOURCES
+from retro.copying.transformers_model import TransformersModel
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.copy_head import SOURCES, CopyHead, open_networks
-from retro.model.copying_model import CopyingModel
 from retro.model.datastore_fit import check_tokens
-from retro.model.network_file import ACCEPTED, SUFFIX, write_networks
-from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
-from retro.model.transformers_model import TransformersModel
+from retro.model_settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings, RetrievalSettings, updated
 
 GGUF = ".gguf"
 _CONFIG = "config.json"
@@ -80,7 +81,7 @@ def load_scorer(checkpoint: Checkpoint, placement: Placement) -> CopyingModel:
         return load_model(checkpoint, placement.device)
     with during("loading the weights of %s", checkpoint.of_transformers["path"]):
         decoder = _load_decoder(checkpoint, placement)
-    head = CopyHead(checkpoint.model.copy_head, checkpoint.model.chunk_length)
+    head = CopyHead(checkpoint.model.copy_head.names, checkpoint.model.chunk_length)
     head.initialize()
     if checkpoint.weights:
         head.load_state_dict(open_networks(checkpoint.path).weights)
@@ -160,7 +161,7 @@ def _fitted(file: Path) -> Checkpoint:
     parts = {name: _section(file, about, name, kinds) for name, kinds in _SECTIONS.items()}
     decoder, datastore = parts["model"], parts["datastore"]
     sources = {name.partition(".")[0] for name in weights}
-    model = _settings(decoder["vocab_size"], datastore["chunk_length"], {name: name in sources for name in SOURCES})
+    model = _settings(decoder["vocab_size"], datastore["chunk_length"], sources)
     data = DataSettings(datastores=(datastore["path"],), **parts["data"])
     known = {
         "datastores": [datastore["fingerprint"]],
@@ -198,19 +199,19 @@ def _reference(path: Path) -> Checkpoint:
     text = config.get_text_config()
     length = min(getattr(text, "max_position_embeddings", None) or LONGEST_CONTEXT, LONGEST_CONTEXT)
     # A chunk length of 1 until a datastore is known: `for_datastore`.
-    model = _settings(text.vocab_size, 1, {"context": False, "neighbors": True, "datastore": True})
+    model = _settings(text.vocab_size, 1, [source.name for source in SOURCES if source.of_retrieval])
     of_transformers = {"path": str(path.resolve() if path.exists() else path), "family": config.model_type}
     identity = fingerprint([of_transformers, config.to_dict(), _sizes(path)])
     return _checkpoint(path, model, DataSettings(sequence_length=length), of_transformers, identity, {"datastores": []})
 
 
-def _settings(vocab_size: int, chunk_length: int, sources: Mapping[str, bool]) -> ModelSettings:
-    """Settings of a decoder that only copies."""
+def _settings(vocab_size: int, chunk_length: int, names: Collection[str]) -> ModelSettings:
+    """Settings of a decoder that only copies, from the sources with these names."""
     return ModelSettings(
         vocab_size=vocab_size,
         chunk_length=chunk_length,
         retrieval=RetrievalSettings(cca_layers=()),
-        copy_head=CopyHeadSettings(**sources),
+        copy_head=CopyHeadSettings(**{source.name: source.name in names for source in SOURCES}),
     )
 
 

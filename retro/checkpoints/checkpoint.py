@@ -33,12 +33,12 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
-from retro.model.copy_head import open_networks
+from retro.copying.head import open_networks
+from retro.copying.network_file import SUFFIX
 from retro.model.datastore_fit import ADVICE, check_fits
-from retro.model.network_file import SUFFIX
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, from_json
 from retro.model.shapes import shapes_only
+from retro.model_settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 
 FORMAT_VERSION = 2

@@ -21,8 +21,8 @@ from indexing.store.errors import InputError
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
 from retro.model.shapes import shapes_only
+from retro.model_settings import ModelSettings
 
 _PADDING = 1024  # more than the unused rows of any published model's tables
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata

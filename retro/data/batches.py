@@ -21,11 +21,11 @@ from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
 from indexing.suffixes.votes import COLUMNS, as_columns, read_votes, require_votes, within_limit
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
 

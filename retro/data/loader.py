@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from retro.batch.inputs import Inputs
 from retro.data.batches import readers_first
 from retro.device import Placement
-from retro.model.inputs import Inputs
 
 
 class BatchSource(Protocol):

@@ -8,10 +8,10 @@ import numpy as np
 
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.batches import join, read_sequences
 from retro.data.neighbor_choice import NeighborUse
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from indexing.machine import has_bfloat16
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.device import Placement
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 # Dense matrix products in bfloat16 or float16 with float32 accumulation, in TFLOPS from the data sheets, by the name that CUDA
 # reports. Other GPUs (a laptop's, a MIG slice) are measured, since similar names differ by up to a half.

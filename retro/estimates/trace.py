@@ -22,11 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from retro.batch import loss
+from retro.batch.inputs import Inputs
 from retro.device import Placement
-from retro.model import kernels, loss
-from retro.model.inputs import Inputs
+from retro.model import kernels
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.parallel import forward_backward
 from retro.parallel.data_parallel import matrices
 from retro.parallel.distribute import checkpoint_activations

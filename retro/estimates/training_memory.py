@@ -16,8 +16,8 @@ import torch
 from indexing.store.errors import InputError
 from retro.estimates.trace import Pass, trace
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
 from retro.model.shapes import shapes_only
+from retro.model_settings import ModelSettings, updated
 from retro.parallel.data_parallel import matrices
 from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
 

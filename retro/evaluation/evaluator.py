@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from indexing.progress import Advance, Progress, percentage
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
+from retro.copying.model import CopyingModel
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.windows import ScoringWindow, document_windows, window_batches
@@ -26,10 +29,7 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import SetResult, TokenScores, mode_of
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.copying_model import CopyingModel
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 # Windows that are sorted by length together: little padding, and memory that does not grow with the evaluation set.
 _BUFFERED_WINDOWS = 512

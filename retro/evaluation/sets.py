@@ -24,7 +24,7 @@ from indexing.store.retrieval_set import check_tokenizer
 from indexing.suffixes.votes import require_votes
 from indexing.tokenization.metadata import read_meta, read_token_bytes
 from retro.model.datastore_fit import check_fits
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 log = logging.getLogger("retro")
 

@@ -12,6 +12,10 @@ import torch
 from indexing.store.datastore import Split
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from retro.batch.inputs import Inputs
+from retro.copying.datastore import DATASTORE
+from retro.copying.model import CopyingModel
+from retro.copying.neighbors import NEIGHBORS
 from retro.data.batches import read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse, Queries, choose_neighbors
@@ -19,8 +23,6 @@ from retro.device import Placement
 from retro.evaluation.bits_per_byte import TokenScores
 from retro.evaluation.sets import EvaluationSet
 from retro.inference.scoring import origins_of
-from retro.model.copying_model import CopyingModel
-from retro.model.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,20 @@ def score_passage(
     start = (chunk - first) * m
     predicted = slice(start - 1, start + length - 1)  # where the chunk's tokens are predicted
     read, lengths = batch.neighbors[0, -2], batch.neighbor_lengths[0, -2]
-    as_array = {name: table[0, predicted].cpu().numpy() for name, table in origins._asdict().items()}
+    copied, from_datastore, numbers, positions = (
+        table[0, predicted].cpu().numpy()
+        for table in (origins.of(NEIGHBORS), origins.of(DATASTORE), origins.neighbors, origins.positions)
+    )
     return Passage(
         chunk=chunk,
         before=batch.tokens[0, :start],
         tokens=batch.tokens[0, start : start + length],
         off=-off[0, predicted].double().cpu().numpy() / np.log(2),
         on=-on[0, predicted].double().cpu().numpy() / np.log(2),
-        copied=as_array["share"],
-        neighbors=as_array["neighbors"],
-        positions=as_array["positions"],
-        from_datastore=as_array["datastore"],
+        copied=copied,
+        neighbors=numbers,
+        positions=positions,
+        from_datastore=from_datastore,
         neighbor_ids=choose_neighbors(split, retrieval, _query(batch, chunk - 1, m), NeighborUse(k))[0],
         neighbor_tokens=[tokens[:count] for tokens, count in zip(read, lengths, strict=True)],
     )

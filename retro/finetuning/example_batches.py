@@ -16,12 +16,12 @@ import numpy as np
 
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.batches import drop_neighbors
 from retro.data.sample_order import permuted
 from retro.data.settings import DataSettings
 from retro.finetuning.prepared_examples import Prepared
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
 

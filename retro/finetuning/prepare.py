@@ -29,12 +29,12 @@ from indexing.store.files import checksum, read_json, save_array, write_json
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.language import Language, language_of
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.batch.loss import IGNORED_LABEL
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
 from retro.evaluation.question_sets import Question, read_numbered_questions
 from retro.finetuning.conversations import read_conversations
 from retro.finetuning.settings import FinetuneSettings
 from retro.inference.chat_template import ChatTemplate, Conversation, Written, read_template
-from retro.model.loss import IGNORED_LABEL
 
 log = logging.getLogger("retro")
 

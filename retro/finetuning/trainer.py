@@ -20,6 +20,8 @@ from indexing.progress import Advance
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
@@ -28,8 +30,6 @@ from retro.finetuning.prepare import preparation
 from retro.finetuning.settings import FinetuneSettings
 from retro.inference.chat_template import read_template
 from retro.model.datastore_fit import fit_to
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.coordination import on_first, open_group
 from retro.training.run_settings import RunSettings

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.huggingface.import_folder import ImportedDecoder
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
 

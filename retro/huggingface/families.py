@@ -13,11 +13,11 @@ Defaults are those of its configuration classes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from indexing.store.errors import InputError
 from retro.huggingface.config_json import Config
-from retro.model.settings import Activation, ModelSettings, flatten, keys_without_effect, updated
+from retro.model_settings import Activation, ModelSettings, SourceName, flatten, keys_without_effect, updated
 
 _GELUS: dict[str, Activation] = {
     "gelu_new": "gelu-tanh",
@@ -58,9 +58,7 @@ def settings_of(config: Config, chunk_length: int) -> tuple[str, ModelSettings, 
         "scaled_embeddings": False,
         "retrieval.positions": "rope",
         "retrieval.cca_layers": (),
-        "copy_head.context": False,
-        "copy_head.neighbors": False,
-        "copy_head.datastore": False,
+        **{f"copy_head.{name}": False for name in get_args(SourceName)},
         "chunk_length": chunk_length,
     }
     try:

@@ -35,8 +35,8 @@ from retro.huggingface.config_json import Config
 from retro.huggingface.families import settings_of
 from retro.huggingface.tensor_names import NAMES, Names
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
 from retro.model.shapes import shapes_only
+from retro.model_settings import ModelSettings
 from retro.training.settings import TrainSettings
 
 WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"

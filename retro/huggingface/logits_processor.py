@@ -5,7 +5,7 @@
 
     input_ids of a step ─► texts without padding ─► votes of the datastore ─┐
     scores of a step ───────────────────────────────────────────────────────┴─► `CopyHead.mix` ─► log-probabilities
-    a new prompt ─► one pass of the model ─► trust in copying (`copy_switch.py`)
+    a new prompt ─► one pass of the model ─► trust in copying (`retro/copying/switch.py`)
 
 The networks of the copy head read the model's probabilities and counts of votes, and nothing inside of the model. So one set fits every
 architecture, quantization and device (`docs/explanation/copy-head.md`).
@@ -28,17 +28,16 @@ from indexing.store.errors import InputError
 from indexing.store.remote import datastore_name
 from indexing.suffixes.search import SHORTEST_RUN, SuffixIndex, trace
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.inference.copy_votes import CopyVotes
-from retro.inference.rows import Row, find_neighbors
+from retro.batch.inputs import Inputs
+from retro.batch.loss import TokenLosses
+from retro.copying.head import CopyHead, open_networks
+from retro.copying.model import mixed
+from retro.copying.rows import Row, find_neighbors
+from retro.copying.step_votes import StepVotes
+from retro.copying.switch import START
+from retro.copying.transformers_model import losses_of_logits
 from retro.inference.verbatim_runs import open_sorted_prefixes
-from retro.model.copy_head import CopyHead, open_networks
-from retro.model.copy_switch import START
-from retro.model.copying_model import mixed
 from retro.model.datastore_fit import check_tokens
-from retro.model.inputs import Inputs
-from retro.model.loss import TokenLosses
-from retro.model.settings import CopyHeadSettings
-from retro.model.transformers_model import losses_of_logits
 
 LONGEST_PROMPT = 2048
 """Tokens at the end of a prompt that decide how much is copied after it."""
@@ -94,7 +93,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         self.copy_strength = copy_strength
         self._head, self._suffixes, self._tokenizer, self._pad_id = head.eval(), suffixes, tokenizer, pad_id
         self._model, self._retriever, self._k = model, retriever, k
-        self._votes: CopyVotes | None = None
+        self._votes: StepVotes | None = None
         self._device: torch.device | None = None
         self._texts, self._ids = list[_Read](), np.zeros((0, 0), np.int64)
 
@@ -262,10 +261,10 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         """Trust in copying after a prompt int64 [t], from the model's losses [1, t] of the tokens after each one; the last does not count."""
         return self._votes_on(vocabulary.nats.device).trust(self.row(tokens), vocabulary)
 
-    def _votes_on(self, device: torch.device) -> CopyVotes:
+    def _votes_on(self, device: torch.device) -> StepVotes:
         """The votes, with the networks on a device."""
         if self._votes is None or device != self._device:
-            self._votes, self._device = CopyVotes(self._head.to(device), device, self._suffixes), device
+            self._votes, self._device = StepVotes(self._head.to(device), device, self._suffixes), device
         return self._votes
 
     def _runs(self, tokens: np.ndarray, prompt: int, padding: int, least: int) -> Iterator[CopiedRun]:
@@ -280,8 +279,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
 def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:
     """A copy head for the sources of a processor: with the networks of a file, or those that fit other text."""
-    settings = CopyHeadSettings(context=False, neighbors=k > 0, datastore=True)
-    head = CopyHead(settings, int(datastore.manifest["chunk_length"]))
+    head = CopyHead(("neighbors", "datastore") if k else ("datastore",), int(datastore.manifest["chunk_length"]))
     head.initialize()
     if networks:
         stored = open_networks(Path(networks)).weights

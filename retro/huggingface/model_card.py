@@ -6,8 +6,8 @@ from typing import Any
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
 from retro.model.shapes import shapes_only
+from retro.model_settings import ModelSettings
 from retro.training.run_folder import read_metrics
 
 _HEADER = """---

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from retro.batch.inputs import Inputs
+from retro.copying.rows import Row
 from retro.device import Placement
 from retro.huggingface.retrieval import RetrieveNeighbors, open_retrieval
 from retro.inference.decoder import Decoder
-from retro.inference.rows import Row
-from retro.model.inputs import Inputs
 from retro.model.mixture_of_experts import routing_loss
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, from_json
+from retro.model_settings import ModelSettings, from_json
 
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """How this version of transformers names a cache: `cache` from 5.24 on."""

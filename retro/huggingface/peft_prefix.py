@@ -24,7 +24,7 @@ from retro.huggingface.export import check_new
 from retro.huggingface.import_folder import ImportedDecoder, check_finite, read_base
 from retro.model.positions import rotate
 from retro.model.reader import rotation_at
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 
 CONFIG, WEIGHTS, _TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 

@@ -16,7 +16,7 @@ import numpy as np
 from indexing.retrieval.retriever import Retriever
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.model.datastore_fit import check_fits
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 TOKEN_VARIABLE = "RETRO_TOKEN"
 _SECONDS = 120

@@ -28,8 +28,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Versio
 
 from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
-from retro.model.copy_switch import START
-from retro.model.loss import TokenLosses
+from retro.batch.loss import TokenLosses
+from retro.copying.switch import START
 
 if TYPE_CHECKING:  # it imports transformers, for which engines without a datastore would wait
     from retro.huggingface.logits_processor import DatastoreLogitsProcessor

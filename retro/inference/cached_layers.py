@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retro.batch.masks import neighbor_mask, visible
+from retro.copying.rows import Row
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import Row
 from retro.model.attention import Attention
 from retro.model.layer_pass import LayerPass
-from retro.model.masks import neighbor_mask, visible
 from retro.model.positions import (
     AlibiPositions,
     NoPositions,

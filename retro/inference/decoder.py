@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retro.batch.loss import token_losses
+from retro.copying.provenance import CopiedFrom
+from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore, find_neighbors
+from retro.copying.step_votes import StepVotes
 from retro.device import Placement
 from retro.inference.cache import Cache
 from retro.inference.cached_layers import CachedLayers, Span
-from retro.inference.copy_votes import CopyVotes
 from retro.inference.drafts import LONGEST_DRAFT, draft_costs
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore, find_neighbors
-from retro.inference.sources import CopiedFrom
-from retro.model.loss import token_losses
 from retro.model.retro import Retro
 
 WINDOW_TOKENS = 512
@@ -88,7 +88,7 @@ class Decoder:
         self.layers = CachedLayers(model, placement, context, neighbor_cache or NeighborCache(model, 0))
         device = model.embedding.weight.device
         self.draft_costs = draft_costs(model)
-        self.votes = None if model.copy_head is None else CopyVotes(model.copy_head, device, datastore)
+        self.votes = None if model.copy_head is None else StepVotes(model.copy_head, device, datastore)
         self.rows: list[Row] = []
 
     def empty(self) -> "Decoder":
@@ -242,7 +242,7 @@ class Decoder:
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
     ) -> list[CopiedFrom | None]:
-        """Find what the next tokens of rows of the last step were copied from; see `CopyVotes.copied_from`."""
+        """Find what the next tokens of rows of the last step were copied from; see `StepVotes.copied_from`."""
         if self.votes is None:
             return [None] * len(tokens)
         return self.votes.copied_from(rows, indices, tokens, log_probabilities)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retro.inference.rows import WholeDatastore
+from retro.copying.rows import WholeDatastore
 from retro.model.retro import Retro
 
 LONGEST_DRAFT = 8

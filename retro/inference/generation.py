@@ -23,12 +23,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom
+from retro.copying.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import Account, Match, draft
-from retro.inference.rows import RetrieveNeighbors, Row, WholeDatastore
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
-from retro.inference.sources import ChunkWithNeighbors, CopiedFrom
 from retro.inference.text_stream import Decode, TextStream
 
 log = logging.getLogger("retro")

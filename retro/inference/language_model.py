@@ -19,16 +19,16 @@ from indexing.tokenization.installation import open_huggingface
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.checkpoints.any_model import for_datastore, load_scorer, open_model
 from retro.checkpoints.checkpoint import Checkpoint, scores_only
+from retro.copying.model import CopyingModel
+from retro.copying.rows import RetrieveNeighbors
 from retro.device import Placement, choose_inference_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.neighbor_cache import NeighborCache
 from retro.inference.packed_weights import pack
-from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import ScoredSequence, Scores, Window, score_windows, to_score
 from retro.inference.settings import GenerationSettings
 from retro.inference.verbatim_runs import open_sorted_prefixes
-from retro.model.copying_model import CopyingModel
 from retro.model.retro import Retro
 
 NEIGHBOR_CACHE_BYTES = 2**30

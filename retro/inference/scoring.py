@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL, TokenLosses
+from retro.copying.head import Origins
+from retro.copying.model import CopyingModel
+from retro.copying.neighbors import NEIGHBORS
+from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom, Neighbors
+from retro.copying.rows import RetrieveNeighbors, WholeDatastore
+from retro.copying.sources import SOURCES
 from retro.data.windows import sliding_windows
 from retro.device import Placement
 from retro.inference.neighbor_cache import NeighborCache
-from retro.inference.rows import RetrieveNeighbors, WholeDatastore
 from retro.inference.sampling import without
-from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
-from retro.model.copy_head import Origins
-from retro.model.copying_model import CopyingModel
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, TokenLosses
 
 # Limits of a batch: its tokens, padding included, and the tokens of its neighbors.
 _BATCH_TOKENS = 8192
@@ -180,8 +182,7 @@ def origins_of(
     """Where the labels were copied from, with what `CopyingModel.scored` returned: nowhere without a copy head."""
     if model.copy_head is None or inputs.neighbors is None:
         none = torch.full_like(inputs.labels, -1)
-        nothing = torch.zeros_like(losses)
-        return Origins(nothing, none, none, none, nothing)
+        return Origins(losses.new_zeros(*losses.shape, len(SOURCES)), none, none, none)
     sources, neighbor_length = model.copy_sources(inputs), inputs.neighbors.shape[3]
     return model.copy_head.origins(vocabulary.log_top, inputs.labels, losses, sources, neighbor_length, trust)
 
@@ -219,7 +220,7 @@ def _read(chunks: np.ndarray, neighbors: Neighbors) -> list[ChunkWithNeighbors]:
 
 def _copied(origins: Origins, row: int, scored: slice, first: int, m: int) -> list[CopiedFrom | None]:
     """Return where the tokens of a row were copied from; `first` is the number of the first one in its sequence."""
-    columns = (table[row, scored].tolist() for table in (origins.share, origins.neighbors, origins.positions))
+    columns = (table[row, scored].tolist() for table in (origins.of(NEIGHBORS), origins.neighbors, origins.positions))
     return [
         CopiedFrom(share, token // m - 1, neighbor, position) if neighbor >= 0 else None
         for token, (share, neighbor, position) in enumerate(zip(*columns, strict=True), start=first)

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from indexing.retrieval.results import Hit
 from indexing.retrieval.retriever import Retriever
+from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
-from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.spans import ChunkTexts, characters
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
 

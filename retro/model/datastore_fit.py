@@ -7,7 +7,7 @@ from typing import Any
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 ADVICE = "Name a datastore built with the model's tokenizer and chunk length."
 

@@ -5,12 +5,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
+from retro.batch.masks import some_key
 from retro.model.attention import Attention
 from retro.model.feed_forward import FEED_FORWARD
-from retro.model.masks import some_key
 from retro.model.positions import positions_of
 from retro.model.residual_block import Residual, rms_norm
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 
 class Encoder(nn.Module):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retro.model.masks import document_mask, document_starts, visible
-from retro.model.settings import AttentionSettings
+from retro.batch.masks import document_mask, document_starts, visible
+from retro.model_settings import AttentionSettings
 
 # --- which tokens of packed documents a query may read ---------------------------------------------------------------
 

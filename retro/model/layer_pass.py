@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from retro.batch.inputs import Inputs
+from retro.batch.masks import document_positions, document_starts, neighbor_mask
 from retro.model.attention import LayerCache
-from retro.model.inputs import Inputs
 from retro.model.kernels import Bounds, self_attention_mask
-from retro.model.masks import document_positions, document_starts, neighbor_mask
 from retro.model.mixture_of_experts import Queues, queues_of
 from retro.model.positions import Positions, RopePositions, positions_of
 from retro.model.reader import CachedNeighbors, PackedNeighbors, neighbors_to_read, rotation_at
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 
 class CrossReads(Protocol):

@@ -32,7 +32,7 @@ from torch.distributed import _functional_collectives as collectives
 from indexing.store.errors import InputError
 from retro.model.feed_forward import FEED_FORWARD
 from retro.model.kernels import product_dtype
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retro.model.settings import RopeSettings
+from retro.model_settings import RopeSettings
 
 
 class RopePositions(NamedTuple):

@@ -1,14 +1,17 @@
 """Sizes of models by name: the paper's four (table 10) and three for a CPU. Sizes of retrieval for a trained decoder, and of a
 baseline with as many parameters as a RETRO."""
 
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
 from indexing.store.errors import InputError
+from retro.copying.sources import SOURCES
 from retro.model.mixture_of_experts import ExpertLinear
 from retro.model.retro import Retro
-from retro.model.settings import (
+from retro.model.shapes import shapes_only
+from retro.model_settings import (
     AttentionSettings,
     CopyHeadSettings,
     EncoderSettings,
@@ -18,7 +21,6 @@ from retro.model.settings import (
     keys_with,
     updated,
 )
-from retro.model.shapes import shapes_only
 
 
 def _preset(
@@ -106,12 +108,8 @@ def _with_copy_head(settings: ModelSettings, *, copies: bool) -> ModelSettings:
     """Decide `copy_head.neighbors`, by default as `copies`, and its other sources, by default as `neighbors`."""
     head = settings.copy_head
     neighbors = copies if head.neighbors is None else head.neighbors
-    context = neighbors if head.context is None else head.context
-    datastore = neighbors if head.datastore is None else head.datastore
-    return updated(
-        settings,
-        {"copy_head.context": context, "copy_head.neighbors": neighbors, "copy_head.datastore": datastore},
-    )
+    chosen = {name: neighbors if value is None else value for name, value in asdict(head).items()}
+    return updated(settings, {f"copy_head.{name}": value for name, value in chosen.items()})
 
 
 def _check_unset(settings: ModelSettings, preset: ModelSettings, decided: set[str]) -> None:
@@ -165,13 +163,8 @@ def baseline_of(settings: ModelSettings) -> ModelSettings:
     It keeps the copying from its own context.
     """
     settings = resolve(settings)
-    without = {
-        "retrieval.reader": "",
-        "retrieval.cca_layers": (),
-        "copy_head.neighbors": False,
-        "copy_head.datastore": False,
-    }
-    plain = updated(settings, without)
+    of_retrieval = {f"copy_head.{source.name}": False for source in SOURCES if source.of_retrieval}
+    plain = updated(settings, {"retrieval.reader": "", "retrieval.cca_layers": (), **of_retrieval})
     surplus = _size(settings) - _size(plain)
     num_blocks = settings.num_layers + len(settings.expert_layers) * (settings.experts.num_experts - 1)
     matrices = 3 if settings.activation == "swiglu" else 2

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retro.batch.inputs import Inputs
+from retro.batch.masks import document_positions, neighbor_mask, some_key, visible
+from retro.copying.matches import Windows
 from retro.model.attention import Attention
-from retro.model.copy_matches import Windows
-from retro.model.inputs import Inputs
 from retro.model.kernels import dot_product_attention, dot_product_attention_with_lse
-from retro.model.masks import document_positions, neighbor_mask, some_key, visible
 from retro.model.positions import Positions, RopePositions, rotate, waves
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 
 class ReadNeighbors(NamedTuple):

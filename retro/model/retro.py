@@ -29,20 +29,20 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
+from retro.batch.loss import TokenLosses, token_losses
+from retro.batch.masks import document_positions, some_key
+from retro.copying.head import CopyHead
+from retro.copying.model import CopyingModel
 from retro.model.attention import Attention, PerHead
-from retro.model.copy_head import CopyHead
-from retro.model.copying_model import CopyingModel
 from retro.model.encoder import Encoder
 from retro.model.feed_forward import FEED_FORWARD, affine, linear
-from retro.model.inputs import Inputs
 from retro.model.layer_pass import CrossReads, LayerPass
-from retro.model.loss import TokenLosses, token_losses
-from retro.model.masks import document_positions, some_key
 from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
 from retro.model.reader import PackedNeighbors, ReadingAttention, StoredKeysValues, neighbor_positions, neighbor_window
 from retro.model.residual_block import NORMS, Residual, rms_norm
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
 
@@ -230,9 +230,8 @@ class Retro(CopyingModel):
             self.encoder = Encoder(settings)
         self.norm = _norm(settings)
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
-        copies = settings.copy_head
-        has_sources = copies.context or copies.neighbors or copies.datastore
-        self.copy_head = CopyHead(copies, settings.chunk_length) if has_sources else None
+        names = settings.copy_head.names
+        self.copy_head = CopyHead(names, settings.chunk_length) if names else None
         self.packed_output: Any = None  # a faster product with `output_weight`, from `inference/packed_weights.py`
         self.initialize()
 

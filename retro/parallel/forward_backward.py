@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from retro.batch.inputs import Inputs
+from retro.batch.loss import summed_loss, without_ignored
 from retro.device import Placement
-from retro.model.inputs import Inputs
-from retro.model.loss import summed_loss, without_ignored
 from retro.model.mixture_of_experts import ROUTING, routing_loss
 from retro.model.retro import Retro
 from retro.parallel.data_parallel import reshard, sync_gradients, unshard

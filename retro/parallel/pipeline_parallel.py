@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from retro.batch.inputs import Inputs
+from retro.copying.matches import MATCH_LENGTHS
+from retro.copying.sources import SOURCES
 from retro.device import Placement
-from retro.model.copy_head import SOURCES
-from retro.model.copy_matches import MATCH_LENGTHS
-from retro.model.inputs import Inputs
 from retro.model.mixture_of_experts import ROUTING
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.parallel.data_parallel import reshard, unshard
 from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import StepContext, all_parameters, gradients, local_rows, part_of_loss
@@ -257,9 +257,7 @@ class Pipeline:
         encoded = []
         if inputs.neighbors is not None:
             encoded = [of(rows, *inputs.neighbors.shape[1:], settings.encoder.d_model)]
-        head = settings.copy_head
-        reads_votes = head.datastore and inputs.votes is not None
-        copies = head.context or (head.neighbors and inputs.retrieves) or reads_votes
+        copies = any(source.name in settings.copy_head.names and source.is_present(inputs) for source in SOURCES)
         evidence = [of(rows, num_tokens, len(SOURCES), len(MATCH_LENGTHS), 4)] if copies and stage.is_last else []
         routing = [of(rows, len(ROUTING))]
         received = (h, *encoded * receives_encoded, *routing * stage.receives_routing)

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from indexing.store.errors import InputError
 from indexing.store.settings import settings
-from retro.model.settings import ModelSettings, flatten, updated
+from retro.model_settings import ModelSettings, flatten, updated
 
 Checkpointing = Literal["none", "selective", "full"]
 

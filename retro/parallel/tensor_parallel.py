@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from retro.batch.inputs import Inputs
+from retro.batch.loss import TokenLosses, token_losses
 from retro.model.attention import Attention, PerHead
-from retro.model.inputs import Inputs
-from retro.model.loss import TokenLosses, token_losses
 from retro.model.retro import ChunkedCrossAttention, Retro
 
 

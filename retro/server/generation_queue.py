@@ -20,9 +20,9 @@ from itertools import groupby
 
 import numpy as np
 
+from retro.copying.rows import RetrieveNeighbors
 from retro.inference.generation import Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
-from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import GenerationSettings
 from retro.server.batching import call_on_loops
 from retro.server.errors import ApiError, time_limit_error

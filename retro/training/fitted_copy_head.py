@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +27,20 @@ from indexing.store.errors import InputError
 from indexing.store.remote import absolute
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.suffixes.votes import require_votes
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL, TokenLosses
 from retro.checkpoints.any_model import for_datastore, load_scorer, without_copying, write_fitted
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import exported, write_exported
+from retro.copying.head import STEP, CopyHead
+from retro.copying.model import CopyingModel
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource, as_tensors
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.copy_head import SOURCES, STEP, CopyHead
-from retro.model.copying_model import CopyingModel
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, TokenLosses
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, SourceName, updated
 
 log = logging.getLogger("retro")
-
-SourceName = Literal["context", "neighbors", "datastore"]
 
 SPAN = 256
 """Tokens of a sequence that `add_retrieval` reads: 6,000 tokens in sequences of 256 instead of 1,024 are of four times as many documents,
@@ -144,7 +142,7 @@ def _counted(batches: Iterable[Inputs], num_tokens: int, advance: Advance) -> It
 
 def _sources_to_add(checkpoint: Checkpoint, datastore: Datastore, names: Sequence[SourceName]) -> list[SourceName]:
     """The sources to add. Raises InputError if the model has one of `names`, or all that it could get."""
-    has = {name for name, value in asdict(checkpoint.model.copy_head).items() if value}
+    has = checkpoint.model.copy_head.names
     usual: list[SourceName] = ["neighbors", "datastore"] if datastore.has("votes") else ["neighbors"]
     chosen = list(dict.fromkeys(names)) or [name for name in usual if name not in has]
     if twice := [name for name in chosen or ["neighbors"] if name in has]:
@@ -178,7 +176,7 @@ def _settings(base: ModelSettings, chunk_length: int, names: Sequence[SourceName
 
 def _with_copy_head(model: CopyingModel, settings: ModelSettings, device: torch.device) -> CopyingModel:
     """The model with a copy head of these settings. Sources that it has keep their weights."""
-    head = CopyHead(settings.copy_head, settings.chunk_length)
+    head = CopyHead(settings.copy_head.names, settings.chunk_length)
     head.initialize()
     if model.copy_head is not None:
         head.load_state_dict(model.copy_head.state_dict(), strict=False)
@@ -301,7 +299,7 @@ def tokens_to_fit(
         if off is None:  # the same activations
             off, _ = model.with_copying(vocabulary, batch.off())
     evidence = head.evidence(sources, batch.labels)
-    present = (evidence[:, :, [SOURCES.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
+    present = (evidence[:, :, [head.index(name) for name in names], :, 0] > 0).any(-1).any(-1)
     counted = (batch.labels != IGNORED_LABEL) & present
     nats, log_top, known, off = (part[counted].cpu() for part in (*vocabulary, evidence, off))
     return TokensToFit(TokenLosses(nats[None], log_top[None]), known[None]), off

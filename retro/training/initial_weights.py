@@ -7,13 +7,13 @@ are left out), and each from its own kind, with other data or settings. LoRA and
 import logging
 
 from indexing.store.errors import InputError
-from retro.adapters.adapters import add_adapter, is_lora, stored_name
+from retro.adapters.adapters import RETRIEVAL, add_adapter, is_lora, stored_name
 from retro.adapters.prefix import PREFIX, initialize_prefix
-from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings, Weights
+from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.tensor_files import fill, index
 from retro.model.retro import Retro
-from retro.model.settings import flatten, keys_with, keys_without_effect
+from retro.model_settings import flatten, keys_with, keys_without_effect
 
 log = logging.getLogger("retro")
 

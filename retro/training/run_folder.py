@@ -13,7 +13,7 @@ from indexing.store.artifact import verify
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json
 from retro.checkpoints import checkpoint as checkpoints
-from retro.model.settings import as_json
+from retro.model_settings import as_json
 from retro.training.optimizer import learning_rate
 from retro.training.settings import TrainSettings
 

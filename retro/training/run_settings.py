@@ -10,7 +10,7 @@ from indexing.store.remote import absolute
 from retro.adapters.settings import NO_LORA, LoraSettings, check_trained
 from retro.data.settings import DataSettings
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.parallel.settings import ALONE, ParallelSettings
 from retro.training.settings import TrainSettings
 

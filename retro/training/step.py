@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from indexing.splitmix64 import mix
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.device import Placement, random_state, restore_random_state, start_copy
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import routing_metrics
 from retro.model.retro import Retro
 from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters

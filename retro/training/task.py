@@ -7,13 +7,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from retro.batch.inputs import Inputs
 from retro.data.batches import TrainingData
 from retro.data.loader import BatchSource
 from retro.device import Placement
 from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import open_sets
 from retro.model.datastore_fit import fit_to
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from retro.training.run_settings import RunSettings
 

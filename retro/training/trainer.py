@@ -28,16 +28,16 @@ from torch import Tensor
 from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
 from retro.adapters.adapters import check_parallel, describe, train_only
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.data.loader import load
 from retro.device import choose_training_placement
-from retro.model.inputs import Inputs
 from retro.model.presets import count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, from_json
+from retro.model_settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first, open_group
 from retro.parallel.process_mesh import Processes
 from retro.training.initial_weights import load_initial_adapter, load_initial_weights

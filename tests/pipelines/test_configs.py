@@ -7,7 +7,7 @@ import pytest
 from pipelines.cli.settings.load import load
 from pipelines.config import Config
 from retro.model.presets import resolve
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,13 +11,13 @@ from hypothesis import settings
 from torch import Tensor
 
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL, summed_loss
+from retro.copying.rows import RetrieveNeighbors, Row
 from retro.device import Placement, choose_placement
 from retro.inference.decoder import Decoder
-from retro.inference.rows import RetrieveNeighbors, Row
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, summed_loss
 from retro.model.retro import Retro
-from retro.model.settings import (
+from retro.model_settings import (
     NO_COPY_HEAD,
     AttentionSettings,
     EncoderSettings,

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from indexing.index.product_search import ProductIndex
 from retro.adapters.adapters import train_only
 from retro.adapters.settings import Weights
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.device import Placement, choose_placement
 from retro.model import kernels
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes

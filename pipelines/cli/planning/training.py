@@ -24,7 +24,7 @@ from pipelines.terminal.output import aligned
 from pipelines.terminal.units import human_bytes, human_count, long_time
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights, with_lora
 from retro.data.settings import DataSettings
-from retro.model.settings import ModelSettings, from_json
+from retro.model_settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
 
 if TYPE_CHECKING:

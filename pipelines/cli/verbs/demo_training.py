@@ -37,7 +37,7 @@ from pipelines.terminal.progress import progress
 from pipelines.terminal.units import counted
 from retro.data.neighbor_choice import NeighborUse
 from retro.evaluation.settings import EvaluationSettings
-from retro.model.settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings, updated
+from retro.model_settings import AttentionSettings, CopyHeadSettings, EncoderSettings, RetrievalSettings, updated
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
@@ -88,7 +88,7 @@ def _config(options: DemoOptions) -> Config:
     from indexing.neighbors.settings import NeighborSettings
     from indexing.tokenization.settings import TokenizerSettings
     from retro.data.settings import DataSettings
-    from retro.model.settings import ModelSettings
+    from retro.model_settings import ModelSettings
     from retro.training.settings import TrainSettings
 
     out = options.output

@@ -9,7 +9,7 @@ from retro.evaluation.bits_per_byte import mode_of
 from retro.evaluation.perplexity import Row
 from retro.evaluation.retrieval_metrics import RetrievalResult
 from retro.evaluation.settings import LEAST_DOCUMENTS
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 
 _MANY_DOCUMENTS = 50
 

@@ -19,6 +19,7 @@ from pipelines.launch.in_process import Learning, finetune_quietly, run_training
 from pipelines.terminal.output import echo, grouped
 from pipelines.terminal.progress import progress
 from pipelines.terminal.units import human_bytes
+from retro.model_settings import SourceName
 
 log = logging.getLogger("retro")
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".onnx", ".pt", ".pth"}  # formats of other programs
@@ -86,7 +87,7 @@ class AddRetrievalOptions:
     """Neighbors of each chunk in these passes. The file can be used with any number."""
     tokens: PositiveInt = 20_000
     """Number of tokens of training text to read."""
-    sources: tuple[Literal["context", "neighbors", "datastore"], ...] = ()
+    sources: tuple[SourceName, ...] = ()
     """Sources of the copy head: `neighbors`, the whole `datastore` (its stage `votes`), and the own `context`. Empty: neighbors,
     and the whole datastore if it has votes."""
     device: str = "auto"

@@ -22,7 +22,7 @@ from pipelines.cli.settings.load import leaf_types
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.terminal.silence import silence
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.model.settings import CopyHeadSettings, RetrievalSettings
+from retro.model_settings import CopyHeadSettings, RetrievalSettings
 from tests.conftest import tiny_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -30,8 +30,8 @@ from indexing.store.datastore import Datastore
 from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
-from retro.model.inputs import Inputs
 from retro.parallel.forward_backward import WholeModel
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train

@@ -23,13 +23,13 @@ from pipelines.cli.main import main
 from pipelines.config import Config
 from pipelines.stages import corpus as corpus_stage
 from pipelines.stages.table import _remove_from
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.batches import TrainingData, read_sequences
 from retro.data.loader import as_tensors
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.data.windows import document_windows
 from retro.evaluation.sets import EvaluationSet
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.server.app import make_app
 from retro.server.examples import held_out_passages

@@ -30,7 +30,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings
 from pipelines.stages import embed
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from tests.conftest import (
     ARTIFACTS,
     at_operation,

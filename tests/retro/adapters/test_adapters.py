@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.adapters.adapters import add_adapter, check_parallel, is_adapter, matrices, merge, train_only
-from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings, check_trained, with_lora
-from retro.model.inputs import Inputs
+from retro.adapters.adapters import RETRIEVAL, add_adapter, check_parallel, is_adapter, matrices, merge, train_only
+from retro.adapters.settings import NO_LORA, LoraSettings, check_trained, with_lora
+from retro.batch.inputs import Inputs
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
 from retro.parallel.settings import ParallelSettings

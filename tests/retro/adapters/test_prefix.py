@@ -9,9 +9,9 @@ from torch import Tensor
 from indexing.store.errors import InputError
 from retro.adapters.adapters import train_only
 from retro.adapters.prefix import PREFIX, initialize_prefix
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, updated
+from retro.model_settings import AttentionSettings, updated
 from tests.retro.small_model import DOCUMENTS, READERS, SCHEMES, B, M, T, V, batch, build, inputs, logits, loss_of
 
 P = 4

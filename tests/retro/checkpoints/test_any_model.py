@@ -15,14 +15,14 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.cli.main import main
+from retro.batch.inputs import Inputs
 from retro.checkpoints import any_model
 from retro.checkpoints.any_model import for_datastore, is_of_transformers, load_scorer, open_model
 from retro.checkpoints.single_file import exported, write_exported
+from retro.copying.head import open_networks
+from retro.copying.network_file import write_networks
 from retro.device import Placement
 from retro.inference.language_model import LanguageModel
-from retro.model.copy_head import open_networks
-from retro.model.inputs import Inputs
-from retro.model.network_file import write_networks
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
 
 pytest.importorskip("transformers")

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.checkpoint import TensorFiles
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, ModelSettings, RetrievalSettings
+from retro.model_settings import AttentionSettings, ModelSettings, RetrievalSettings
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 

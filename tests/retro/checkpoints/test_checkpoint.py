@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import single_file
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
-from retro.model.inputs import Inputs
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 

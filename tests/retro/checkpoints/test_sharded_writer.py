@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints import sharded_writer as parts
 from retro.checkpoints import training_state
 from retro.checkpoints.background_saver import Saver
 from retro.checkpoints.single_file import export
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.parallel.coordination import on_all, on_first, open_group
 from retro.training.initial_weights import load_initial_weights
 from retro.training.optimizer import make_optimizer

@@ -10,12 +10,12 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.data.windows import document_windows, window_batches
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from indexing.store.datastore import Datastore
+from retro.batch.inputs import Inputs
 from retro.data.batches import TrainingData
 from retro.data.loader import as_tensors, load
 from retro.data.settings import DataSettings
 from retro.device import Placement
-from retro.model.inputs import Inputs
 
 SETTINGS = DataSettings(sequence_length=32, k=2)
 WHOLE = range(3)

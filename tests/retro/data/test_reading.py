@@ -13,11 +13,11 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from indexing.store.retrieval_set import RetrievalSet
 from pipelines.config import Config
+from retro.batch.inputs import Inputs
 from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.settings import DataSettings
 from retro.data.windows import document_windows, window_batches
-from retro.model.inputs import Inputs
 from tests.conftest import build_local, tiny_config, write_corpus
 
 WAYS = ({"reading": "pread"}, {"materialized": True}, {"reading": "pread", "materialized": True})

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from retro.batch.inputs import Inputs
 from retro.device import Placement
-from retro.model.inputs import Inputs
 from retro.model.presets import resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE
 from retro.training.optimizer import make_optimizer

@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from retro.adapters.adapters import train_only
+from retro.batch.inputs import Inputs
 from retro.device import Placement
 from retro.estimates.flops import forward_flops, measured_flops, peak_flops, training_flops
-from retro.model.inputs import Inputs
 from retro.model.presets import PRESETS
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
+from retro.model_settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 
 SETTINGS = ModelSettings(
     vocab_size=50,

@@ -10,7 +10,7 @@ from retro.estimates import trace as trace_module
 from retro.estimates.trace import Pass, Storages, Trace, trace
 from retro.estimates.training_memory import memory_of
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.parallel import forward_backward
 from retro.parallel.distribute import checkpoint_activations
 from retro.parallel.settings import ALONE, Checkpointing

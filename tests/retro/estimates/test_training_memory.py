@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.estimates.trace import Pass
 from retro.estimates.training_memory import Memory, memory_of, parameter_units, sent_bytes, state_bytes
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.parallel.data_parallel import matrices
 from retro.parallel.pipeline_parallel import Stage
 from retro.parallel.process_mesh import Processes

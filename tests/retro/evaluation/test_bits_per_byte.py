@@ -17,6 +17,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.metadata import read_meta
 from indexing.tokenization.settings import TokenizerSettings
+from retro.batch.inputs import Inputs
 from retro.data.neighbor_choice import NeighborUse
 from retro.data.windows import document_windows
 from retro.device import choose_placement
@@ -26,7 +27,6 @@ from retro.evaluation.evaluator import Evaluator
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.conftest import build_local, tiny_config
 from tests.indexing.corpus.reading import to_tokens

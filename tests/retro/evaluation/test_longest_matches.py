@@ -20,7 +20,7 @@ from retro.evaluation.leakage import LongestMatches, longest_matches
 from retro.evaluation.sets import EvaluationSet
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from tests.conftest import tiny_config
 from tests.retro.evaluation.test_bits_per_byte import evaluator_of
 

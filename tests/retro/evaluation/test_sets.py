@@ -15,7 +15,7 @@ from retro.evaluation.sets import EvaluationSet, open_sets, parse_set, short_nam
 from retro.evaluation.settings import EvaluationSettings
 from retro.model.datastore_fit import fit_to
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.task import DocumentTask
 from retro.training.trainer import Outcome, train
 from tests.conftest import change_tokenizer, tiny_config

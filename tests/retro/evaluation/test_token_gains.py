@@ -11,7 +11,7 @@ from retro.evaluation.bits_per_byte import TokenScores
 from retro.evaluation.sets import EvaluationSet
 from retro.evaluation.token_gains import chunks_by_gain, score_passage
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from tests.retro.evaluation.test_bits_per_byte import FLOAT32, evaluator_of
 
 

@@ -14,6 +14,8 @@ from indexing.retrieval.search import ChunkSearch
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.data.loader import as_tensors
 from retro.data.settings import DataSettings
 from retro.device import choose_placement
@@ -25,8 +27,6 @@ from retro.finetuning.prepare import prepare
 from retro.finetuning.prepared_examples import Prepared
 from retro.finetuning.settings import FinetuneSettings
 from retro.finetuning.trainer import answer_loss
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from tests.conftest import contents
 from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines

@@ -24,7 +24,7 @@ from retro.inference.chat_template import ChatTemplate, Message
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, generate
 from retro.inference.settings import GenerationSettings
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
 from tests.retro.finetuning.examples import INSTRUCTIONS, run, with_finetune, write_lines

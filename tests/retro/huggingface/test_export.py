@@ -12,12 +12,12 @@ from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.settings import TokenizerSettings
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.huggingface.export import as_family, export_folder
 from retro.huggingface.model_card import model_card
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.run_folder import read_metrics
 from tests.retro.huggingface.conftest import DIFFICULT, PROMPTS
 from tests.retro.huggingface.small_bases import make, save

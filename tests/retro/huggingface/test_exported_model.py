@@ -18,6 +18,7 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.metadata import MODEL
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.device import choose_placement
@@ -26,9 +27,8 @@ from retro.huggingface.import_folder import tokenizer_size
 from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import from_json
+from retro.model_settings import from_json
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from tests.retro.huggingface.conftest import DIFFICULT, PROMPTS

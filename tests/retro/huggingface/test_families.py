@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.checkpoints.tensor_files import save_tensors
 from retro.device import choose_placement
 from retro.huggingface.config_json import Config
 from retro.huggingface.families import config_of, settings_of
 from retro.huggingface.import_folder import read_base
 from retro.huggingface.tensor_names import NAMES
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from tests.retro.huggingface.small_bases import BASES, LONGEST, V, make, save, transformers_logits
 from tests.retro.small_model import Together
 

@@ -12,11 +12,11 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.cli.main import main
 from retro.checkpoints.tensor_files import save_tensors
+from retro.copying.head import initial_weights, open_networks
+from retro.copying.network_file import write_networks
 from retro.huggingface import DatastoreLogitsProcessor
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.model.copy_head import initial_weights, open_networks
-from retro.model.network_file import write_networks
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
 
 pytest.importorskip("transformers")

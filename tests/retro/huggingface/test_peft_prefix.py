@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipelines.cli.main import main
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import write_exported
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.huggingface.peft_prefix import CONFIG, WEIGHTS
-from retro.model.inputs import Inputs
 from tests.retro.huggingface.small_bases import V, make, save, transformers_logits
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

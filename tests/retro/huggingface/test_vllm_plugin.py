@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.model.copy_switch import START
+from retro.copying.switch import START
 
 NAME = "retro.huggingface.vllm_processor"
 BASES = ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor")

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retro.copying.rows import RetrieveNeighbors
 from retro.device import choose_placement
 from retro.inference import decoder as decoding
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, Continuation, GeneratedToken, generate
-from retro.inference.rows import RetrieveNeighbors
 from retro.inference.settings import BOUNDS, GenerationSettings
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever

@@ -9,10 +9,10 @@ import torch
 from indexing.store.datastore import Datastore
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES, as_columns, read_votes
+from retro.copying.rows import WholeDatastore
 from retro.inference.decoder import Decoder
 from retro.inference.drafts import draft
 from retro.inference.generation import Batch, generate
-from retro.inference.rows import WholeDatastore
 from retro.inference.settings import GenerationSettings
 from tests.retro.inference.test_decoder import FLOAT32, retriever, uncached
 from tests.retro.small_model import M, Together, V, build

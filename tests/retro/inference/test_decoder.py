@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
+from retro.copying.rows import RetrieveNeighbors
+from retro.copying.switch import START
 from retro.device import Placement, choose_placement
 from retro.inference import cache
 from retro.inference.cache import KEY_STEP
 from retro.inference.decoder import Decoder
-from retro.inference.rows import RetrieveNeighbors
 from retro.model import attention
-from retro.model.copy_switch import START
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.small_model import (
     READERS,

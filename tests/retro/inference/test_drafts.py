@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retro.copying.rows import Row
 from retro.device import choose_placement
 from retro.inference import decoder as decoding
 from retro.inference.decoder import DRAFTED_TOKENS, Decoder
@@ -24,7 +25,6 @@ from retro.inference.drafts import (
     match_in_text,
 )
 from retro.inference.generation import Batch, GeneratedToken, generate
-from retro.inference.rows import Row
 from retro.inference.settings import GenerationSettings
 from retro.model.retro import Retro
 from tests.retro.inference.test_batch import SEARCHES, SETTINGS, check_equal, decode

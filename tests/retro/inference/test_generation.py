@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
 from retro.device import choose_placement
 from retro.inference.decoder import Decoder
 from retro.inference.generation import Batch, GeneratedToken, generate
 from retro.inference.sampling import draw, with_penalties
 from retro.inference.settings import GenerationSettings
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
+from retro.model_settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings
 
 M = 4
 FLOAT32 = choose_placement("cpu", "float32")

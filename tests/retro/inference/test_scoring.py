@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
+from retro.batch.inputs import Inputs
+from retro.copying.rows import RetrieveNeighbors
 from retro.device import Placement, choose_placement
 from retro.inference import scoring
-from retro.inference.rows import RetrieveNeighbors
 from retro.inference.scoring import Scores, score_windows, to_score
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
 from tests.retro.inference.test_decoder import retriever, rows
 from tests.retro.small_model import M, V, cached_model, every_scheme_and_reader

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from indexing.store.datastore import Datastore
+from retro.copying.provenance import ChunkWithNeighbors
 from retro.device import choose_placement
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
 from retro.inference.source_texts import Copy, Sources, joined
-from retro.inference.sources import ChunkWithNeighbors
 
 K, M = 3, 16
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from retro.batch.masks import some_key
 from retro.device import choose_placement
 from retro.model.attention import Attention
 from retro.model.kernels import Bounds, self_attention_mask
-from retro.model.masks import some_key
 from retro.model.positions import positions_of
-from retro.model.settings import AttentionSettings, PositionScheme
+from retro.model_settings import AttentionSettings, PositionScheme
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest relative distance by dtype: rounding adds up over projections, scores and sums."""

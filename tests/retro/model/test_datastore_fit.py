@@ -5,7 +5,7 @@ import pytest
 from indexing.store.errors import InputError
 from retro.model.datastore_fit import check_fits, fit_to
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, ModelSettings
+from retro.model_settings import AttentionSettings, ModelSettings
 
 MANIFEST = {"vocab_size": 50, "chunk_length": 16, "pad_id": 3}
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retro.batch.masks import document_mask, some_key
 from retro.device import choose_placement
 from retro.model import kernels
 from retro.model.kernels import Bounds, document_bounds, dot_product_attention, self_attention_mask
-from retro.model.masks import document_mask, some_key
-from retro.model.settings import AttentionSettings
+from retro.model_settings import AttentionSettings
 from tests.retro.fake_cuda import CUDA, fake_cuda
 from tests.retro.small_model import SETTINGS, M, T, batch, build, loss_of
 from tests.retro.varlen_loops import varlen_on_cpu as varlen_on_cpu  # a fixture

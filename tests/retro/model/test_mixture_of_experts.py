@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from indexing.store.errors import InputError
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 from retro.model.mixture_of_experts import (
     ROUTING,
     ExpertLinear,
@@ -23,7 +23,7 @@ from retro.model.mixture_of_experts import (
     share_experts,
 )
 from retro.model.retro import ModelSettings, Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.optimizer import make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, B, M, T, U, batch, build, inputs, plain_loss, split_batch, step_of

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from indexing.store.errors import InputError
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.model.retro import Retro
-from retro.model.settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
+from retro.model_settings import AttentionSettings, EncoderSettings, ModelSettings, RetrievalSettings, updated
 from tests.retro.small_model import (
     DOCUMENTS,
     SETTINGS,

@@ -10,7 +10,7 @@ import torch
 from indexing.store.errors import InputError
 from retro.model.presets import PRESETS, baseline_of, count_active_parameters, count_parameters, resolve
 from retro.model.retro import Retro
-from retro.model.settings import (
+from retro.model_settings import (
     NO_COPY_HEAD,
     AttentionSettings,
     CopyHeadSettings,

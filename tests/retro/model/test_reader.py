@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 from retro.model.presets import baseline_of, resolve
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, RetrievalSettings, updated
+from retro.model_settings import ModelSettings, RetrievalSettings, updated
 from retro.parallel.settings import check_reader, divided
 from tests.retro.small_model import (
     DOCUMENTS,

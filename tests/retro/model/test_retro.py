@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 from tests.retro.small_model import (
     DOCUMENTS,
     B,

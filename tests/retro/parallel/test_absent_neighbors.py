@@ -19,7 +19,7 @@ from retro.data.loader import load
 from retro.data.settings import DataSettings
 from retro.device import Placement
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.parallel.forward_backward import WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ParallelSettings

@@ -27,13 +27,13 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from retro.adapters.settings import NO_LORA, LoraSettings, Weights
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.checkpoints.checkpoint import finished
 from retro.device import choose_placement
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.mixture_of_experts import Experts
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.parallel.data_parallel import matrices
 from retro.parallel.distribute import distribute
 from retro.parallel.forward_backward import DistributedModel, StepContext, WholeModel, all_parameters

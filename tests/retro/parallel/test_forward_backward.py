@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from retro.batch.inputs import Inputs
 from retro.device import choose_placement
-from retro.model.inputs import Inputs
 from retro.parallel.forward_backward import StepContext, WholeModel
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from retro.batch.inputs import Inputs
 from retro.device import choose_placement
-from retro.model.inputs import Inputs
 from retro.parallel.data_parallel import share_data
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import ALONE, ParallelSettings

@@ -9,7 +9,7 @@ from indexing.retrieval.retriever import Retriever
 from retro.inference.language_model import LanguageModel
 from retro.inference.neighbor_cache import NeighborCache
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.server.app import make_app
 from retro.server.settings import ServeSettings
 from tests.retro.server.conftest import TEXT

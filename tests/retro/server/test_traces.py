@@ -17,14 +17,13 @@ from indexing.retrieval.retriever import Retriever
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.files import read_json, write_checked
 from indexing.suffixes.search import SHORTEST_RUN, Match, Place, Run, SuffixIndex, trace
+from retro.copying.head import CopyHead
+from retro.copying.matches import MATCH_LENGTHS
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.source_texts import joined
 from retro.inference.spans import ChunkTexts
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, TracedDatastore, traced_datastores
-from retro.model.copy_head import CopyHead
-from retro.model.copy_matches import MATCH_LENGTHS
-from retro.model.settings import CopyHeadSettings
 from retro.server import schemas, trace_api
 from retro.server.app import make_app
 from retro.server.service import Service
@@ -288,7 +287,7 @@ def copying(
     language_model = LanguageModel.open(tiny_run, retriever, "cpu")
     model = language_model.model
     assert model.copy_head is not None
-    source = CopyHead(CopyHeadSettings(datastore=True), 1).datastore
+    source = CopyHead(("datastore",), 1).datastore
     assert source is not None
     source.outer_bias.data.copy_(
         100.0 * torch.arange(1, 1 + len(MATCH_LENGTHS))

@@ -14,14 +14,14 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.suffixes.votes import as_columns, read_votes
 from pipelines.config import Config
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import Checkpoint, load_model, open_checkpoint
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.fitted_copy_head import CopyFit, add_retrieval
 from retro.training.run_folder import read_metrics
 from retro.training.trainer import train

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
 from retro.device import choose_placement
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
 from retro.model.retro import Retro
 from retro.training.fitted_copy_head import _PULL, fit_copy_head
 from tests.retro.small_model import B, M, T, U, V, build

@@ -10,12 +10,12 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from pipelines.config import Config
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
-from retro.model.inputs import Inputs
 from retro.model.retro import Retro
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.initial_weights import load_initial_weights
 from retro.training.trainer import train
 from tests.conftest import tiny_config

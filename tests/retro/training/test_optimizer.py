@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from retro.model.retro import Retro
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.optimizer import learning_rate, learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings
 from tests.retro.small_model import SETTINGS, build, inputs, plain_loss

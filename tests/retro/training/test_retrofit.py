@@ -12,16 +12,16 @@ from torch import Tensor
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from pipelines.config import Config
-from retro.adapters.adapters import is_adapter
-from retro.adapters.settings import NO_LORA, RETRIEVAL, LoraSettings
+from retro.adapters.adapters import RETRIEVAL, is_adapter
+from retro.adapters.settings import NO_LORA, LoraSettings
+from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.device import choose_placement
 from retro.huggingface.import_folder import import_base, read_base
-from retro.model.inputs import Inputs
-from retro.model.settings import ModelSettings, updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.trainer import Outcome, train
 from tests.conftest import tiny_config
 from tests.retro.small_model import Together

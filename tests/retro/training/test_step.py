@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
 from retro.model.retro import Retro
 from retro.training.optimizer import learning_rate_factors, make_optimizer
 from retro.training.settings import TrainSettings

@@ -19,9 +19,9 @@ from indexing.store.errors import InputError
 from indexing.store.files import write_checked
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
+from retro.batch.loss import _compiled_logit_gradients
 from retro.checkpoints import checkpoint as checkpoints
-from retro.model.loss import _compiled_logit_gradients
-from retro.model.settings import from_json, updated
+from retro.model_settings import from_json, updated
 from retro.training.meter import Meter
 from retro.training.run_folder import score_of
 from retro.training.task import DocumentTask

@@ -20,7 +20,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.terminal.units import human_bytes
 from retro.data.settings import DataSettings
 from retro.estimates.flops import forward_flops
-from retro.model.settings import ModelSettings, RetrievalSettings, updated
+from retro.model_settings import ModelSettings, RetrievalSettings, updated
 from tests.conftest import tiny_config
 
 SMALL = ["--model.preset", "tiny", "--data.sequence-length", "128", "--tokenizer.vocab-size", "500"]

@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.datastore import Datastore
 from pipelines.cli.main import main
-from retro.model.settings import updated
+from retro.model_settings import updated
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 

@@ -29,7 +29,7 @@ from retro.evaluation.settings import QaSettings
 from retro.inference import language_model
 from retro.inference.language_model import GivenNeighbors
 from retro.inference.settings import GenerationSettings
-from retro.model.settings import CopyHeadSettings, updated
+from retro.model_settings import CopyHeadSettings, updated
 from retro.training.run_folder import read_metrics
 from tests.conftest import change_tokenizer, tiny_config, write_corpus
 

@@ -12,7 +12,7 @@ import pytest
 from indexing.store.datastore import Datastore, delete_documents
 from pipelines.cli.main import main
 from pipelines.cli.settings.toml_file import to_toml
-from retro.model.settings import updated
+from retro.model_settings import updated
 from tests.conftest import tiny_config
 
 

@@ -9,7 +9,7 @@ from pipelines.cli.verbs.evaluation_tables import gain_in_words, tables_of
 from retro.evaluation.bits_per_byte import SetResult, mode_of
 from retro.evaluation.perplexity import Row
 from retro.evaluation.perplexity import level as level_of
-from retro.model.settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
+from retro.model_settings import NO_COPY_HEAD, CopyHeadSettings, ModelSettings
 
 COPYING = ModelSettings(copy_head=CopyHeadSettings(context=True, neighbors=True))
 PLAIN = ModelSettings(copy_head=NO_COPY_HEAD)

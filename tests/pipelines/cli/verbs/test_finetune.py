@@ -11,7 +11,7 @@ from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.finetuning.settings import FinetuneSettings
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from tests.conftest import tiny_config
 from tests.retro.finetuning.examples import INSTRUCTIONS, write_lines
 

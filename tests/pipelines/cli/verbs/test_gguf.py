@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipelines.cli.main import main
+from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
-from retro.model.inputs import Inputs
 from tests.retro.huggingface.small_gguf import WIDTH, write_gguf
 
 transformers = pytest.importorskip("transformers")

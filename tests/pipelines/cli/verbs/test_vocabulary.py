@@ -14,7 +14,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.main import main
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel
-from retro.model.settings import ModelSettings
+from retro.model_settings import ModelSettings
 from retro.training.trainer import train
 from tests.conftest import build_local, tiny_config
 from tests.indexing.tokenization.test_extension import CHINESE

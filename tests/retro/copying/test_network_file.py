@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from indexing.store.errors import InputError
-from retro.model.copy_head import initial_weights, open_networks
-from retro.model.network_file import read_networks, write_networks
+from retro.copying.head import initial_weights, open_networks
+from retro.copying.network_file import read_networks, write_networks
 
 ABOUT = {"model": {"path": "模型", "family": "mamba"}, "fit": {"tokens": 600, "loss_off": 3.1415926535}}
 

@@ -1,7 +1,7 @@
 """Match lengths: how many tokens up to a position of a source equal the last tokens that were read.
 
 They are integers, exact, and need no gradient. A position votes for the token that follows it. Letters of the shape comments as in
-`copy_head.py`.
+`head.py`.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexing.suffixes.votes import LENGTHS
-from retro.model.inputs import Inputs
-from retro.model.masks import neighbor_mask
 
 MATCH_LENGTHS = (0, *LENGTHS)
 """Match lengths at which positions vote. At 0 all positions vote that can be read: what is in the text at all. The whole datastore has no votes
@@ -72,77 +70,8 @@ def _(read: Tensor, source: Tensor, longest: int) -> Tensor:
     return read.new_empty((*shape, read.shape[-1] - longest + 1, source.shape[-1]), dtype=torch.int8)
 
 
-def context_matches(tokens: Tensor, documents: Tensor | None, chunk_length: int) -> Matches:
-    """Matches in the preceding tokens of the same document: N = B, Q = S = T.
-
-    Args:
-        tokens: int64 [B, T].
-        documents: as in `Inputs`.
-        chunk_length: m.
-    """
-    at, keys = torch.arange(tokens.shape[1], device=tokens.device), tokens
-    readable = at[:, None] > at  # the last token read has no following token yet
-    if documents is not None:
-        document = documents.repeat_interleave(chunk_length, dim=1)[:, : tokens.shape[1]]
-        readable = readable & (document[:, :, None] == document[:, None])
-        keys = tokens + (document << 32)  # matches end where a document begins
-    lengths = match_lengths(F.pad(keys, (LONGEST - 1, 0), value=-1), keys)
-    return Matches(lengths.masked_fill(~readable, -1), F.pad(tokens[:, 1:], (0, 1)))
-
-
-def neighbor_matches(inputs: Inputs, chunk_length: int) -> Matches:
-    """Matches in the neighbors of complete chunks: N = B'·U, Q = m, S = K·R.
-
-    Queries are those of chunked cross-attention: the last token of chunk u and the first m - 1 of the next one. Earlier tokens of
-    a match are in chunk u too, since a match has at most m tokens here.
-    """
-    m, neighbors = chunk_length, inputs.neighbors
-    num_chunks, tokens = neighbors.shape[1], inputs.tokens[: len(neighbors)]
-    longest = _longest_in_chunk(m)
-    padded = F.pad(tokens, (0, (num_chunks + 1) * m - 1 - tokens.shape[1]), value=-1)
-    windows = padded[:, m - longest :].unfold(1, m + longest - 1, m)  # [B', U, m + longest - 1]
-    lengths = match_lengths(windows[:, :, None], neighbors, longest)  # [B', U, K, m, R]
-    real = neighbor_mask(neighbors, inputs.neighbor_lengths, inputs.documents)
-    lengths = lengths.masked_fill(~F.pad(real[..., 1:], (0, 1))[:, :, :, None], -1)  # the last token votes for none
-    return Matches(
-        lengths.transpose(2, 3).flatten(0, 1).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(0, 1).flatten(1)
-    )
-
-
-def context_matches_of_last(tokens: Tensor) -> Matches:
-    """As `context_matches` for the last token of each row only: Q = 1, S = T.
-
-    Args:
-        tokens: int64 [B, T], rows that end in the last column; -1 = no token.
-    """
-    lengths = match_lengths(F.pad(tokens, (LONGEST - 1, 0), value=-1)[:, -LONGEST:], tokens)  # [B, 1, T]
-    readable = (tokens >= 0) & (torch.arange(tokens.shape[1], device=tokens.device) < tokens.shape[1] - 1)
-    return Matches(lengths.masked_fill(~readable[:, None], -1), F.pad(tokens[:, 1:], (0, 1)).clamp(min=0))
-
-
-def neighbor_matches_of_last(tokens: Tensor, neighbors: Tensor, neighbor_lengths: Tensor, chunk_length: int) -> Matches:
-    """As `neighbor_matches` for the last token of each row only: Q = 1, S = K·R.
-
-    Args:
-        tokens: as in `context_matches_of_last`.
-        neighbors: int64 [B, K, R], of the last complete chunk of each row.
-        neighbor_lengths: int64 [B, K].
-        chunk_length: m.
-    """
-    longest = _longest_in_chunk(chunk_length)
-    lengths = match_lengths(F.pad(tokens, (longest - 1, 0), value=-1)[:, None, -longest:], neighbors, longest)
-    votes = torch.arange(1, neighbors.shape[2] + 1, device=tokens.device) < neighbor_lengths[..., None]
-    lengths = lengths.masked_fill(~votes[:, :, None], -1)  # [B, K, 1, R]
-    return Matches(lengths.transpose(1, 2).flatten(2), F.pad(neighbors[..., 1:], (0, 1)).flatten(1))
-
-
-def _longest_in_chunk(chunk_length: int) -> int:
-    """A match in neighbors has at most m tokens: the ones before may be of another document."""
-    return min(LONGEST, 1 << (chunk_length.bit_length() - 1))
-
-
 class Windows(NamedTuple):
-    """The queries of `neighbor_matches`: [B, T, ...] to windows [B'·U, m, ...] and back."""
+    """The queries of chunked cross-attention, and of `neighbor_matches`: [B, T, ...] to windows [B'·U, m, ...] and back."""
 
     chunk_length: int
     num_readers: int

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from indexing.suffixes.votes import COLUMNS, KEPT, LENGTHS, SHARES
-from retro.inference.copy_votes import CopyVotes
-from retro.inference.rows import Row
-from retro.model.copy_head import CopyHead
-from retro.model.copy_matches import context_matches
-from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
-from retro.model.settings import CopyHeadSettings
+from retro.copying.context import context_matches
+from retro.copying.datastore import DatastoreVotes
+from retro.copying.head import CopyHead
+from retro.copying.rows import Row
+from retro.copying.source import Votes as Source
+from retro.copying.step_votes import StepVotes
+from retro.copying.votes import SourceMatches
 
 ROWS, TOKENS, IDS = 6, 40, 48
 TRUSTS = [(0.1, 0.2, 0.3, 0.4), (0.97, 0.01, 0.01, 0.01), (0.0, 0.0, 0.0, 1.0)]
@@ -47,7 +48,7 @@ class Votes:
 @torch.no_grad()
 def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
     torch.manual_seed(0)
-    head = CopyHead(CopyHeadSettings(context=context, neighbors=False, datastore=True), 8)
+    head = CopyHead(("context", "datastore") if context else ("datastore",), 8)
     for parameter in head.parameters():
         parameter.normal_(std=0.1)
     tokens, logits = torch.randint(0, 9, (ROWS, TOKENS)), 4 * torch.randn(ROWS, IDS)
@@ -57,7 +58,7 @@ def test_rows_are_mixed_as_whole_texts(context: bool) -> None:
         Row(text, lambda chunks: (chunks,), 0, trust=trust, copy_strength=strength)
         for text, trust, strength in zip(tokens.numpy(), [*TRUSTS, *TRUSTS], strengths, strict=True)
     ]
-    mixed = CopyVotes(head, torch.device("cpu"), Votes()).mixed(rows, logits)
+    mixed = StepVotes(head, torch.device("cpu"), Votes()).mixed(rows, logits)
 
     votes = torch.zeros(ROWS, TOKENS, COLUMNS, dtype=torch.int64)
     votes[:, -1] = torch.from_numpy(random_votes())

@@ -1,8 +1,8 @@
-"""The switch: copying from neighbors and datastore is as strong as it was right in the text so far.
+"""The switch: copying from retrieval is as strong as it was right in the text so far.
 
     p = sum over strengths s of trust[s] p_s        trust: from the tokens read so far
 
-p_s is the mixture of `copy_head.py` with the log-odds of neighbors and datastore higher by `STRENGTHS[s]`; the last one is retrieval OFF.
+p_s is the mixture of `head.py` with the log-odds of neighbors and datastore higher by `STRENGTHS[s]`; the last one is retrieval OFF.
 Trust is the posterior of the strengths, if a text may change its kind (fixed share: Herbster and Warmuth 1998, Machine Learning 32):
 
     trust[s] <- trust[s] p_s / p                       after each token

@@ -2,26 +2,27 @@
 
     p(w) = s_0 softmax(logits)(w) + sum over sources and lengths of s_(source, length) votes for w / all votes
 
-There are three sources: the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the whole
-datastore. A position of a source votes for the token that follows it (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM:
+There are three sources (`sources.py`): the preceding tokens of the same document (context), the neighbors of the preceding chunk, and the
+whole datastore. A position of a source votes for the token that follows it (pointer networks: Merity et al. 2017, arXiv 1609.07843; kNN-LM:
 Khandelwal et al. 2020, arXiv 1911.00172). Every source votes once for each of `MATCH_LENGTHS`: at a length vote the positions at which
 as many of the last tokens, or more, equal those that were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there are and whether they agree,
 for every source and length, and how sure the vocabulary is. It reads no activations, so it fits any model: it begins with weights that were fitted
-to other text (`copy_weights.json`). Not in the paper of RETRO.
+to other text (`weights.json`). Not in the paper of RETRO.
 
-    tokens, neighbors, votes ─ counts by length ─ Evidence ─┬─ networks ─ shares ─┐
+    tokens, neighbors, votes ─ counts by length ─ evidence ─┬─ networks ─ shares ─┐
     logits ─ probability of the likeliest token ────────────┘                     ├─ mixture ─ loss
     logits ─ losses of the labels ────────────────────────────────────────────────┘
 
 Counts are exact and need no gradient. Retrieval OFF removes the terms of neighbors and datastore: the other shares stay in
-proportion. Outside of training, they are as large as they were right in the text so far (`copy_switch.py`).
+proportion. Outside of training, they are as large as they were right in the text so far (`switch.py`).
 
-Letters of the shape comments as in `retro.py`. In addition, N is a batch of texts with S positions each, Q the queries of a text, and L the
-match lengths.
+Letters of the shape comments as in `retro.py`. In addition, C are the sources, L the match lengths, and N is a batch of texts with S
+positions each and Q queries.
 """
 
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,27 +31,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retro.model.copy_matches import MATCH_LENGTHS, Windows, context_matches, neighbor_matches
-from retro.model.copy_sources import DatastoreVotes, Source, SourceMatches
-from retro.model.copy_switch import STRENGTHS, trust_of
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, TokenLosses, mixed_losses
-from retro.model.masks import document_starts
-from retro.model.network_file import NetworkFile, read_networks
-from retro.model.settings import CopyHeadSettings
-from retro.model.shapes import shapes_only
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL, TokenLosses, mixed_losses
+from retro.batch.masks import document_starts
+from retro.copying.matches import MATCH_LENGTHS
+from retro.copying.neighbors import NEIGHBORS
+from retro.copying.network_file import NetworkFile, read_networks
+from retro.copying.source import CopySource, Votes
+from retro.copying.sources import SOURCES
+from retro.copying.switch import STRENGTHS, trust_of
+from retro.copying.votes import SourceMatches
 
-SOURCES = ("context", "neighbors", "datastore")
 WIDTH = 16
 """Hidden units of the network of a source. 32 gain less than 0.1%."""
-_FEATURES = {
-    "context": 2 + 4 * len(MATCH_LENGTHS),
-    "neighbors": 2 + 12 * len(MATCH_LENGTHS),
-    "datastore": 2 + 12 * len(MATCH_LENGTHS),
-}
-"""Features that the network of a source reads. That of the context reads only its own: it is the same with retrieval OFF."""
 STEP = 10.0
 """The outer weights are multiplied by it: AdamW moves each parameter by about the learning rate, too little for a log-odds."""
+UNFITTED = -3.0
+"""Log-odds of each length of a source whose network was not fitted to other text: its share begins small."""
 ALL_AGREE = 0.999
 """All votes are for one token if its share is larger."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -59,7 +56,7 @@ _TINY = torch.finfo(torch.float32).tiny
 @cache
 def initial_weights() -> dict[str, Tensor]:
     """The weights that every copy head begins with, by name."""
-    return open_networks(Path(__file__).with_name("copy_weights.json")).weights
+    return open_networks(Path(__file__).with_name("weights.json")).weights
 
 
 def open_networks(file: Path) -> NetworkFile:
@@ -68,13 +65,16 @@ def open_networks(file: Path) -> NetworkFile:
     Raises:
         InputError: see `read_networks`.
     """
-    with shapes_only():
-        settings = CopyHeadSettings(context=True, neighbors=True, datastore=True)
-        shapes = {name: tuple(tensor.shape) for name, tensor in CopyHead(settings, 1).state_dict().items()}
-    return read_networks(file, shapes)
+    head = CopyHead([source.name for source in SOURCES], 1)
+    return read_networks(file, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
 
 
-class CopySource(nn.Module):
+def num_features(num_sources: int) -> int:
+    """Features of some sources: two of the vocabulary, and four for each length of a source."""
+    return 2 + 4 * num_sources * len(MATCH_LENGTHS)
+
+
+class SourceNetwork(nn.Module):
     """The network of one source: features to the log-odds of its lengths against the vocabulary.
 
     Each source has its own, so that one can be added or trained while the others, and retrieval OFF, stay as they are.
@@ -88,89 +88,101 @@ class CopySource(nn.Module):
         self.outer_bias = nn.Parameter(torch.zeros(len(MATCH_LENGTHS)))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Log-odds [..., L] from features, float32 [..., features]. The network of the context reads the first 34 of them."""
+        """Log-odds [..., L] from features, float32 [..., features], of which it reads the first (`CopySource.reads`)."""
         read = features[..., : self.inner.shape[1]]
         return STEP * F.linear(F.gelu(F.linear(read, self.inner, self.inner_bias)), self.outer, self.outer_bias)
 
 
 class Origins(NamedTuple):
-    """Where the probability of labels [B, T] comes from, as far as it is copied from neighbors or the datastore.
+    """Where the probability of labels [B, T] comes from, as far as it is copied.
 
     Attributes:
-        share: share of the probability of a label that is copied from the neighbors, float32 [B, T], 0 to 1.
+        shares: share of the probability of a label that is copied from each source, float32 [B, T, C], 0 to 1.
         lengths: longest match in a neighbor among those that vote for the label, int64 [B, T]; -1 = no position votes for it.
         neighbors: number of this neighbor, the first one of several, int64 [B, T]; -1 = none.
         positions: the token of this neighbor that equals the label, int64 [B, T]; -1 = none.
-        datastore: share of the probability of a label that is copied from the whole datastore, float32 [B, T], 0 to 1.
     """
 
-    share: Tensor
+    shares: Tensor
     lengths: Tensor
     neighbors: Tensor
     positions: Tensor
-    datastore: Tensor
+
+    def of(self, source: CopySource) -> Tensor:
+        """The share of each label that is copied from one of `SOURCES`, float32 [B, T]."""
+        return self.shares[..., SOURCES.index(source)]
 
 
 class CopyHead(nn.Module):
-    """The networks of a model's sources, and the mixture. Computed in float32."""
+    """The networks of a model's sources, and the mixture. Computed in float32.
 
-    def __init__(self, settings: CopyHeadSettings, chunk_length: int) -> None:
+    Attributes:
+        known: all C sources, those without a network too, so evidence has the same shape for each model.
+        chunk_length: m.
+    """
+
+    def __init__(self, names: Collection[str], chunk_length: int, known: tuple[CopySource, ...] = SOURCES) -> None:
+        """A copy head with some of the known sources; `CopyHeadSettings.names` has those of a model."""
         super().__init__()
-        self.chunk_length = chunk_length
-        self.context = CopySource(_FEATURES["context"]) if settings.context else None
-        self.neighbors = CopySource(_FEATURES["neighbors"]) if settings.neighbors else None
-        self.datastore = CopySource(_FEATURES["datastore"]) if settings.datastore else None
+        self.known, self.chunk_length = known, chunk_length
+        for source in known:
+            network = SourceNetwork(num_features(source.reads)) if source.name in names else None
+            setattr(self, source.name, network)
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Set the weights that were fitted to other text."""
+        """Set the weights that were fitted to other text; other sources begin with a small share."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weights()[name])
+            unfitted = UNFITTED / STEP if name.endswith("outer_bias") else 0.0
+            parameter.copy_(initial_weights().get(name, torch.full_like(parameter, unfitted)))
+
+    def network(self, source: CopySource) -> SourceNetwork | None:
+        """The network of a source; None = this head does not copy from it."""
+        network: SourceNetwork | None = getattr(self, source.name)
+        return network
+
+    def index(self, name: str) -> int:
+        """The place of a source among the C sources of `evidence`."""
+        return [source.name for source in self.known].index(name)
 
     # --- what there is to copy ----------------------------------------------------------------------------------------
 
-    def sources(self, inputs: Inputs) -> dict[str, Source]:
-        """Matches in all sources, and votes; empty if there is nothing to copy from."""
-        m = self.chunk_length
-        sources: dict[str, Source] = {}
-        if self.context is not None:
-            sources["context"] = SourceMatches(context_matches(inputs.tokens, inputs.documents, m))
-        if self.neighbors is not None and inputs.retrieves:
-            windows = Windows(m, len(inputs.neighbors), inputs.neighbors.shape[1], len(inputs.tokens))
-            sources["neighbors"] = SourceMatches(neighbor_matches(inputs, m), windows)
-        if self.datastore is not None and inputs.votes is not None:
-            sources["datastore"] = DatastoreVotes.of(inputs.votes)
-        return sources
+    def present(self, inputs: Inputs) -> list[CopySource]:
+        """The sources of this head that have something to copy from in a batch."""
+        return [source for source in self.known if self.network(source) is not None and source.is_present(inputs)]
 
-    def evidence(self, sources: dict[str, Source], labels: Tensor) -> Tensor:
-        """`Evidence` of the sources about labels [B, T]: float32 [B, T, 3, L, 4]; 0 for an absent source. Without gradients."""
+    def sources(self, inputs: Inputs) -> dict[str, Votes]:
+        """The votes of all sources by name; empty if there is nothing to copy from."""
+        return {source.name: source.of_batch(inputs, self.chunk_length) for source in self.present(inputs)}
+
+    def evidence(self, sources: dict[str, Votes], labels: Tensor) -> Tensor:
+        """`Evidence` of the sources about labels [B, T]: float32 [B, T, C, L, 4]; 0 for an absent source. Without gradients."""
         absent = torch.zeros(*labels.shape, len(MATCH_LENGTHS), 4, device=labels.device)
         with torch.no_grad():
-            found = [sources[name].evidence(labels) if name in sources else absent for name in SOURCES]
+            found = [
+                sources[source.name].evidence(labels) if source.name in sources else absent for source in self.known
+            ]
         return torch.stack(found, 2)
 
     def learns_trust(self, inputs: Inputs) -> bool:
-        """Whether a text must earn trust in retrieval: outside of training, if it can copy from neighbors or the datastore."""
-        return not self.training and (
-            (self.neighbors is not None and inputs.retrieves)
-            or (self.datastore is not None and inputs.votes is not None)
-        )
+        """Whether a text must earn trust in copying: outside of training, if it can copy from a source that the switch covers."""
+        return not self.training and any(source.switched for source in self.present(inputs))
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
     def log_odds(self, log_top: Tensor, evidence: Tensor) -> Tensor:
-        """Log-odds of the sources and lengths against the vocabulary, float32 [B, T, 3 L]; -inf where nothing votes.
+        """Log-odds of the sources and lengths against the vocabulary, float32 [B, T, C L]; -inf where nothing votes.
 
         Args:
             log_top: log-probability of the vocabulary's likeliest token, float32 [B, T].
             evidence: from `evidence`.
         """
-        size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, 3, L]; a size is 0, or 1 and more
+        size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, C, L]; a size is 0, or 1 and more
         votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
         absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))
-        networks = (self.context, self.neighbors, self.datastore)
+        networks = map(self.network, self.known)
         odds = [absent if network is None else network(features) for network in networks]
         return torch.stack(odds, 2).masked_fill(size == 0, -torch.inf).flatten(2)
 
@@ -187,7 +199,7 @@ class CopyHead(nn.Module):
             return _mixed(vocabulary.nats, shares, evidence).masked_fill(labels == IGNORED_LABEL, 0.0)
 
     def trusted_losses(self, vocabulary: TokenLosses, evidence: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Losses with the trust that the text before each token earned, and this trust [B, T, 4] (`copy_switch.py`).
+        """Losses with the trust that the text before each token earned, and this trust [B, T, 4] (`switch.py`).
 
         Args:
             vocabulary: of all following tokens (`Inputs.following`).
@@ -206,7 +218,7 @@ class CopyHead(nn.Module):
     def mix(
         self,
         logits: Tensor,
-        sources: dict[str, Source],
+        sources: dict[str, Votes],
         evidence: Tensor,
         tokens: slice = slice(None),
         trust: Tensor | None = None,
@@ -227,31 +239,42 @@ class CopyHead(nn.Module):
             log_top = log_p.new_zeros(evidence.shape[:2])
             log_top[:, tokens] = log_p.detach().amax(-1)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
-            by_source = shares[..., 1:].exp().unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS)))
+            by_source = shares[..., 1:].exp().unflatten(-1, (len(self.known), len(MATCH_LENGTHS)))
             kept, found = _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
             mixed = log_p + kept if log_p.requires_grad or kept.requires_grad else log_p.add_(kept)
-            for number, name in enumerate(SOURCES):
-                if name in sources:
-                    candidates = sources[name].candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
+            for number, source in enumerate(self.known):
+                if source.name in sources:
+                    votes = sources[source.name]
+                    candidates = votes.candidates(by_source[:, :, number], evidence[:, :, number, :, 0])
                     found.append((candidates[0][:, tokens], candidates[1][:, tokens]))
             return _with_copied(mixed, *(torch.cat(parts, 2) for parts in zip(*found, strict=True))) if found else mixed
 
     def _by_strength(self, odds: Tensor) -> Tensor:
-        """Logs of the shares with each strength of copying: [B, T, 1 + 3 L, 4]."""
-        moved = odds.clamp(min=STRENGTHS[-1])[..., None] + _moves(odds.device)  # [B, T, 3 L, 4]
+        """Logs of the shares with each strength of copying: [B, T, 1 + C L, 4]."""
+        moved = odds.clamp(min=STRENGTHS[-1])[..., None] + self._switched(odds.device)[:, None] * _strengths(
+            odds.device
+        )  # [B, T, C L, 4]
         return F.pad(moved, (0, 0, 1, 0)).log_softmax(-2)
 
     def _trusted(self, odds: Tensor, trust: Tensor | None, copy_strength: Tensor | None = None) -> Tensor:
-        """Logs of the shares of the vocabulary and all others, [B, T, 1 + 3 L], with trust [B, T, 4]."""
+        """Logs of the shares of the vocabulary and all others, [B, T, 1 + C L], with trust [B, T, 4]."""
         if copy_strength is not None:
-            odds = odds + copy_strength.log()[..., None].where(_of_retrieval(odds.device), 0.0)
+            odds = odds + copy_strength.log()[..., None].where(self._of_retrieval(odds.device), 0.0)
         shares = _shares(odds)
         if trust is None:
             return shares
         mixed = self._by_strength(odds) + trust.log()[:, :, None]
-        # A token that retrieval has nothing for has the shares of OFF, to the bit.
-        copies = odds[..., len(MATCH_LENGTHS) :].amax(-1, keepdim=True) > -torch.inf
-        return mixed.logsumexp(-1).where(copies, shares)
+        # A token that these sources have nothing for has the shares of OFF, to the bit.
+        switched = odds.masked_fill(~self._switched(odds.device), -torch.inf)
+        return mixed.logsumexp(-1).where(switched.amax(-1, keepdim=True) > -torch.inf, shares)
+
+    def _switched(self, device: torch.device) -> Tensor:
+        """Which columns of log-odds the switch moves: bool [C L]."""
+        return _columns(tuple(source.switched for source in self.known), device)
+
+    def _of_retrieval(self, device: torch.device) -> Tensor:
+        """Which columns of log-odds retrieval OFF removes: bool [C L]."""
+        return _columns(tuple(source.of_retrieval for source in self.known), device)
 
     # --- where tokens were copied from --------------------------------------------------------------------------------
 
@@ -260,7 +283,7 @@ class CopyHead(nn.Module):
         log_top: Tensor,
         labels: Tensor,
         losses: Tensor,
-        sources: dict[str, Source],
+        sources: dict[str, Votes],
         neighbor_length: int,
         trust: Tensor | None = None,
         copy_strength: Tensor | None = None,
@@ -276,18 +299,16 @@ class CopyHead(nn.Module):
             trust: see `mix`.
             copy_strength: see `mix`.
         """
-        nothing, none = torch.zeros_like(losses, dtype=torch.float32), torch.full_like(labels, -1)
-        if not sources:
-            return Origins(nothing, none, none, none, nothing)
+        none = torch.full_like(labels, -1)
         with torch.autocast(losses.device.type, enabled=False):
             evidence = self.evidence(sources, labels)
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)[..., 1:]
             # Shares times votes over the probability of the label, exp(-loss). Rounded, it can exceed 1.
-            parts = shares.unflatten(-1, (len(SOURCES), len(MATCH_LENGTHS))) + losses.float()[..., None, None]
-            _, share, datastore = (parts.exp() * evidence[..., 2]).sum(-1).clamp(max=1.0).unbind(-1)
-        source = sources.get("neighbors")
+            parts = shares.unflatten(-1, (len(self.known), len(MATCH_LENGTHS))) + losses.float()[..., None, None]
+            copied = (parts.exp() * evidence[..., 2]).sum(-1).clamp(max=1.0)  # [B, T, C]
+        source = sources.get(NEIGHBORS.name)
         if source is None:
-            return Origins(nothing, none, none, none, datastore)
+            return Origins(copied, none, none, none)
         assert isinstance(source, SourceMatches)
         matches = source.matches
         votes = (matches.following[:, None] == source.split(labels)[..., None]) & (matches.lengths >= MATCH_LENGTHS[0])
@@ -296,25 +317,25 @@ class CopyHead(nn.Module):
         lengths, best = source.join(lengths, num_tokens, fill=-1), source.join(best, num_tokens, fill=-1)
         best = best.masked_fill(lengths < 0, -1)
         positions = (best % neighbor_length + 1).where(best >= 0, none)
-        return Origins(share, lengths, best.div(neighbor_length, rounding_mode="floor"), positions, datastore)
+        return Origins(copied, lengths, best.div(neighbor_length, rounding_mode="floor"), positions)
 
 
 @cache
-def _of_retrieval(device: torch.device) -> Tensor:
-    """Which columns of log-odds are of neighbors and datastore: bool [3 L]."""
+def _columns(of_sources: tuple[bool, ...], device: torch.device) -> Tensor:
+    """A flag of each source for each of its columns of log-odds: bool [C L]."""
     with torch.inference_mode(False):  # kept for callers with gradients too
-        return torch.arange(len(SOURCES) * len(MATCH_LENGTHS), device=device) >= len(MATCH_LENGTHS)
+        return torch.tensor(of_sources, device=device).repeat_interleave(len(MATCH_LENGTHS))
 
 
 @cache
-def _moves(device: torch.device) -> Tensor:
-    """What each strength adds to log-odds, float32 [3 L, 4]."""
+def _strengths(device: torch.device) -> Tensor:
+    """`STRENGTHS`, float32 [4]."""
     with torch.inference_mode(False):
-        return _of_retrieval(device)[:, None] * torch.tensor(STRENGTHS, device=device)
+        return torch.tensor(STRENGTHS, device=device)
 
 
 def _shares(odds: Tensor) -> Tensor:
-    """Logs of the shares of the vocabulary and all others, [B, T, 1 + 3 L], from log-odds [B, T, 3 L]."""
+    """Logs of the shares of the vocabulary and all others, [B, T, 1 + C L], from log-odds [B, T, C L]."""
     return F.pad(odds, (1, 0)).log_softmax(-1)
 
 
@@ -343,6 +364,6 @@ def _with_copied(log_p: Tensor, following: Tensor, weights: Tensor) -> Tensor:
 
 
 def _mixed(nats: Tensor, shares: Tensor, evidence: Tensor) -> Tensor:
-    """Losses [B, T] of the mixture from those of the vocabulary [B, T] and logs of shares [B, T, 1 + 3 L]."""
+    """Losses [B, T] of the mixture from those of the vocabulary [B, T] and logs of shares [B, T, 1 + C L]."""
     copied = (shares[..., 1:].exp() * evidence[..., 2].flatten(2)).sum(-1)
     return mixed_losses(nats, _kept(shares, evidence), copied)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from indexing.suffixes.votes import LENGTHS, SHARES
-from retro.model.copy_matches import MATCH_LENGTHS
-from retro.model.copy_sources import DatastoreVotes, Evidence
-from retro.model.inputs import Inputs
+from retro.batch.inputs import Inputs
+from retro.copying.datastore import DatastoreVotes
+from retro.copying.matches import MATCH_LENGTHS
+from retro.copying.votes import Evidence
 from retro.model.retro import Retro
 from tests.retro.small_model import T, V, agreed_votes, batch, build, votes
 

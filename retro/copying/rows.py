@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retro.inference.sources import ChunkWithNeighbors, Neighbors
-from retro.model.copy_switch import START
+from retro.copying.provenance import ChunkWithNeighbors, Neighbors
+from retro.copying.switch import START
 
 RetrieveNeighbors = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 """Chunks [n, m] → the fields of `Neighbors` in order; ids and distances are optional."""
@@ -41,7 +41,7 @@ class Row:
         dropped: number of chunks before the context.
         num_read: number of tokens in the cache.
         draft: int64, tokens that may follow. A step reads them too.
-        trust: in each strength of copying, earned by the prompt (`copy_switch.py`). Generated tokens earn none: what was copied would be copied again.
+        trust: in each strength of copying, earned by the prompt (`switch.py`). Generated tokens earn none: what was copied would be copied again.
         copy_strength: see `GenerationSettings`.
         prompt: activations [n, D] of the prompt as far as it was read; None once trust is known.
     """

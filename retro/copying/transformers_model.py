@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retro.model.copy_head import CopyHead
-from retro.model.copying_model import CopyingModel
-from retro.model.inputs import Inputs
-from retro.model.loss import TokenLosses, token_losses
-from retro.model.settings import ModelSettings
+from retro.batch.inputs import Inputs
+from retro.batch.loss import TokenLosses, token_losses
+from retro.copying.head import CopyHead
+from retro.copying.model import CopyingModel
+from retro.model_settings import ModelSettings
 
 
 class TransformersModel(CopyingModel):

@@ -1,11 +1,11 @@
 """A copy head for the next tokens of rows: `CopyHead.mix` as compiled loops.
 
-    log-probability of the likeliest token, evidence, votes, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
-                                                                                         └─► probabilities of candidates ─► their log-probabilities
+    log-probability of the likeliest token, evidence, trust ─► log-odds ─► shares ─┬─► log of what the vocabulary keeps
+                                                       candidates of the sources ─┴─► their log-probabilities
 
 A generated token needs about a thousand multiplications for each network. As operations of torch they would be a hundred small ones, each of
 which takes several microseconds between two passes of a model. So the probabilities of the vocabulary stay on the device, and the few
-numbers that decide what is copied are computed here. Letters of the shape comments as in `copy_head.py`; N are rows.
+numbers that decide what is copied are computed here. Letters of the shape comments as in `head.py`; N are rows.
 """
 
 import math
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from indexing.machine import compiled
-from indexing.suffixes.votes import KEPT, SHARES
-from retro.model.copy_head import ALL_AGREE, SOURCES, STEP, WIDTH, CopyHead
-from retro.model.copy_matches import MATCH_LENGTHS
-from retro.model.copy_switch import STRENGTHS
+from retro.copying.head import ALL_AGREE, STEP, WIDTH, CopyHead, num_features
+from retro.copying.matches import MATCH_LENGTHS
+from retro.copying.switch import STRENGTHS
 
 
 class LastShares(NamedTuple):
@@ -27,51 +26,47 @@ class LastShares(NamedTuple):
 
     Attributes:
         log_kept: logs of what the vocabulary keeps, float32 [N].
-        shares: of each source and length, float32 [N, 3, L].
-        weights: probabilities of the candidates of the datastore, float32 [N, 3].
+        shares: of each source and length, float64 [N, C, L].
     """
 
     log_kept: np.ndarray
     shares: np.ndarray
-    weights: np.ndarray
 
 
 class CompiledHead:
     """The networks of a copy head, as they are now."""
 
     def __init__(self, head: CopyHead) -> None:
-        num_features = 2 + 4 * len(SOURCES) * len(MATCH_LENGTHS)
-        inner = np.zeros((len(SOURCES), num_features, WIDTH), np.float32)
-        inner_bias = np.zeros((len(SOURCES), WIDTH), np.float32)
-        outer = np.zeros((len(SOURCES), len(MATCH_LENGTHS), WIDTH), np.float32)
-        outer_bias = np.zeros((len(SOURCES), len(MATCH_LENGTHS)), np.float32)
-        for number, network in enumerate((head.context, head.neighbors, head.datastore)):
+        count = len(head.known)
+        inner = np.zeros((count, num_features(count), WIDTH), np.float32)
+        inner_bias = np.zeros((count, WIDTH), np.float32)
+        outer = np.zeros((count, len(MATCH_LENGTHS), WIDTH), np.float32)
+        outer_bias = np.zeros((count, len(MATCH_LENGTHS)), np.float32)
+        for number, network in enumerate(map(head.network, head.known)):
             if network is not None:
                 read = _array(network.inner).T  # the first features
                 inner[number, : len(read)], inner_bias[number] = read, _array(network.inner_bias)
                 outer[number], outer_bias[number] = STEP * _array(network.outer), STEP * _array(network.outer_bias)
         self._networks, self._strengths = (inner, inner_bias, outer, outer_bias), np.array(STRENGTHS)
+        self._of_retrieval = np.array([source.of_retrieval for source in head.known])
+        self._switched = np.array([source.switched for source in head.known])
         self._copied = np.zeros(0)  # of each token id; zeros between calls
 
     def shares(
-        self, log_top: np.ndarray, evidence: np.ndarray, votes: np.ndarray, trust: np.ndarray, copy_strength: np.ndarray
+        self, log_top: np.ndarray, evidence: np.ndarray, trust: np.ndarray, copy_strength: np.ndarray
     ) -> LastShares:
         """Compute the shares of the next tokens of N rows.
 
         Args:
             log_top: log-probability of the vocabulary's likeliest token, float32 [N].
-            evidence: of context and neighbors, float32 [N, 3, L, 4]. That of the datastore is written into it.
-            votes: of the datastore, int64 [N, 32]; zeros without votes.
+            evidence: of the sources, float32 [N, C, L, 4].
             trust: in each strength of copying, float32 [N, 4].
-            copy_strength: factor of the odds of neighbors and datastore, float32 [N].
+            copy_strength: factor of the odds of sources that retrieval OFF removes, float32 [N].
         """
-        odds, shares = np.empty(evidence.shape[:3]), np.zeros(evidence.shape[:3])
-        log_kept, weights = np.empty(len(odds)), np.zeros((len(odds), KEPT))
-        compiled(_read_votes)(votes, SHARES, evidence)
-        compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, odds)
-        compiled(_find_shares)(odds, self._strengths, trust, evidence, shares, log_kept)
-        compiled(_weigh)(votes, SHARES, shares, weights)
-        return LastShares(*(table.astype(np.float32) for table in (log_kept, shares, weights)))
+        odds, shares, log_kept = np.empty(evidence.shape[:3]), np.zeros(evidence.shape[:3]), np.empty(len(evidence))
+        compiled(_find_odds)(*self._networks, ALL_AGREE, log_top, evidence, copy_strength, self._of_retrieval, odds)
+        compiled(_find_shares)(odds, self._strengths, self._switched, trust, evidence, shares, log_kept)
+        return LastShares(log_kept.astype(np.float32), shares)
 
     def log_probabilities(
         self, before: np.ndarray, log_kept: np.ndarray, following: np.ndarray, weights: np.ndarray
@@ -98,20 +93,6 @@ def _array(parameter: Tensor) -> np.ndarray:
     return array
 
 
-def _read_votes(votes: np.ndarray, whole: int, evidence: np.ndarray) -> None:
-    """Write the evidence of the datastore. `whole` is the sum of the shares of votes at a length."""
-    num_lengths, num_kept = evidence.shape[2], votes.shape[1] // (evidence.shape[2] - 1) - 1
-    for row in range(len(votes)):
-        for length in range(1, num_lengths):  # nothing votes at length 0
-            first, most, known = 1 + num_kept + (length - 1) * (1 + num_kept), 0, 0
-            for place in range(first + 1, first + 1 + num_kept):
-                most = max(most, votes[row, place])
-                known += votes[row, place]
-            evidence[row, 2, length, 0] = votes[row, first]
-            evidence[row, 2, length, 1] = most / whole
-            evidence[row, 2, length, 3] = known / whole
-
-
 def _find_odds(
     inner: np.ndarray,
     inner_bias: np.ndarray,
@@ -121,9 +102,10 @@ def _find_odds(
     log_top: np.ndarray,
     evidence: np.ndarray,
     copy_strength: np.ndarray,
+    of_retrieval: np.ndarray,
     odds: np.ndarray,
 ) -> None:
-    """Fill the log-odds [N, 3, L] of `CopyHead.log_odds` with the copy strength; -inf where nothing votes."""
+    """Fill the log-odds [N, C, L] of `CopyHead.log_odds` with the copy strength; -inf where nothing votes."""
     num_rows, num_sources, num_lengths = odds.shape
     odds[:] = -np.inf
     features, hidden = np.empty(inner.shape[1]), np.empty(inner.shape[2])
@@ -136,7 +118,7 @@ def _find_odds(
                 features[at], features[at + 1] = min(size, 1.0), size / 4
                 features[at + 2], features[at + 3] = agree, 1.0 if agree > all_agree else 0.0
         for source in range(num_sources):
-            strength = copy_strength[row] if source else 1.0
+            strength = copy_strength[row] if of_retrieval[source] else 1.0
             if strength == 0 or evidence[row, source, :, 0].max() == 0:
                 continue
             hidden[:] = inner_bias[source]
@@ -156,6 +138,7 @@ def _find_odds(
 def _find_shares(
     odds: np.ndarray,
     strengths: np.ndarray,
+    switched: np.ndarray,
     trust: np.ndarray,
     evidence: np.ndarray,
     shares: np.ndarray,
@@ -165,14 +148,18 @@ def _find_shares(
     num_rows, num_sources, num_lengths = odds.shape
     moved = np.empty((num_sources, num_lengths))
     for row in range(num_rows):
-        kept, copies = 0.0, odds[row, 1:].max() > -np.inf
+        kept, copies = 0.0, False
+        for source in range(num_sources):
+            if switched[source] and odds[row, source].max() > -np.inf:
+                copies = True
         for number in range(len(strengths) if copies else 1):
             moved[:] = odds[row]
-            if copies:
-                moved[1:] += strengths[number]
+            for source in range(num_sources):
+                if copies and switched[source]:
+                    moved[source] += strengths[number]
             highest = max(moved.max(), 0.0)
             moved[:] = np.exp(moved - highest)
-            # A token that retrieval has nothing for has the shares of OFF.
+            # A token that these sources have nothing for has the shares of OFF.
             part = (trust[row, number] if copies else 1.0) / (math.exp(-highest) + moved.sum())
             kept += part * math.exp(-highest)
             shares[row] += part * moved
@@ -180,16 +167,6 @@ def _find_shares(
             for length in range(num_lengths):
                 kept += shares[row, source, length] * (1 - evidence[row, source, length, 3])
         log_kept[row] = math.log(kept)
-
-
-def _weigh(votes: np.ndarray, whole: int, shares: np.ndarray, weights: np.ndarray) -> None:
-    """Fill the probabilities of the candidates of the datastore."""
-    num_kept = weights.shape[1]
-    for row in range(len(votes)):
-        for length in range(1, shares.shape[2]):
-            first = 2 + num_kept + (length - 1) * (1 + num_kept)
-            for place in range(num_kept):
-                weights[row, place] += shares[row, 2, length] * votes[row, first + place] / whole
 
 
 def _add_copied(

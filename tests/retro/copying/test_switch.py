@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retro.model.copy_switch import ENTERS, PRIOR, START, STRENGTHS, TRANSITIONS, trust_of
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL
+from retro.copying.switch import ENTERS, PRIOR, START, STRENGTHS, TRANSITIONS, trust_of
 from retro.model.retro import Retro
-from tests.retro.model.test_copy_head import FEW, few_tokens
+from tests.retro.copying.test_head import FEW, few_tokens
 from tests.retro.small_model import B, M, T, agreed_votes, batch, build
 
 ALL = {"copy_head.context": True, "copy_head.neighbors": True, "copy_head.datastore": True}

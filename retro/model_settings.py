@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_type_hints
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -26,6 +26,8 @@ Biases = Literal["none", "qkv", "all"]
 RopeScaling = Literal["none", "linear", "llama3"]
 Initialization = Literal["depth-scaled", "mup"]
 WithBase = Literal["decoder", "retrieval", "switch", "free"]
+SourceName = Literal["context", "neighbors", "datastore"]
+"""Names of the sources of copying (`retro/copying/sources.py`), each a field of `CopyHeadSettings`."""
 
 Used = Callable[["ModelSettings"], bool]
 
@@ -210,8 +212,13 @@ class CopyHeadSettings(_Section):
     `votes` of the datastore, generation its stage `suffixes`; `retro index` makes both. "None" = as `neighbors`; with the preset
     `base`, as in the checkpoint."""
 
+    @property
+    def names(self) -> tuple[SourceName, ...]:
+        """The sources that are switched on; "None" counts as off."""
+        return tuple(name for name in get_args(SourceName) if getattr(self, name))
 
-NO_COPY_HEAD = CopyHeadSettings(context=False, neighbors=False, datastore=False)
+
+NO_COPY_HEAD = CopyHeadSettings(**dict.fromkeys(get_args(SourceName), False))
 
 
 def _has_experts(model: "ModelSettings") -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from indexing.store.errors import InputError
 from retro.model.presets import resolve
-from retro.model.settings import (
+from retro.model_settings import (
     NO_COPY_HEAD,
     AttentionSettings,
     ExpertSettings,

@@ -4,7 +4,8 @@
                       └─► vocabulary_losses ─┴─► with_copying ─► losses, trust
     inputs ─► copy_sources ─► evidence ──────┘
 
-Two models: `retro.py`, and any decoder of transformers (`transformers_model.py`). Letters of the shape comments as in `retro.py`.
+Two models: `retro/model/retro.py`, and any decoder of transformers (`transformers_model.py`). Letters of the shape comments as in
+`head.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -12,11 +13,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from retro.model.copy_head import CopyHead
-from retro.model.copy_sources import Source
-from retro.model.inputs import Inputs
-from retro.model.loss import IGNORED_LABEL, TokenLosses
-from retro.model.settings import ModelSettings
+from retro.batch.inputs import Inputs
+from retro.batch.loss import IGNORED_LABEL, TokenLosses
+from retro.copying.head import CopyHead
+from retro.copying.source import Votes
+from retro.model_settings import ModelSettings
 
 
 class CopyingModel(nn.Module, ABC):
@@ -72,7 +73,7 @@ class CopyingModel(nn.Module, ABC):
         sources = self.copy_sources(inputs)
         return self.copy_head.evidence(sources, inputs.labels) if self.copy_head and sources else None
 
-    def copy_sources(self, inputs: Inputs) -> dict[str, Source]:
+    def copy_sources(self, inputs: Inputs) -> dict[str, Votes]:
         """Where the copy head can copy from. Empty without a copy head."""
         return {} if self.copy_head is None else self.copy_head.sources(inputs)
 

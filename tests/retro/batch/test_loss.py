@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retro.model import loss as module
-from retro.model.loss import IGNORED_LABEL, summed_loss, token_losses, without_ignored
+from retro.batch import loss as module
+from retro.batch.loss import IGNORED_LABEL, summed_loss, token_losses, without_ignored
 from tests.retro.small_model import plain_loss
 
 B, T, D, V = 3, 7, 12, 50

@@ -1,0 +1,121 @@
+"""The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied from."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retro.batch.inputs import Inputs
+from retro.batch.loss import TokenLosses
+from retro.copying.compiled_head import CompiledHead
+from retro.copying.head import CopyHead
+from retro.copying.matches import MATCH_LENGTHS
+from retro.copying.neighbors import NEIGHBORS
+from retro.copying.provenance import CopiedFrom
+from retro.copying.rows import Row, WholeDatastore
+from retro.copying.source import StepTexts, VotesOfRows, put
+from retro.copying.switch import START
+
+
+class _LastStep(NamedTuple):
+    """What the copy head found for the last tokens of some rows."""
+
+    log_top: Tensor  # [N]
+    votes: dict[str, VotesOfRows]
+    trust: np.ndarray  # [N, 4]
+    copy_strength: np.ndarray  # [N]
+
+
+class StepVotes:
+    """A copy head, and its votes of the last step. Letters of the shape comments as in `decoder.py`."""
+
+    def __init__(self, head: CopyHead, device: torch.device, datastore: WholeDatastore | None) -> None:
+        self._head, self._device, self._datastore = head, device, datastore
+        self._compiled = CompiledHead(head)
+        self._last: _LastStep | None = None
+
+    def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """Log-probabilities of the next tokens: logits [N, V] mixed with what the copy head votes for.
+
+        They are normalized for rows without votes too: a penalty would otherwise depend on the other rows.
+
+        Args:
+            rows: rows that were read, drafts included. N is the number of their last tokens and draft tokens.
+            logits: of the vocabulary.
+        """
+        histories = [history for row in rows for history in row.histories()]
+        rows = [row for row in rows for _ in range(1 + len(row.draft))]
+        votes = self._votes(StepTexts(rows, histories, self._datastore, self._head.chunk_length, self._device))
+        evidence = np.zeros((len(rows), len(self._head.known), len(MATCH_LENGTHS), 4), np.float32)
+        for name, of_source in votes.items():
+            evidence[:, self._head.index(name)] = of_source.evidence()
+        trust = np.array([row.trust for row in rows], np.float32)
+        copy_strength = np.array([row.copy_strength for row in rows], np.float32)
+        log_p = logits.float().log_softmax(-1)
+        log_top = log_p.amax(-1)
+        self._last = _LastStep(log_top, votes, trust, copy_strength)
+        shares = self._compiled.shares(log_top.cpu().numpy(), evidence, trust, copy_strength)
+        log_kept = put(shares.log_kept, self._device)[:, None]
+        if not votes:
+            return log_p.add_(log_kept)
+        candidates = [
+            of_source.candidates(
+                *(np.ascontiguousarray(table[:, number]) for table in (shares.shares, evidence[..., 0]))
+            )
+            for number, of_source in ((self._head.index(name), of_source) for name, of_source in votes.items())
+        ]
+        following, weights = (np.concatenate(parts, 1) for parts in zip(*candidates, strict=True))
+        tokens = put(following, self._device)
+        before = log_p.gather(1, tokens).cpu().numpy()
+        values = self._compiled.log_probabilities(before, shares.log_kept, following, weights)
+        # The vocabulary keeps its share, and candidates get what is copied in addition.
+        return log_p.add_(log_kept).scatter_(1, tokens, put(values, self._device))
+
+    def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
+        """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
+        inputs = Inputs(row.tokens[None], **row.neighbor_inputs())
+        if self._head.datastore is not None and self._datastore is not None:
+            inputs = inputs._replace(votes=self._datastore.votes(row.tokens)[None])
+        inputs = inputs.map(lambda array: put(array, self._device))
+        if not self._head.learns_trust(inputs):
+            return START
+        evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
+        _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
+        return tuple(trust[0, -1].tolist())
+
+    def copied_from(
+        self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+    ) -> list[CopiedFrom | None]:
+        """Find which tokens of neighbors the next tokens were copied from.
+
+        Args:
+            rows: some rows of the last call of `mixed`, or copies of them.
+            indices: their indices among its N tokens.
+            tokens: the next token of each row.
+            log_probabilities: of these tokens, in nats.
+
+        Returns:
+            the source of each token; None for a token that no neighbor votes for.
+        """
+        read = next((row.neighbors[-1] for row in rows if row.neighbors), None)
+        if self._last is None or read is None:
+            return [None] * len(tokens)
+        head, last, device = self._head, self._last, self._device
+        votes = {name: of_source.of_rows(indices) for name, of_source in last.votes.items()}
+        trust, copy_strength = (put(table[indices][:, None], device) for table in (last.trust, last.copy_strength))
+        labels, losses = put(np.array(tokens)[:, None], device), put(-np.array(log_probabilities)[:, None], device)
+        log_top, length = last.log_top[indices][:, None], read.tokens.shape[1]
+        origins = head.origins(log_top, labels, losses, votes, length, trust, copy_strength)
+        columns = (table[:, 0].tolist() for table in (origins.of(NEIGHBORS), origins.neighbors, origins.positions))
+        return [
+            CopiedFrom(share, row.dropped + len(row.neighbors) - 1, neighbor, position) if neighbor >= 0 else None
+            for row, share, neighbor, position in zip(rows, *columns, strict=True)
+        ]
+
+    def _votes(self, texts: StepTexts) -> dict[str, VotesOfRows]:
+        """The votes of each source that has some for one of the texts."""
+        sources = [source for source in self._head.known if self._head.network(source) is not None]
+        found = {source.name: source.of_step(texts) for source in sources}
+        return {name: votes for name, votes in found.items() if votes is not None}
