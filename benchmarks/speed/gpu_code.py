@@ -37,9 +37,10 @@ from benchmarks.speed.gpu_cross_attention import LAYERS
 from benchmarks.speed.gpu_run import config_of, decoder_of
 from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import open_checkpoint
-from retro.copying import kernels, matches
+from retro.copying import matches
 from retro.device import Placement
 from retro.estimates.trace import fused_attention
+from retro.model import kernels
 from retro.model.presets import resolve
 from retro.model.retro import Retro
 from retro.model_settings import NO_COPY_HEAD, ModelSettings, updated

@@ -123,7 +123,7 @@ def _find_odds(
                 continue
             hidden[:] = inner_bias[source]
             for at in range(len(features)):
-                if features[at] != 0:
+                if features[at] != 0:  # most are 0: few lengths have votes
                     for unit in range(len(hidden)):
                         hidden[unit] += inner[source, at, unit] * features[at]
             for unit in range(len(hidden)):
@@ -157,7 +157,7 @@ def _find_shares(
             for source in range(num_sources):
                 if copies and switched[source]:
                     moved[source] += strengths[number]
-            highest = max(moved.max(), 0.0)
+            highest = max(moved.max(), 0.0)  # the vocabulary's log-odds are 0
             moved[:] = np.exp(moved - highest)
             # A token that these sources have nothing for has the shares of OFF.
             part = (trust[row, number] if copies else 1.0) / (math.exp(-highest) + moved.sum())
@@ -188,5 +188,5 @@ def _add_copied(
                 added = math.log(weight)
                 value = max(value, added) + math.log1p(math.exp(-abs(value - added)))
             values[row, place] = value
-        for place in range(count):
+        for place in range(count):  # clearing these few is faster than a new array of all token ids
             copied[following[row, place]] = 0.0

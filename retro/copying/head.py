@@ -178,10 +178,13 @@ class CopyHead(nn.Module):
             evidence: from `evidence`.
         """
         size, agree = evidence[..., 0], evidence[..., 1]  # [B, T, C, L]; a size is 0, or 1 and more
+        # Four numbers between 0 and about 1 for each source and length: are there votes, how many (a logarithm: 100 votes are not ten
+        # times as certain as 10), do they agree, and do all of them agree.
         votes = torch.stack((size.clamp(max=1), size / 4, agree, (agree > ALL_AGREE).float()), -1).flatten(2)
+        # A sure vocabulary keeps its share. As a probability and as a logarithm: the first tells .9 from .99, the second .01 from .1.
         sure = torch.stack((2 * log_top.exp() - 1, log_top.clamp(min=-4.0) / 2 + 1), -1)
         features = torch.cat((sure, votes), -1)  # [B, T, features]
-        absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))
+        absent = size.new_zeros(*log_top.shape, len(MATCH_LENGTHS))  # its size is 0, so it is masked below
         networks = map(self.network, self.known)
         odds = [absent if network is None else network(features) for network in networks]
         return torch.stack(odds, 2).masked_fill(size == 0, -torch.inf).flatten(2)
@@ -211,6 +214,7 @@ class CopyHead(nn.Module):
             starts = document_starts(inputs.documents, self.chunk_length, inputs.tokens.shape[1])
         with torch.autocast(evidence.device.type, enabled=False):
             odds = self.log_odds(vocabulary.log_top, evidence)
+            # The label's probability with each strength decides how far the strengths are trusted after it.
             each = [_mixed(vocabulary.nats, shares, evidence) for shares in self._by_strength(odds).unbind(-1)]
             trust = trust_of(-torch.stack(each, -1), starts)
             return _mixed(vocabulary.nats, self._trusted(odds, trust), evidence), trust
@@ -232,15 +236,16 @@ class CopyHead(nn.Module):
             evidence: from `evidence`, about any labels [B, T].
             tokens: T' of the T tokens.
             trust: in each strength of copying, float32 [B, T, 4], see `trusted_losses`; None = the shares as they are.
-            copy_strength: factor of the odds of neighbors and datastore, float32 [B, T] or [B, 1]; None = 1. 0 is retrieval OFF.
+            copy_strength: factor of the odds of sources of retrieval, float32 [B, T] or [B, 1]; None = 1. 0 is retrieval OFF.
         """
         with torch.autocast(logits.device.type, enabled=False):
             log_p = logits.float().log_softmax(-1)
             log_top = log_p.new_zeros(evidence.shape[:2])
-            log_top[:, tokens] = log_p.detach().amax(-1)
+            log_top[:, tokens] = log_p.detach().amax(-1)  # as in training, the gates do not train the vocabulary
             shares = self._trusted(self.log_odds(log_top, evidence), trust, copy_strength)
             by_source = shares[..., 1:].exp().unflatten(-1, (len(self.known), len(MATCH_LENGTHS)))
             kept, found = _kept(shares, evidence)[:, tokens, None], list[tuple[Tensor, Tensor]]()
+            # Logits of a whole batch are large: in place, unless autograd needs them.
             mixed = log_p + kept if log_p.requires_grad or kept.requires_grad else log_p.add_(kept)
             for number, source in enumerate(self.known):
                 if source.name in sources:
@@ -341,6 +346,8 @@ def _shares(odds: Tensor) -> Tensor:
 
 def _kept(shares: Tensor, evidence: Tensor) -> Tensor:
     """Log of what the vocabulary keeps, [B, T]: its own share, and that of votes for tokens that are not known."""
+    # The datastore names the tokens of most votes, not of all. What is left of a share cannot be copied, so the vocabulary gets it:
+    # the mixture stays a distribution.
     unknown = (shares[..., 1:].exp() * (1 - evidence[..., 3].flatten(2))).sum(-1)
     return torch.logaddexp(shares[..., 0], unknown.clamp(min=_TINY).log())
 

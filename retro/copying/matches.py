@@ -56,7 +56,7 @@ def match_lengths(read: Tensor, source: Tensor, longest: int = LONGEST) -> Tenso
 @torch.library.impl("retro::match_lengths", "default")
 def _(read: Tensor, source: Tensor, longest: int) -> Tensor:
     lengths, n = (read[..., :, None] == source[..., None, :]).to(torch.int8), 1
-    while n < longest:
+    while n < longest:  # log2(longest) passes over [Q, S] instead of `longest`
         before = F.pad(lengths, (n, 0, n, 0))[..., :-n, :-n]  # n tokens earlier in the text and in the source
         lengths = lengths + (lengths == n) * before
         n *= 2
@@ -122,7 +122,10 @@ _BLOCK = 1 << 24
 def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
     """Count the positions that vote, for labels [N, Q]. Counts need no gradient, and little memory."""
     counted = torch.ops.retro.count_votes if labels.device.type == "cuda" else _counted
-    counts = counted(*matches, labels)[..., 4:].unflatten(2, (-1, 4)).float()
+    counts = (
+        counted(*matches, labels)[..., 4:].unflatten(2, (-1, 4)).float()
+    )  # [N, Q, L, 4]; not those that reach no length
+    # A position that reaches a length reaches all shorter ones: add up from the longest.
     neither, agrees, right, both = counts.flip(2).cumsum(2).flip(2).unbind(3)
     return Counts(neither + agrees + right + both, right + both, agrees + both)
 
@@ -130,7 +133,8 @@ def counts_by_length(matches: Matches, labels: Tensor) -> Counts:
 def _counted(lengths: Tensor, following: Tensor, labels: Tensor) -> Tensor:
     """Positions of each query by column, int32 [N, Q, 4 + 4 L]: 4 reached lengths + 2 votes for the label + 1 agrees."""
     following = following[:, None]
-    # By length, then by id. So it does not depend on the order of neighbors.
+    # One maximum finds the longest match and, among equal ones, the largest token: length and token are the upper and lower 32 bits of a
+    # key. So the result does not depend on the order of neighbors.
     best = ((lengths.long() << 32) + following).amax(2, keepdim=True)
     agree = following == best & (1 << 32) - 1
     column = (4 * levels(Matches(lengths, following)) + 2 * (following == labels[..., None]) + agree).long()

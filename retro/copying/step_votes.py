@@ -46,7 +46,7 @@ class StepVotes:
             logits: of the vocabulary.
         """
         histories = [history for row in rows for history in row.histories()]
-        rows = [row for row in rows for _ in range(1 + len(row.draft))]
+        rows = [row for row in rows for _ in range(1 + len(row.draft))]  # N: one for each history
         votes = self._votes(StepTexts(rows, histories, self._datastore, self._head.chunk_length, self._device))
         evidence = np.zeros((len(rows), len(self._head.known), len(MATCH_LENGTHS), 4), np.float32)
         for name, of_source in votes.items():
@@ -70,7 +70,7 @@ class StepVotes:
         tokens = put(following, self._device)
         before = log_p.gather(1, tokens).cpu().numpy()
         values = self._compiled.log_probabilities(before, shares.log_kept, following, weights)
-        # The vocabulary keeps its share, and candidates get what is copied in addition.
+        # All tokens get the vocabulary's share of their probability, and the few candidates what is copied in addition.
         return log_p.add_(log_kept).scatter_(1, tokens, put(values, self._device))
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:

@@ -62,6 +62,7 @@ def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:
         products = torch.cat((products[:, :length], longer), 1)
         begins = torch.cat((begins[:, :length], begins[:, length:] | begins[:, :-length]), 1)
         length *= 2
+    # A document that begins in the row has products that forget what was before: each of their rows is `start`.
     after = start @ products[:, :-1]  # [B, T - 1, 4]
     first = start.expand(len(log_p), 1, -1)
     return torch.cat((first, after / after.sum(-1, keepdim=True)), 1)
