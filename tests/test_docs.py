@@ -87,6 +87,18 @@ def test_every_page_named_in_the_code_exists() -> None:
                     assert (ROOT / page).exists(), f"{name(path)}: {page}"
 
 
+def test_percentages_have_no_space_anywhere() -> None:
+    """`28.5%` in the text, on the page and in what commands print. In code `%` after a number is also the remainder."""
+    spaces = "[ \\u00a0\\u202f]"
+    for path in [*WRITTEN, ROOT / "CHANGELOG.md", *NOTEBOOKS]:
+        assert not (found := re.search(rf"\d{spaces}%", prose(path))), f"{name(path)}: {found[0]}"
+    code = [path for folder in ("retro", "indexing", "pipelines", "docs") for path in (ROOT / folder).rglob("*")]
+    for path in code:
+        if path.suffix in {".py", ".js", ".html", ".css"}:
+            found = re.search(rf"""\}}{spaces}%|\d{spaces}%(?=["'`.,;:)])""", path.read_text())
+            assert not found, f"{name(path)}: {found[0]}"
+
+
 WITH_REMOVED_BENCHMARKS = ("883d127", "cf7ae5e", "1a22a07")
 """A page whose benchmark has been removed names one of these commits, the last ones that have them."""
 EXAMPLES = {
