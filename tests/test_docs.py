@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_every_page_named_in_the_code_exists() -> None:
             if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
                 for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
                     assert (ROOT / page).exists(), f"{name(path)}: {page}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN], ids=name)
+def test_every_page_named_in_the_text_exists_or_is_named_with_a_commit_that_has_it(path: Path) -> None:
+    """A removed page is named as `git show` takes it: COMMIT:PAGE."""
+    for commit, page in re.findall(r"(?:\b([0-9a-f]{7,40}):)?\b(docs/[\w/-]+\.md)", path.read_text()):
+        if not commit:
+            assert (ROOT / page).exists() or ROOT / page in GENERATED, f"{page}: write COMMIT:{page} for a removed page"
+        elif is_in_the_history(commit):  # not in a shallow clone
+            assert is_in_the_history(f"{commit}:{page}"), f"{commit} has no {page}"
+
+
+def is_in_the_history(revision: str) -> bool:
+    return not subprocess.run(["git", "cat-file", "-e", revision], cwd=ROOT, stderr=subprocess.DEVNULL).returncode
 
 
 def test_percentages_have_no_space_anywhere() -> None:
