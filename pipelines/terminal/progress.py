@@ -76,7 +76,7 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
 
 
 def finished(units: int, unit: str, seconds: float, aside: float = 0.0) -> str:
-    """`12,345 chunks in 3.2 s (3,858/s)`; with `aside` seconds of other work `12,345 tokens in 3.2 s (3,858/s), evaluations in 9.0 s`."""
+    """`12,345 chunks in 3.2 s (3,858/s)`; if `aside` of the seconds were other work, with `, evaluations in 9.0 s`."""
     seconds -= aside
     rate = human_count(units / max(seconds, 1e-9), unit)
     others = f", evaluations in {human_seconds(aside)}" if aside else ""

@@ -17,7 +17,7 @@ from retro.server.service import Service
 
 
 class JsonRoute(APIRoute):
-    """A route that reads bodies with pydantic's parser, and answers HEAD as GET; uvicorn leaves out the body of the answer.
+    """A route that reads bodies with pydantic's parser, and answers HEAD as GET; uvicorn leaves out the answer's body.
 
     Unlike Python's, this parser rejects halves of surrogate pairs, which have no UTF-8. A compressed body is refused.
     """
@@ -40,7 +40,7 @@ class JsonRoute(APIRoute):
             coding = request.headers.get("Content-Encoding", "identity")
             if coding.strip().lower() not in ("", "identity"):
                 raise InvalidRequest(
-                    f"Content-Encoding = {coding!r}: compressed bodies are not read. Send the JSON as it is, without this header."
+                    f"Content-Encoding = {coding!r}: compressed bodies are not read. Send the JSON without this header."
                 )
             return await handler(_JsonRequest(request.scope, request.receive))
 

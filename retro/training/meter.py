@@ -51,7 +51,10 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self, advance: Advance = lambda _: None) -> Iterator[None]:
-        """Exclude the time of an evaluation, here and in the rate of `advance`. Waiting for data and checkpoints counts as training."""
+        """Exclude the time of an evaluation, here and in the rate of `advance`.
+
+        Waiting for data and checkpoints counts as training.
+        """
         paused = time.perf_counter()
         yield
         seconds = time.perf_counter() - paused
