@@ -30,7 +30,7 @@ class JsonRoute(APIRoute):
 
     def _as_get(self, scope: Scope) -> Scope:
         # A method in `self.methods` would be an operation of its own in the description of the API.
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and "GET" in self.methods
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and "GET" in (self.methods or ())
         return {**scope, "method": "GET"} if is_head else scope
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
