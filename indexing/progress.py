@@ -15,6 +15,18 @@ class FinishedBefore(int):
     """Units that an earlier process had finished, for `Advance`. They count as done, but not in a rate."""
 
 
+class Aside(int):
+    """No units, for `Advance`, after `seconds` of other work, such as an evaluation. They do not count in a rate."""
+
+    seconds: float
+
+    def __new__(cls, seconds: float) -> "Aside":
+        """Zero with the time of the other work."""
+        aside = super().__new__(cls, 0)
+        aside.seconds = seconds
+        return aside
+
+
 STATUS = 15
 """Level of the messages of `status`, between DEBUG and INFO."""
 

@@ -25,6 +25,7 @@ Norm = Literal["rms", "layer"]
 Biases = Literal["none", "qkv", "all"]
 RopeScaling = Literal["none", "linear", "llama3"]
 Initialization = Literal["depth-scaled", "mup"]
+Preset = Literal["", "base", "tiny", "small", "base-cpu", "172m", "425m", "1.5b", "7.5b"]
 WithBase = Literal["decoder", "retrieval", "switch", "free"]
 SourceName = Literal["context", "neighbors", "datastore"]
 """Names of the sources of copying (`retro/copying/sources.py`), each a field of `CopyHeadSettings`."""
@@ -256,12 +257,12 @@ class ModelSettings(_Section):
 
     key: ClassVar = "model"
 
-    preset: str = _setting("", with_base="free")
-    """Name of a row in `retro/model/presets.py` (`tiny`, `small`, `base-cpu`, `172m`, `425m`, `1.5b`, `7.5b`) that sets all sizes. The
-    last four are the paper's, without a copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint
-    named by `train.init_from`. `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are
-    the checkpoint's. If it has none, every third layer from 6 has cross-attention (with fewer than 12 layers, every second), and
-    the encoder has two layers of the decoder's width, up to 896."""
+    preset: Preset = _setting("", with_base="free")
+    """Name of a row in `retro/model/presets.py` that sets all sizes: `tiny` to `7.5b`. The last four are the paper's, without a
+    copy head. `base` takes the decoder, with all its sizes and options, from the checkpoint named by `train.init_from`.
+    `[model.encoder]` and `retrieval.cca_layers` may be set with it. Left at their defaults, they are the checkpoint's. If it has
+    none, every third layer from 6 has cross-attention (with fewer than 12 layers, every second), and the encoder has two layers of
+    the decoder's width, up to 896."""
     vocab_size: NonNegativeInt = _setting(0)
     """Rows of the embedding tables; 0 = the size of the datastore's vocabulary."""
     d_model: PositiveInt = _setting(256, size=True)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,32 @@ def test_every_page_named_in_the_code_exists() -> None:
             if path.suffix in {".py", ".toml", ".html", ".sbatch"}:
                 for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
                     assert (ROOT / page).exists(), f"{name(path)}: {page}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "CHANGELOG.md", *WRITTEN], ids=name)
+def test_every_page_named_in_the_text_exists_or_is_named_with_a_commit_that_has_it(path: Path) -> None:
+    """A removed page is named as `git show` takes it: COMMIT:PAGE."""
+    for commit, page in re.findall(r"(?:\b([0-9a-f]{7,40}):)?\b(docs/[\w/-]+\.md)", path.read_text()):
+        if not commit:
+            assert (ROOT / page).exists() or ROOT / page in GENERATED, f"{page}: write COMMIT:{page} for a removed page"
+        elif is_in_the_history(commit):  # not in a shallow clone
+            assert is_in_the_history(f"{commit}:{page}"), f"{commit} has no {page}"
+
+
+def is_in_the_history(revision: str) -> bool:
+    return not subprocess.run(["git", "cat-file", "-e", revision], cwd=ROOT, stderr=subprocess.DEVNULL).returncode
+
+
+def test_percentages_have_no_space_anywhere() -> None:
+    """`28.5%` in the text, on the page and in what commands print. In code `%` after a number is also the remainder."""
+    spaces = "[ \\u00a0\\u202f]"
+    for path in [*WRITTEN, ROOT / "CHANGELOG.md", *NOTEBOOKS]:
+        assert not (found := re.search(rf"\d{spaces}%", prose(path))), f"{name(path)}: {found[0]}"
+    code = [path for folder in ("retro", "indexing", "pipelines", "docs") for path in (ROOT / folder).rglob("*")]
+    for path in code:
+        if path.suffix in {".py", ".js", ".html", ".css"}:
+            found = re.search(rf"""\}}{spaces}%|\d{spaces}%(?=["'`.,;:)])""", path.read_text())
+            assert not found, f"{name(path)}: {found[0]}"
 
 
 WITH_REMOVED_BENCHMARKS = ("883d127", "cf7ae5e", "1a22a07")

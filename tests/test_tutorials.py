@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,21 @@ def test_the_stored_outputs_are_of_a_run_that_reached_the_end() -> None:
     kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
     assert set(kinds) == {"stream", "execute_result"}
     assert kinds.count("execute_result") == 2
+
+
+@pytest.mark.parametrize("packages", [[], ["-S"]], ids=["installed", "missing"])
+def test_the_first_cell_installs_the_project_where_it_is_missing_next_to_a_folder_of_the_user(
+    tmp_path: Path, packages: list[str]
+) -> None:
+    """`-S` leaves out the installed packages."""
+    (tmp_path / "pipelines").mkdir()
+    cell = next(cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code")
+    script = tmp_path / "cell.py"  # its folder is the first in which Python looks for modules
+    script.write_text("import subprocess\nsubprocess.check_call = print\n" + "".join(cell["source"]))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *packages, str(script)]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed.count("retro[transformer] @ ") == bool(packages)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from indexing.progress import STATUS, Advance, FinishedBefore
+from indexing.progress import STATUS, Advance, Aside, FinishedBefore
 from indexing.store.errors import InputError
 from pipelines.config import Config
 from pipelines.executors.ray_cluster import connect
@@ -114,6 +114,7 @@ class _Relay:
         self.lines: list[tuple[int, str]] = []
         self.tokens = 0
         self.tokens_before: int | None = None
+        self.aside = 0.0
         self.problems: list[str] = []
 
     def say(self, level: int, line: str) -> None:
@@ -129,6 +130,10 @@ class _Relay:
             self.tokens_before = tokens_before
         self.tokens = max(self.tokens, tokens)
 
+    def set_aside(self, seconds: float) -> None:
+        """Add the time of an evaluation."""
+        self.aside += seconds
+
     def refuse(self, problem: str) -> None:
         """Keep the message of a user's mistake from one worker."""
         self.problems.append(problem)
@@ -141,10 +146,12 @@ class _Relay:
         """The first reported mistake, or ""."""
         return next(iter(self.problems), "")
 
-    def news(self) -> tuple[list[tuple[int, str]], int, int]:
-        """Lines since the last call, the number of trained tokens, and how many of them were trained before."""
+    def news(self) -> tuple[list[tuple[int, str]], int, int, float]:
+        """Lines since the last call, the number of trained tokens, how many of them were trained before, and the seconds of
+        evaluations since the last call."""
         lines, self.lines = self.lines, []
-        return lines, self.tokens, self.tokens_before or 0
+        aside, self.aside = self.aside, 0.0
+        return lines, self.tokens, self.tokens_before or 0, aside
 
 
 @contextlib.contextmanager
@@ -154,13 +161,14 @@ def _passed_on(ray: Any, relay: Any, advance: Advance) -> Iterator[None]:
 
     def pass_on() -> None:
         nonlocal shown
-        lines, tokens, before = ray.get(relay.news.remote())
+        lines, tokens, before, aside = ray.get(relay.news.remote())
         for level, line in lines:
             log.log(level, "%s", line)
         if before > shown:
             advance(FinishedBefore(before))
             shown = before
         advance(tokens - shown)
+        advance(Aside(aside))
         shown = tokens
 
     def repeat() -> None:
@@ -214,6 +222,9 @@ def _work(arguments: dict[str, Any]) -> None:
 
     def advance(tokens: int) -> None:
         nonlocal trained, before
+        if isinstance(tokens, Aside):
+            relay.set_aside.remote(tokens.seconds)
+            return
         before += tokens if isinstance(tokens, FinishedBefore) else 0
         trained += tokens
         relay.trained.remote(trained, before)

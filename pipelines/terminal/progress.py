@@ -72,13 +72,15 @@ def progress(name: str, *, total: int | None, unit: str) -> Iterator[Callable[[i
             if shown is not None and task is not None:
                 shown.remove_task(task)
     if work.done:  # a resumed run may have nothing left but an evaluation
-        log.info("%s: %s", name, finished(work.done, unit, silence.clock() - work.started))
+        log.info("%s: %s", name, finished(work.done, unit, silence.clock() - work.started, work.aside))
 
 
-def finished(units: int, unit: str, seconds: float) -> str:
-    """`12,345 chunks in 3.2 s (3,858/s)`."""
+def finished(units: int, unit: str, seconds: float, aside: float = 0.0) -> str:
+    """`12,345 chunks in 3.2 s (3,858/s)`; if `aside` of the seconds were other work, with `, evaluations in 9.0 s`."""
+    seconds -= aside
     rate = human_count(units / max(seconds, 1e-9), unit)
-    return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s)"
+    others = f", evaluations in {human_seconds(aside)}" if aside else ""
+    return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s){others}"
 
 
 def running(name: str) -> contextlib.AbstractContextManager[Any]:

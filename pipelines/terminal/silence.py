@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.progress import Progress
 
-from indexing.progress import FinishedBefore
+from indexing.progress import Aside, FinishedBefore
 from pipelines.terminal.units import human_count, human_seconds
 
 log = logging.getLogger("retro.progress")
@@ -29,8 +29,9 @@ class Work:
         started: time of the clock.
         row: updates its row of the display; None without a terminal.
         done, before: units finished by this process, and by an earlier one.
-        first: time and number of the first units. Until then work can compile, start processes and fill caches, so a rate for
-            the time left begins there; None = nothing is done yet.
+        aside: seconds of other work between units.
+        first: time and number of the first units, and seconds of other work before them. Until then work can compile, start
+            processes and fill caches, so a rate for the time left begins there; None = nothing is done yet.
         note: newest message of the level `STATUS`.
         noted: seconds after `started` at which the note was set.
     """
@@ -42,18 +43,21 @@ class Work:
     row: Callable[..., None] | None = None
     done: int = 0
     before: int = 0
-    first: tuple[float, int] | None = None
+    aside: float = 0.0
+    first: tuple[float, int, float] | None = None
     note: str = ""
     noted: float = 0.0
 
     def advance(self, units: int) -> None:
         """Count finished units."""
-        if isinstance(units, FinishedBefore):
+        if isinstance(units, Aside):
+            self.aside += units.seconds
+        elif isinstance(units, FinishedBefore):
             self.before += units
         else:
             self.done += units
             if self.first is None and units:
-                self.first = silence.clock() - self.started, units
+                self.first = silence.clock() - self.started, units, self.aside
         if self.row is not None:
             self.row(advance=units)
 
@@ -75,7 +79,8 @@ class Work:
             waiting = f"{human_count(self.total, self.unit, named=True)}, " if self.total else ""
             return f"{waiting}running for {human_seconds(seconds - (self.noted if self.note else 0))}"
         finished, rate = self.before + self.done, self._rate(seconds)
-        speed = f", {human_count(rate, self.unit)}/s" if rate else f", running for {human_seconds(seconds)}"
+        own = human_count(self._rate(seconds, leave_out=True), self.unit)  # the time left includes other work
+        speed = f", {own}/s" if rate else f", running for {human_seconds(seconds)}"
         if not self.total or finished > self.total:  # unknown, or an estimate
             return f"{human_count(finished, self.unit, named=True)} so far{speed}"
         if finished == self.total:
@@ -84,10 +89,11 @@ class Work:
         left = f", {human_seconds((self.total - finished) / rate)} left" if rate else ""
         return f"{100 * finished // self.total}%, {counted}{speed}{left}"
 
-    def _rate(self, seconds: float) -> float:
-        """Units in a second after the first ones; 0 = not known yet."""
-        since, units = self.first or (0.0, 0)
-        return (self.done - units) / max(seconds - since, 1e-9)
+    def _rate(self, seconds: float, *, leave_out: bool = False) -> float:
+        """Units in a second after the first ones, with or without the time of other work; 0 = not known yet."""
+        since, units, before = self.first or (0.0, 0, 0.0)
+        other = self.aside - before if leave_out else 0.0
+        return (self.done - units) / max(seconds - since - other, 1e-9)
 
 
 @dataclass

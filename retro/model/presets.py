@@ -83,15 +83,13 @@ def resolve(settings: ModelSettings, base: ModelSettings | None = None) -> Model
         base: settings of the model that training starts from, for the preset `base`.
 
     Raises:
-        InputError: there is no such preset, or a size is set in addition to it.
+        InputError: a size is set in addition to the preset, or the preset `base` has no base.
     """
     if not settings.preset:
         one_reader = updated(settings, _reader(settings.retrieval.reader))
         return _with_copy_head(one_reader, copies=settings.activations_read)
     if settings.preset == "base":
         return _with_base(settings, base)
-    if settings.preset not in PRESETS:
-        raise InputError(f"model.preset = {settings.preset!r}: accepted are base, {', '.join(PRESETS)}.")
     sizes = keys_with("size")
     _check_unset(settings, ModelSettings(), sizes)
     preset = flatten(PRESETS[settings.preset])

@@ -39,7 +39,7 @@ from retro.server.limits import Limits
 from retro.server.openai import api as openai_api
 from retro.server.openai import chat, completions, requests
 from retro.server.openai.schemas import ChatChunk
-from retro.server.routes import ServiceDependency
+from retro.server.routes import JsonRoute, ServiceDependency
 from retro.server.service import Service
 from retro.server.settings import ServeSettings
 
@@ -49,7 +49,7 @@ _SWAGGER = Path(str(files("fastapi_offline"))) / "static"
 _SWAGGER_FILES = "/swagger-ui-bundle.js", "/swagger-ui.css"
 _EVENTS = schemas.GenerateEvent, ChatChunk  # models that only events of streams have; FastAPI finds those of answers
 
-router = APIRouter(tags=["server"])
+router = APIRouter(route_class=JsonRoute, tags=["server"])
 
 
 class Api(FastAPI):

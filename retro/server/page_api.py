@@ -14,9 +14,9 @@ from indexing.retrieval.retriever import Retriever
 from retro.server import schemas
 from retro.server.errors import InvalidRequest, error_responses
 from retro.server.examples import best_examples
-from retro.server.routes import ServiceDependency
+from retro.server.routes import JsonRoute, ServiceDependency
 
-router = APIRouter(tags=["server"])
+router = APIRouter(route_class=JsonRoute, tags=["server"])
 
 _SCANNED_DOCUMENTS = 2**17
 _LONGEST_VALUE = 200  # characters

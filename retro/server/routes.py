@@ -8,19 +8,40 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
-from retro.server.errors import as_api_error, error_json, error_responses
+from retro.server.errors import InvalidRequest, as_api_error, error_json, error_responses
 from retro.server.schemas import ErrorResponse
 from retro.server.service import Service
 
 
 class JsonRoute(APIRoute):
-    """A route that reads bodies with pydantic's parser. Unlike Python's, it rejects halves of surrogate pairs, which have no UTF-8."""
+    """A route that reads bodies with pydantic's parser, and answers HEAD as GET; uvicorn leaves out the answer's body.
+
+    Unlike Python's, this parser rejects halves of surrogate pairs, which have no UTF-8. A compressed body is refused.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(self._as_get(scope))
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().handle(self._as_get(scope), receive, send)
+
+    def _as_get(self, scope: Scope) -> Scope:
+        # A method in `self.methods` would be an operation of its own in the description of the API.
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and "GET" in (self.methods or ())
+        return {**scope, "method": "GET"} if is_head else scope
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
+            coding = request.headers.get("Content-Encoding", "identity")
+            if coding.strip().lower() not in ("", "identity"):
+                raise InvalidRequest(
+                    f"Content-Encoding = {coding!r}: compressed bodies are not read. Send the JSON without this header."
+                )
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return answer

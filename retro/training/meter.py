@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from indexing.progress import Advance, Aside
 from retro.device import Placement
 from retro.estimates.flops import peak_flops
 from retro.training.run_settings import RunSettings
@@ -49,11 +50,16 @@ class Meter:
         return figures
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of an evaluation. Waiting for data and checkpoints counts as training."""
+    def paused(self, advance: Advance = lambda _: None) -> Iterator[None]:
+        """Exclude the time of an evaluation, here and in the rate of `advance`.
+
+        Waiting for data and checkpoints counts as training.
+        """
         paused = time.perf_counter()
         yield
-        self.started += time.perf_counter() - paused
+        seconds = time.perf_counter() - paused
+        self.started += seconds
+        advance(Aside(seconds))
 
 
 @dataclass(frozen=True)

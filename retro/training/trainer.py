@@ -226,7 +226,7 @@ class Trainer:
         if self.evaluated or not self.is_due(self.settings.train.eval_every):
             return
         parts = self.model.model_parts
-        with self.meter.paused(), during("evaluation at step %s", f"{self.step:,}"):
+        with self.meter.paused(self.advance), during("evaluation at step %s", f"{self.step:,}"):
             for part in parts:
                 part.eval()
             metrics = self.task.evaluate(parts[0], self.placement, self._token_losses)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from indexing.progress import STATUS, FinishedBefore, during
+from indexing.progress import STATUS, Aside, FinishedBefore, during
 from pipelines.terminal.logger import Handler, setup_logging
 from pipelines.terminal.output import echo
 from pipelines.terminal.progress import progress, running, views
@@ -110,6 +110,23 @@ def test_the_time_left_leaves_out_what_comes_before_the_second_unit(clock: Clock
         assert clock.lines_at(210) == ["train: 1%, 10 of 1,000 tokens, running for 3 min 30 s"]
         advance(90)
         assert clock.lines_at(230) == ["train: 10%, 100 of 1,000 tokens, 3/s, 5 min 00 s left"]
+
+
+def test_rates_leave_out_the_time_of_evaluations_and_the_time_left_does_not(clock: Clock) -> None:
+    with progress("train", total=1000, unit="tokens") as advance:
+        clock.now = 30
+        advance(Aside(30.0))  # of a resumed run, before its first step
+        clock.now = 40
+        advance(100)
+        clock.now = 60
+        advance(200)
+        clock.now = 80
+        advance(Aside(20.0))
+        assert clock.lines_at(80) == ["train: 30%, 300 of 1,000 tokens, 10/s, 2 min 20 s left"]
+        advance(200)
+        clock.now = 100
+        clock.caplog.clear()
+    assert clock.caplog.messages == ["train: 500 tokens in 50.0 s (10/s), evaluations in 50.0 s"]
 
 
 def test_work_that_continues_after_its_last_unit_says_so_instead_of_no_time_left(

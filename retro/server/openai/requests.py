@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from retro.inference.settings import GenerationSettings
 from retro.server.errors import ApiError, InvalidRequest, accepted_fields, error_responses
 from retro.server.openai import schemas
-from retro.server.routes import ServiceDependency
+from retro.server.routes import JsonRoute, ServiceDependency
 from retro.server.service import Service
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 _OFF, _EMBEDDER = ":off", ":embedder"
 _MOST_NAMES, _LONGEST_NAME = 16, 64  # of ignored fields in a header

@@ -313,7 +313,10 @@ def test_verbs_accept_an_exported_file_and_the_best_checkpoint_as_checkpoint(tra
             ["data.k = 9", "data.k = 6 or less", "--neighbors.stored 9 --stage neighbors --rebuild"],
         ),
         ("train CONFIG --train.device cuda", ["no CUDA device"]),
-        ("train CONFIG --model.preset huge", ["model.preset = 'huge'", "tiny"]),
+        (
+            "train CONFIG --data.datastores nowhere --model.preset huge",
+            ["--model.preset = huge", "tiny"],
+        ),  # before any file
         ("report RUN --output page.html", ["output = ", ".svg"]),
     ],
 )

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from indexing.progress import Aside, FinishedBefore
 from indexing.store.datastore import Datastore
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
 from pipelines.executors.settings import ExecutorSettings, Resources
-from pipelines.launch.ray_train import resolve_workers
+from pipelines.launch.ray_train import _passed_on, _Relay, resolve_workers
 from retro.training.run_folder import read_metrics
 from tests.conftest import PATIENCE, tiny_config, wait_until
 from tests.pipelines.launch.test_torchrun import Processes, last_checkpoint, losses, steps_done
@@ -82,6 +84,19 @@ def workers() -> Iterator[int]:
 )
 def test_default_is_one_training_worker_per_gpu(given: Resources, gpus: int, device: str, expected: Resources) -> None:
     assert resolve_workers(given, {"CPU": 64.0} | ({"GPU": float(gpus)} if gpus else {}), device) == expected
+
+
+def test_the_driver_counts_tokens_once_and_leaves_evaluations_out_of_their_rate() -> None:
+    relay = _Relay()
+    advances: list[Any] = []
+    remote = SimpleNamespace(news=SimpleNamespace(remote=relay.news))
+    with _passed_on(SimpleNamespace(get=lambda value: value), remote, advances.append):
+        relay.trained(100, 40)
+        relay.set_aside(2.5)
+    assert [int(units) for units in advances if units] == [40, 60]
+    assert isinstance(advances[0], FinishedBefore)
+    assert sum(units.seconds for units in advances if isinstance(units, Aside)) == 2.5
+    assert relay.news()[3] == 0.0
 
 
 @pytest.mark.cluster

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from retro.model_settings import (
     CopyHeadSettings,
     EncoderSettings,
     ModelSettings,
+    Preset,
     RetrievalSettings,
     updated,
 )
@@ -52,11 +53,15 @@ def test_a_preset_sets_the_sizes_and_keeps_other_settings() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"preset": "huge"}, "model.preset = 'huge'"), ({"preset": "tiny", "d_model": 64}, "model.d_model = 64")],
+    [({"preset": "huge"}, 'model.preset = "huge"'), ({"preset": "tiny", "d_model": 64}, "model.d_model = 64")],
 )
 def test_unknown_presets_and_sizes_next_to_a_preset_are_rejected(changes, named: str) -> None:
     with pytest.raises(InputError, match=re.escape(named)):
         resolve(updated(ModelSettings(), changes))
+
+
+def test_the_type_of_the_setting_names_every_preset() -> None:
+    assert get_args(Preset) == ("", "base", *PRESETS)
 
 
 def test_options_other_than_sizes_can_be_set_with_a_preset() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import re
@@ -301,6 +302,7 @@ def test_an_error_message_may_contain_invalid_unicode() -> None:
         ("POST", "/v1/responses", 404, "not_found", None),
         ("GET", "/search", 405, "method_not_allowed", {"POST"}),
         ("POST", "/page.css", 405, "method_not_allowed", {"GET", "HEAD"}),
+        ("PUT", "/health", 405, "method_not_allowed", {"GET"}),
     ],
 )
 def test_unknown_paths_and_methods_are_rejected(client, method, path, status, code, allow) -> None:
@@ -324,6 +326,17 @@ def test_a_body_needs_the_json_content_type(client: TestClient, kind: str) -> No
     response = client.post("/search", content=b'{"texts": ["a"]}', headers={"Content-Type": kind})
     assert reason(response) == (422, None)
     assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/search", 422), ("/v1/embeddings", 400)])
+@pytest.mark.parametrize("coding", ["gzip", "BR", "identity, zstd"])
+def test_a_compressed_body_is_refused_by_the_name_of_its_header(client, path: str, status: int, coding: str) -> None:
+    body = {"texts": [TEXT]} if path == "/search" else {"input": TEXT, "model": "retro"}
+    content = gzip.compress(json.dumps(body).encode())
+    response = client.post(path, content=content, headers=JSON | {"Content-Encoding": coding})
+    assert response.status_code == status
+    assert f"Content-Encoding = '{coding}'" in response.json()["error"]["message"]
+    assert client.post("/search", json={"texts": [TEXT]}, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["query", "int"])
@@ -465,6 +478,20 @@ def test_a_second_request_on_a_connection_is_limited_too(strict: str) -> None:
         assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
         connection.sendall(HEAD)
         assert last_answer(connection) == (408, "request_timeout")
+
+
+def test_head_is_answered_as_get_without_a_body(app_with: Make) -> None:
+    app = app_with()
+    paths = {path for path, methods in app.openapi()["paths"].items() if "get" in methods and "{" not in path}
+    assert paths > {"/health", "/ready", "/metrics", "/v1/models"}
+    with listening(app) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        for path in sorted(paths | {"/", "/docs", "/openapi.json"}):
+            head, got = client.head(path), client.get(path)  # on the same connection
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            assert head.headers["Content-Type"] == got.headers["Content-Type"]
+            assert path == "/metrics" or head.headers["Content-Length"] == got.headers["Content-Length"]
+        assert client.head("/search").status_code == 405
+        assert client.head("/nothing").status_code == 404
 
 
 def test_a_body_may_be_longer_than_the_header_limit(app_with: Make) -> None:

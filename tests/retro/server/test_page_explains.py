@@ -175,7 +175,7 @@ def test_marked_tokens_have_their_text_in_the_neighbor(open_page, url: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("on", "said", "kind"), [(0.9, "10.0 % fewer bits: helped", "helped"), (1.0034, "0.34 % more bits: hurt", "hurt")]
+    ("on", "said", "kind"), [(0.9, "10.0% fewer bits: helped", "helped"), (1.0034, "0.34% more bits: hurt", "hurt")]
 )
 def test_fewer_bits_are_better_everywhere(open_page, url: str, on: float, said: str, kind: str) -> None:
     sign = 1 if kind == "helped" else -1

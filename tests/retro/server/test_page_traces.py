@@ -84,7 +84,7 @@ def test_a_text_without_runs_says_so_and_many_runs_are_folded(open_page, url: st
     page = open_page(url + form_of("trace"), **PHONE)
     submit(page, "trace", "qqq zzz")
     expect(page.locator("#trace")).to_contain_text("No runs")
-    expect(page.locator("#trace-strip")).to_contain_text("0 % of the tokens are in 0 runs")
+    expect(page.locator("#trace-strip")).to_contain_text("0% of the tokens are in 0 runs")
     page.get_by_role("button", name="Change text").click()
     page.locator("#trace [name=least]").fill("1")
     submit(page, "trace", TEXT * 3 + passage(retriever))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,12 +63,14 @@ def test_the_logged_loss_is_the_mean_since_the_last_line_even_across_a_resume(co
 
 
 def test_tokens_per_second_include_data_and_checkpoints_but_not_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    advances: list[Any] = []
     clock = iter([1.0, 11.0, 15.0, 15.0])  # start and end of the evaluation, then the reading of the meter
     monkeypatch.setattr("retro.training.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = Meter(started=0.0)
     meter.add(1.0, 100)
-    with meter.paused():
+    with meter.paused(advances.append):
         pass
+    assert [(units, units.seconds) for units in advances] == [(0, 10.0)]
     assert meter.read()["tokens_per_second"] == 100 / 5
 
 

@@ -17,12 +17,12 @@ export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? 
 export const fixed = (value, digits) => value.toFixed(digits).replace(/^-(?=0(\.0*)?$)/, "").replace("-", "−");
 
 /** @param {number} value a fraction of 1 @param {number} [digits] @returns {string} */
-export const percent = (value, digits = 0) => `${fixed(100 * value, digits)} %`;
+export const percent = (value, digits = 0) => `${fixed(100 * value, digits)}%`;
 
-/** @param {number} value a probability @returns {string} with two significant digits: 62 %, 0.034 % */
+/** @param {number} value a probability @returns {string} with two significant digits: 62%, 0.034% */
 export function probability(value) {
-  if (value < 1e-8) return "below 0.000001 %";
-  return value >= 0.1 ? percent(value) : `${Number((100 * value).toPrecision(2)).toFixed(Math.max(0, 1 - Math.floor(Math.log10(100 * value))))} %`;
+  if (value < 1e-8) return "below 0.000001%";
+  return value >= 0.1 ? percent(value) : `${Number((100 * value).toPrecision(2)).toFixed(Math.max(0, 1 - Math.floor(Math.log10(100 * value))))}%`;
 }
 
 /** Bits of a difference of log-probabilities in nats. @param {number} nats @returns {number} */

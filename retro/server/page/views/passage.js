@@ -45,7 +45,7 @@ function details(answer, save) {
 
 function change({ bits_per_byte_on: on, bits_per_byte_off: off }) {
   const percents = (100 * Math.abs(on - off)) / off;
-  return verdict(off - on, `${fixed(percents, percents < 1 ? 2 : 1)} %`);
+  return verdict(off - on, `${fixed(percents, percents < 1 ? 2 : 1)}%`);
 }
 
 function sentence(answer) {

