@@ -85,7 +85,7 @@ def _automaton(pattern: str) -> tuple[State, Callable[[State, str], State], Call
 
     def closed(positions: set[int]) -> State:
         for position in sorted(positions):
-            while position < len(parts) and matches[position] is None:  # `**` may also match no folder
+            while position < len(parts) - 1 and matches[position] is None:  # `**` may also match no folder
                 position += 1
                 positions.add(position)
         return frozenset(positions)
@@ -96,7 +96,7 @@ def _automaton(pattern: str) -> tuple[State, Callable[[State, str], State], Call
             if position < len(parts):
                 match = matches[position]
                 if match is None:
-                    following.add(position)
+                    following |= {position} | ({len(parts)} if position == len(parts) - 1 else set())
                 elif match(name):
                     following.add(position + 1)
         return closed(following)

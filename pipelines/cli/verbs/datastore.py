@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from indexing.retrieval.filters import stored_examples
 from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.results import Hit
-from indexing.store.artifact import read_manifest, stored_json
+from indexing.store.artifact import read_manifest
 from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError

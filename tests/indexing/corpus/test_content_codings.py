@@ -83,7 +83,7 @@ def test_what_cannot_be_undone_is_a_problem(name: str, body: bytes, kind: str) -
 
 @pytest.mark.parametrize("name", ["gzip", "deflate", "br", "zstd"])
 def test_memory_of_a_body_that_expands_is_bounded_by_the_limit(name: str) -> None:
-    body = ENCODERS[name](b"x" * 2 * 10**8)
+    body = brotli.compress(b"x" * 5 * 10**7, quality=1) if name == "br" else ENCODERS[name](b"x" * 5 * 10**7)
     tracemalloc.start()
     with pytest.raises(CodingProblem, match="max_line_bytes"):
         decoded_body(body, [("Content-Encoding", name)], LIMIT)
