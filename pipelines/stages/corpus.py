@@ -201,7 +201,7 @@ def make_corpus(
     recipe = _recipe(settings, files, checksums, recorded.get(_DELETED) if recorded else _print_of(deleted))
     if not is_finished(folder, recipe):
         _write_corpus(folder, recipe, settings, listing, scans or _scan(settings, files, executor, deleted), key)
-    _report_problems(folder)
+    _report_problems(folder, listing.skipped)
 
 
 def _recipe(settings: CorpusSettings, files: list[CorpusFile], checksums: Sequence[str], deleted: str | None) -> Recipe:
@@ -288,11 +288,11 @@ def _write_corpus(
         }
 
 
-def _report_problems(folder: Path) -> None:
+def _report_problems(folder: Path, skipped_now: Skipped) -> None:
     """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of deleted
     documents."""
     problems: dict[str, Any] = stored_json(folder / "problems.json")
-    if skipped := problems.get("skipped"):  # datastores that are older do not record it
+    if skipped := problems.get("skipped", skipped_now):  # older datastores do not record it
         number = f"{sum(sum(counts.values()) for counts in skipped.values()):,}"
         advice = "; corpus.suffixes adds text files by suffix or name" if "unknown suffix" in skipped else ""
         log.info("%s: scan: %s files skipped: %s%s", folder.name, number, skipped_line(skipped), advice)
