@@ -21,9 +21,9 @@ from indexing.store.errors import InputError
 
 TREE = (
     "Makefile", "arch/Kconfig", "arch/Kconfig.debug", "arch/boot/a.dts", "arch/boot/b.DTS", "arch/entry.S", "arch/main.c",
-    "docs/a.json", "docs/readme.md", "docs/photo.png", "node_modules/x/index.js", ".git/objects/1", ".git/config", "docs/.hidden",
+    "texts/a.json", "texts/readme.md", "texts/photo.png", "node_modules/x/index.js", ".git/objects/1", ".git/config", "texts/.hidden",
 )  # fmt: skip
-CONTENT = {"docs/photo.png": b"\x89PNG\r\n\0\0" + random.Random(0).randbytes(500)}
+CONTENT = {"texts/photo.png": b"\x89PNG\r\n\0\0" + random.Random(0).randbytes(500)}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def names(path: Path | str, **settings: tuple[str, ...]) -> list[str]:
 
 def test_what_is_skipped_is_counted_by_suffix(tree: Path) -> None:
     listing = list_corpus(CorpusSettings(paths=(str(tree), f"{tree}/**/*")))
-    assert [file.name for file in listing.files] == ["arch/main.c", "docs/readme.md", "node_modules/x/index.js"]
+    assert [file.name for file in listing.files] == ["arch/main.c", "node_modules/x/index.js", "texts/readme.md"]
     assert listing.skipped == {
         "hidden": {".git": 2, ".hidden": 1},
         "unknown suffix": {
@@ -73,7 +73,7 @@ def test_binary_files_among_all_files_are_skipped_and_no_problem(tree: Path) -> 
     (tree / "packed.dts.gz").write_bytes(gzip.compress(b"packed text"))
     files = list_files(CorpusSettings(paths=(str(tree),), suffixes=("*",)))
     scans = {file.name: scan_file(file, CorpusSettings()) for file in files}
-    binary = {"docs/photo.png", "a.tgz", "b.bytes", "c.mixed"}
+    binary = {"texts/photo.png", "a.tgz", "b.bytes", "c.mixed"}
     assert {name for name, scan in scans.items() if scan.problems == {"binary file": 1}} == binary
     assert scans["sixteen.strings"].problems == {"not UTF-8": 1}  # text in another encoding is a problem
     assert all(scan.documents == (not scan.problems) for scan in scans.values())
@@ -91,8 +91,8 @@ def test_binary_files_among_all_files_are_skipped_and_no_problem(tree: Path) -> 
         ("x", ["node_modules/x/index.js"]),
         ("node_modules/**", ["node_modules/x/index.js"]),
         ("*/x", ["node_modules/x/index.js"]),
-        ("docs/*.md", ["docs/readme.md"]),
-        ("**/readme.*", ["docs/readme.md"]),
+        ("texts/*.md", ["texts/readme.md"]),
+        ("**/readme.*", ["texts/readme.md"]),
         ("adme.md", []),
         ("*.C", []),
         ("boot/main.c", []),
@@ -102,7 +102,7 @@ def test_excluded_files_are_skipped_and_counted(tree: Path, glob: str, excluded:
     listing = list_corpus(CorpusSettings(paths=(str(tree),), exclude=(glob,)))
     assert [file.name for file in listing.files] == [name for name in names(tree) if name not in excluded]
     assert sum(listing.skipped.get("excluded", {}).values()) == len(excluded)
-    assert names(tree, exclude=(f"{tree}/arch",)) == ["docs/readme.md", "node_modules/x/index.js"]
+    assert names(tree, exclude=(f"{tree}/arch",)) == ["node_modules/x/index.js", "texts/readme.md"]
 
 
 @pytest.mark.parametrize(
