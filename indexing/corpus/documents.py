@@ -9,7 +9,6 @@ U+FFFD. Such a replacement, and every document that is left out, is reported as 
 import contextlib
 import errno
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
 
-from indexing.corpus.streams import DAMAGED, StoredReader, filesystem_of, unpacked
+from indexing.corpus.streams import COMPRESSION_SUFFIXES, DAMAGED, StoredReader, check_regular, filesystem_of, unpacked
 from indexing.corpus.text_bytes import TextSeen, encoding_of, num_undecodable, text_blocks
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors
@@ -39,8 +38,10 @@ ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
     "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
     "unreadable file", "wrong suffix", "not UTF-8", "long line",
-    "binary value", "broken record", "long record",
+    "binary value", "broken record", "long record", "unknown coding", "binary file",
 ]  # fmt: skip
+BINARY_FILE: ProblemKind = "binary file"
+"""A file that only `corpus.suffixes` admits and that is not text: skipped and counted by suffix."""
 
 
 @settings
@@ -51,6 +52,13 @@ class CorpusSettings:
     """Files, folders (with all subfolders; links are followed), globs such as `data/**/*.jsonl.zst`, or fsspec URLs, of text, source
     code, JSON Lines, CSV, TSV, Parquet, Arrow, WARC and WET files, or folders that Hugging Face `datasets` saved. For a Megatron corpus
     name the `.bin` or the `.idx`."""
+    suffixes: tuple[Text, ...] = ()
+    """More files of folders and globs to read as text, one document each: suffixes (`.dts`), names (`Makefile`, `Kconfig*`), or `*` for all
+    files. Upper and lower case are equal. Binary files among them are skipped and counted."""
+    exclude: tuple[Text, ...] = ()
+    """Globs of files and folders to skip, such as `node_modules`, `*.min.js` or `drivers/gpu/**`. One without `/` is compared with every
+    name of a path, others with the path below the folder of `corpus.paths`, and with the whole path if they begin with `/` or hold
+    `://`."""
     text_key: Text = "text"
     """Key (JSON Lines) or column (CSV, Parquet, Arrow) of the text. Dots lead into nested objects: `content.body`. WARC and WET files
     need none."""
@@ -77,6 +85,15 @@ class CorpusSettings:
                     f"corpus.metadata_keys has {column!r}, which is a column of every document "
                     f"({', '.join((*TEXT_COLUMNS, *NUMBER_COLUMNS))}). Remove it, or rename the key in the data."
                 )
+        for one in self.suffixes:
+            if "/" in one or one.lower() in COMPRESSION_SUFFIXES:
+                raise InputError(
+                    f"corpus.suffixes has {one!r}; accepted: a suffix such as .dts, a file name such as Makefile or Kconfig*, or *. Each also "
+                    f"names its compressed files ({' and '.join(COMPRESSION_SUFFIXES)})."
+                )
+        for one in self.exclude:
+            if "**" in one and any("**" in part and part != "**" for part in one.split("/")):
+                raise InputError(f"corpus.exclude has {one!r}; `**` must be a whole part of a path: 'a/**/b'.")
         if len(set(self.metadata_keys)) < len(self.metadata_keys):
             raise InputError(f"corpus.metadata_keys = {self.metadata_keys}: each key must be named once.")
 
@@ -202,8 +219,7 @@ def opened(file: CorpusFile, on_problem: Callable[[CorpusProblem], None]) -> Ite
     """Open the stored bytes of a file; yields None after reporting that it cannot be opened."""
     try:
         filesystem, path = filesystem_of(file.path)
-        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-            raise PermissionError(f"{path} is a named pipe, a socket or a device, not a regular file")
+        check_regular(path)
         with named_errors(file.path, passed=UNREADABLE) if "://" in file.path else contextlib.nullcontext():
             opened = filesystem.open(path, "rb")
     except OSError as error:

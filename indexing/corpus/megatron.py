@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from indexing.corpus.streams import filesystem_of
+from indexing.corpus.streams import check_regular, filesystem_of
 from indexing.store.errors import InputError
 
 SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
@@ -88,7 +88,7 @@ def open_index(data_path: str, data_bytes: int) -> MegatronIndex:
     """Open the index of the `.bin` at `data_path`, which has `data_bytes`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError, PermissionError: there is none, or it is no regular file.
         InputError: the file is not an index, has another version or type, or belongs to another `.bin`.
     """
     path = pair_of(data_path)[1]
@@ -140,6 +140,7 @@ def _bytes_of(path: str) -> np.ndarray:
     from fsspec.implementations.local import LocalFileSystem
 
     filesystem, root = filesystem_of(path)
+    check_regular(root)
     if isinstance(filesystem, LocalFileSystem) and filesystem.size(root):
         return np.memmap(root, np.uint8, "r")
     with filesystem.open(root, "rb") as file:

@@ -15,6 +15,7 @@ import numpy as np
 
 from indexing.corpus.csv_rows import CSV_SUFFIXES, csv_rows
 from indexing.corpus.documents import (
+    BINARY_FILE,
     UNREADABLE,
     CorpusFile,
     CorpusProblem,
@@ -54,13 +55,14 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")  # one document per line
 _COMPRESSIBLE = (*LINE_SUFFIXES, *CSV_SUFFIXES, *WARC_SUFFIXES, *WHOLE_FILE_SUFFIXES)
 ACCEPTED = (
     f"Accepted suffixes: {', '.join(_COMPRESSIBLE)}, each also with {' or '.join(COMPRESSION_SUFFIXES)}; {PARQUET_SUFFIX}; "
-    f"{ARROW_SUFFIX}; and {SUFFIX} with its {INDEX_SUFFIX} (Megatron)."
+    f"{ARROW_SUFFIX}; and {SUFFIX} with its {INDEX_SUFFIX} (Megatron). For a corpus, corpus.suffixes adds other text files."
 )
 _LARGE_BYTES = 1 << 24  # text of a larger file is read block by block, again for every use
 _BLOCK_DOCUMENTS = 1 << 16  # documents of a Megatron file whose positions are in memory at a time
 
 
 def is_known(name: str) -> bool:
+    """Whether the suffix of a name is one that is read without `corpus.suffixes`."""
     name = name.lower()
     return (
         uncompressed(name).endswith(_COMPRESSIBLE) or name.endswith((PARQUET_SUFFIX, ARROW_SUFFIX)) or is_megatron(name)
@@ -97,13 +99,17 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
     if name.endswith(ARROW_SUFFIX):
         yield from arrow_rows(io.BufferedReader(raw, 1 << 20), request)
         return
-    content_suffix = next(suffix for suffix in _COMPRESSIBLE if uncompressed(name).endswith(suffix))
+    # None is a file that `corpus.suffixes` admits.
+    content_suffix = next((suffix for suffix in _COMPRESSIBLE if uncompressed(name).endswith(suffix)), None)
     if request.offset and content_suffix in LINE_SUFFIXES:  # only uncompressed files have offsets
         raw.stored.seek(request.offset)
         yield from _json_lines(io.BufferedReader(raw, 1 << 20), request, has_offsets=True)
         return
     stream, compression = unpacked(raw, name)
     if compression != compression_suffix(name):
+        if content_suffix is None:  # an archive, or a format that is compressed inside
+            request.report(BINARY_FILE, 1, "its content is compressed, and its name does not say so; it is skipped")
+            return
         content = {".gz": "compressed by gzip", ".zst": "compressed by zstd", "": "not compressed"}[compression]
         request.report("wrong suffix", 1, f"its content is {content} and was read as such; rename the file")
     if content_suffix in LINE_SUFFIXES:
@@ -113,15 +119,21 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
     elif content_suffix in WARC_SUFFIXES:
         yield from warc_records(stream, request)
     elif request.start == 0 and request.stop != 0:
-        yield from _whole_file(stream, request)
+        yield from _whole_file(stream, request, is_text=content_suffix is not None)
 
 
-def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
-    """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again."""
+def _whole_file(stream: Any, request: ReadRequest, is_text: bool) -> Iterator[Document]:
+    """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again.
+
+    `is_text`: whether its suffix says so. Otherwise a file with a NUL in its first block is binary, as for Git, and is skipped.
+    """
     seen, texts, is_whole = TextSeen(), list[str](), False
     try:
         for data in text_blocks(stream):
             text = seen.decoded(data)
+            if not is_text and b"\0" in seen.head and not encoding_of(seen.head, request.file.name):
+                request.report(BINARY_FILE, 1, "it holds NUL bytes; it is skipped")
+                return
             if seen.size <= _LARGE_BYTES:
                 texts.append(text)
             else:
@@ -131,8 +143,19 @@ def _whole_file(stream: Any, request: ReadRequest) -> Iterator[Document]:
         request.report(damage_of(error), seen.lines + 1, str(error))
     if seen.is_binary:
         share = f"{100 * seen.other_bytes / seen.stored:.0f}% of its bytes, more than {100 * MOST_OTHER_BYTES:.0f}%"
-        guess = encoding_of(seen.head, request.file.name) or "it is binary or has another encoding"
+        guess = encoding_of(seen.head, request.file.name)
+        if not is_text and not guess:
+            request.report(BINARY_FILE, 1, f"bytes that are not UTF-8 are {share}; it is skipped")
+            return
+        guess = guess or "it is binary or has another encoding"
         request.report("not UTF-8", 1, f"{share}: {guess}, and is left out")
+        return
+    if seen.longest_run > request.settings.max_line_bytes:
+        limit = f"corpus.max_line_bytes = {request.settings.max_line_bytes:,}"
+        detail = (
+            f"about {seen.longest_run:,} bytes without a single blank or line end, more than {limit}; it is left out"
+        )
+        request.report("long line", 1, detail)
         return
     if seen.undecodable:
         first = f"the first is 0x{seen.first_undecodable:02x}"

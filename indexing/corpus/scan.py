@@ -1,6 +1,6 @@
 """Turn paths into shards: list the files, scan each once, cut the corpus into slices, and read the slices.
 
-paths ──list_files──► CorpusFile ──scan_file──► FileScan ──plan_shards──► FileSlice ──read_slice──► Document
+paths ──list_corpus──► CorpusFile ──scan_file──► FileScan ──plan_shards──► FileSlice ──read_slice──► Document
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import glob
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from indexing.corpus.documents import (
+    BINARY_FILE,
     CorpusFile,
     CorpusProblem,
     CorpusSettings,
@@ -25,11 +27,13 @@ from indexing.corpus.documents import (
     printable,
 )
 from indexing.corpus.megatron import is_megatron, pair_of
-from indexing.corpus.readers import ACCEPTED, is_known, read, read_documents
+from indexing.corpus.readers import ACCEPTED, read, read_documents
 from indexing.corpus.saved_datasets import foreign_files
-from indexing.corpus.streams import HashingReader, filesystem_of
+from indexing.corpus.skipped import Skipped, SkippedReason, counted, name_filter, path_filter, skipped_line, suffix_of
+from indexing.corpus.streams import HashingReader, listed_filesystem
 from indexing.corpus.tables import PARQUET_SUFFIX
 from indexing.corpus.text_bytes import text_digest
+from indexing.corpus.walk import walk
 from indexing.store.artifact import fingerprint
 from indexing.store.errors import InputError
 from indexing.store.remote import named_errors
@@ -88,32 +92,57 @@ class FileScan:
 
 
 def strict_problem(problem: CorpusProblem) -> None:
-    """An `on_problem` that rejects every problem.
+    """An `on_problem` that rejects every problem. A binary file among those of `corpus.suffixes` is skipped, and no problem.
 
     Raises:
-        InputError: always; the message has the form `file:line: kind: detail`.
+        InputError: the message has the form `file:line: kind: detail`.
     """
+    if problem.kind == BINARY_FILE:
+        return
     raise InputError(
         f"{problem.file}:{problem.line}: {problem.kind}: {problem.detail}. "
         "Repair the file, or set corpus.strict = false to report such problems and continue."
     )
 
 
-def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[CorpusFile]:
-    """List the files of `settings.paths`, each once, sorted by name, then path. Error messages use the name `key`.
+@dataclass(frozen=True)
+class CorpusListing:
+    """The files of a corpus, and the numbers of those that its paths lead to and that are not read.
 
-    Folders and globs give the files with a known suffix. Other files, hidden files and hidden folders are skipped.
+    Attributes:
+        files: each once, sorted by name, then path.
+        skipped: number by reason (`SkippedReason`), then by suffix, or name if there is none.
+    """
+
+    files: list[CorpusFile]
+    skipped: Skipped
+
+
+def list_files(settings: CorpusSettings, key: str = "corpus.paths") -> list[CorpusFile]:
+    """The files of `list_corpus`."""
+    return list_corpus(settings, key).files
+
+
+def list_corpus(settings: CorpusSettings, key: str = "corpus.paths") -> CorpusListing:
+    """List the files of `settings.paths`, each once. Error messages use the name `key`.
+
+    Folders and globs give the files with a known suffix, or one of `settings.suffixes`. Other files, hidden files and hidden folders, and
+    files of `settings.exclude` are skipped and counted.
 
     Raises:
         InputError: a path does not exist, has an unknown suffix or protocol, or gives no file.
     """
     if not settings.paths:
         raise InputError(f"{key} is empty. Name files, folders or globs: --{key} data/ notes/*.md")
-    files: dict[str, CorpusFile] = {}
+    files, skipped = dict[str, CorpusFile](), dict[str, tuple[SkippedReason, str]]()
     for pattern in settings.paths:
-        for file in _files_at(pattern, key):
-            files.setdefault(os.path.realpath(file.path) if os.path.isabs(file.path) else file.path, file)
-    return sorted(files.values(), key=file_order)
+        for real, found in _files_at(pattern, settings, key).items():
+            if isinstance(found, CorpusFile):
+                files.setdefault(real, found)
+            else:
+                skipped.setdefault(real, found)
+    counts = Counter(reason for real, reason in skipped.items() if real not in files)
+    return CorpusListing(sorted(files.values(), key=file_order), counted(counts))
 
 
 def file_order(file: CorpusFile) -> tuple[str, str]:
@@ -121,21 +150,26 @@ def file_order(file: CorpusFile) -> tuple[str, str]:
     return file.name, file.path
 
 
-def _files_at(pattern: str, key: str) -> list[CorpusFile]:
+_Found = dict[str, CorpusFile | tuple[SkippedReason, str]]
+"""By the path without links: a file, or why it is skipped, and its suffix."""
+
+
+def _files_at(pattern: str, settings: CorpusSettings, key: str) -> _Found:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        filesystem, root = filesystem_of(pattern)
+        filesystem, root = listed_filesystem(pattern)
     except (ImportError, ValueError) as error:  # the package for this protocol is missing, or the protocol is unknown
         raise InputError(f"{key}: {pattern!r} cannot be opened: {error}") from error
     is_local = isinstance(filesystem, LocalFileSystem)
     with contextlib.nullcontext() if is_local else named_errors(f"{key}: {pattern}"):
-        return _listed(filesystem, root, pattern, key, is_local)
+        return _listed(filesystem, root, pattern, settings, key, is_local)
 
 
-def _listed(filesystem: Any, root: str, pattern: str, key: str, is_local: bool) -> list[CorpusFile]:
+def _listed(filesystem: Any, root: str, pattern: str, settings: CorpusSettings, key: str, is_local: bool) -> _Found:
+    is_wanted, found = name_filter(settings.suffixes), _Found()
     if filesystem.isfile(root):
-        if not is_known(root):
+        if not is_wanted(root):
             raise InputError(f"{key}: {pattern!r} is not of a known kind. {ACCEPTED}")
         for part in pair_of(root) if is_megatron(root) else ():
             if not filesystem.isfile(part):
@@ -144,76 +178,65 @@ def _listed(filesystem: Any, root: str, pattern: str, key: str, is_local: bool) 
                 )
         base, infos = root.rpartition("/")[0], {root: filesystem.info(root)}
     elif filesystem.isdir(root):
-        base, infos = root, _local_files(root) if is_local else filesystem.find(root, detail=True)
+        base, infos = root, _local_files(root, found) if is_local else filesystem.find(root, detail=True)
     elif glob.has_magic(root):
         base = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
         if is_local and base and not os.path.isdir(base):
             above = [folder for folder in (base, *map(str, Path(base).parents)) if not os.path.exists(folder)]
             problem = f"{above[-1]} does not exist" if above else f"{base} is not a folder"
             raise InputError(f"{key}: {pattern!r}: {problem}. Name a folder that exists before the `*`.")
-        infos = _local_files(base, root) if is_local else filesystem.glob(root, detail=True)
+        infos = _local_files(base, found, root[len(base) + 1 :]) if is_local else filesystem.glob(root, detail=True)
     else:
         problem = "is a pipe or a device" if filesystem.exists(root) else "does not exist"
         raise InputError(f"{key}: {pattern!r} {problem}. Name a file, a folder or a glob such as 'data/**/*.md'.")
 
-    files = []
     foreign = frozenset() if root in infos else foreign_files(filesystem, infos)
-    hidden_wanted = root in infos or "/." in root[len(base) :]
+    hidden_wanted, is_excluded = root in infos or "/." in root[len(base) :], path_filter(settings.exclude)
     for path, info in infos.items():
         name = path[len(base) :].lstrip("/")
-        is_hidden = any(part.startswith(".") for part in name.split("/"))
-        # Scanned and counted as a problem, if it is a named pipe or a device ("other").
-        is_file = info["type"] in ("file", "other") and is_known(name) and path not in foreign
-        if is_file and (hidden_wanted or not is_hidden):
-            files.append(_corpus_file(filesystem, pattern, path, name, infos))
-    if not files:
-        raise InputError(f"{key}: {pattern!r} holds no file of a known kind ({len(infos)} others). {ACCEPTED}")
-    return files
+        hidden = None if hidden_wanted else next((part for part in name.split("/") if part.startswith(".")), None)
+        real = info.get("real") or (os.path.realpath(path) if is_local else path)
+        if info["type"] not in (
+            "file",
+            "other",
+        ):  # "other" is a pipe or a device, counted as a problem when it is opened
+            continue
+        if hidden is not None:
+            found[real] = "hidden", hidden
+        elif is_excluded(name, path):
+            found[real] = "excluded", suffix_of(name)
+        elif path in foreign:
+            found[real] = "not part of its saved dataset", suffix_of(name)
+        elif is_wanted(name):
+            file = _corpus_file(filesystem, pattern, path, name, infos)
+            found.setdefault(os.path.realpath(file.path) if is_local and is_megatron(name) else real, file)
+        else:
+            found[real] = "unknown suffix", suffix_of(name)
+    if not any(isinstance(one, CorpusFile) for one in found.values()):
+        others = counted(Counter(one for one in found.values() if not isinstance(one, CorpusFile)))
+        listed = f" ({skipped_line(others)})" if others else ""
+        raise InputError(f"{key}: {pattern!r} holds no file of a known kind{listed}. {ACCEPTED}")
+    return found
 
 
-def _local_files(base: str, pattern: str = "") -> dict[str, dict[str, Any]]:
-    """List the files below a local folder, or those that match a glob: path → fsspec's info. Links are followed.
+def _local_files(base: str, found: _Found, pattern: str = "**") -> dict[str, dict[str, Any]]:
+    """List the files below a local folder, or those that match a glob: path → fsspec's info, and the path without links as `real`.
 
-    fsspec itself does not follow links. Paths without a link come first.
+    Folders that cannot be read are added to `found`. fsspec itself does not follow links.
     """
     from fsspec.implementations.local import LocalFileSystem
-    from fsspec.utils import glob_translate
 
-    depth = pattern[len(base) + 1 :].count("/") if pattern and "**" not in pattern else None
-    matches = re.compile(glob_translate(pattern) if pattern else "").match
-    filesystem, entries = LocalFileSystem(), sorted(_walk(base or "/", depth))
-    dangling = {"type": "file", "size": 0}  # a dangling link is reported as a problem, like a file that vanished
-    return {
-        path: filesystem.info(path) if os.path.exists(path) else dangling
-        for _, path in entries
-        if matches(path) is not None
-    }
-
-
-def _walk(
-    folder: str, depth: int | None, is_linked: bool = False, above: tuple[str, ...] = ()
-) -> Iterator[tuple[bool, str]]:
-    """Walk the files in a folder and `depth` levels below it. Yields whether a link leads to the file, and its path.
-
-    Links are followed, but not back to a folder that contains the current one.
-    """
-    target = os.path.realpath(folder)
-    if any(os.path.join(parent, "").startswith(os.path.join(target, "")) for parent in above):
-        return
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:  # not readable by this user, such as `lost+found`
-        return
-    for entry in entries:
-        linked = is_linked or entry.is_symlink()
+    filesystem, walked, infos = LocalFileSystem(), walk(base, pattern), {}
+    for folder in walked.unreadable:
+        found[folder] = "folder that cannot be read", folder[len(base) :].lstrip("/") or folder
+    for file in walked.files:
         try:
-            is_folder = entry.is_dir()
-        except OSError:  # a link to itself, reported as a problem when it is opened
-            is_folder = False
-        if not is_folder:
-            yield linked, entry.path
-        elif depth != 0:
-            yield from _walk(entry.path, None if depth is None else depth - 1, linked, (*above, target))
+            info = filesystem.info(file.path) if os.path.exists(file.path) else None
+        except OSError:  # it vanished meanwhile
+            info = None
+        # A dangling link is reported as a problem, like a file that vanished.
+        infos[file.path] = (info or {"type": "file", "size": 0}) | {"real": file.real}
+    return infos
 
 
 def _corpus_file(filesystem: Any, pattern: str, path: str, name: str, infos: dict[str, dict[str, Any]]) -> CorpusFile:

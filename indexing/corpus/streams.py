@@ -11,11 +11,9 @@ import re
 import zlib
 from typing import Any, Literal
 
+from indexing.corpus.zstd_frames import DamagedZstd, ZstdReader
+
 COMPRESSION_SUFFIXES = (".gz", ".zst")
-
-
-class DamagedZstd(Exception):
-    """An error of the zstd decompressor."""
 
 
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, DamagedZstd)
@@ -57,6 +55,24 @@ def filesystem_of(location: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(location)
 
 
+def check_regular(path: str) -> None:
+    """Raise PermissionError if a local path is a named pipe, a socket or a device: opening one may wait forever."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise PermissionError(f"{path} is a named pipe, a socket or a device, not a regular file")
+
+
+def listed_filesystem(location: str) -> tuple[Any, str]:
+    """`filesystem_of`, without what this process remembers of earlier listings and of archives."""
+    from fsspec.archive import AbstractArchiveFileSystem
+
+    filesystem, path = filesystem_of(location)
+    if isinstance(filesystem, AbstractArchiveFileSystem):  # it keeps the table of contents that it was opened with
+        type(filesystem).clear_instance_cache()
+        filesystem, path = filesystem_of(location)
+    filesystem.invalidate_cache()
+    return filesystem, path
+
+
 def compression_suffix(name: str) -> str:
     """The compression suffix of a file name: `.gz`, `.zst`, or empty."""
     return next((suffix for suffix in COMPRESSION_SUFFIXES if name.endswith(suffix)), "")
@@ -78,7 +94,7 @@ def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
     compression = f".{magic.lastgroup}" if magic else "" if head and _is_text(head) else compression_suffix(name)
     if compression == ".gz":
         return gzip.GzipFile(fileobj=stored), compression
-    return io.BufferedReader(_ZstdReader(stored), 1 << 20) if compression == ".zst" else stored, compression
+    return io.BufferedReader(ZstdReader(stored), 1 << 20) if compression == ".zst" else stored, compression
 
 
 def _is_text(head: bytes) -> bool:
@@ -129,45 +145,3 @@ class HashingReader(StoredReader):
         while block := self.stored.read(1 << 20):
             self.digest.update(block)
         return self.digest.hexdigest()
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses all frames of a zstd stream.
-
-    `zstandard.ZstdDecompressor.stream_reader` ends silently if a file is truncated; this reader raises EOFError.
-    """
-
-    def __init__(self, raw: io.BufferedIOBase) -> None:
-        import zstandard
-
-        self.raw = raw
-        # Published corpora are compressed with `--long=31`, which needs more than the default window.
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-        self.error = zstandard.ZstdError
-        self.frame: Any = None
-        self.waiting = b""  # stored bytes not yet decompressed
-        self.ready = memoryview(b"")  # decompressed bytes not yet read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            # Small blocks, because the expansion of one block is in memory.
-            self.waiting = self.waiting or self.raw.read(1 << 15) or b""
-            if not self.waiting:
-                if self.frame is not None:
-                    raise EOFError("the file ends inside a zstd frame")
-                return 0
-            self.frame = self.frame or self.decompressor.decompressobj()
-            try:
-                self.ready = memoryview(self.frame.decompress(self.waiting))
-            except self.error as error:
-                raise DamagedZstd(str(error)) from error
-            self.waiting = self.frame.unused_data
-            if self.frame.eof:
-                self.frame = None
-        size = min(len(buffer), len(self.ready))
-        buffer[:size] = self.ready[:size]
-        self.ready = self.ready[size:]
-        return size

@@ -15,8 +15,13 @@ BLOCK_BYTES = 1 << 20
 """Bytes of a block, at least."""
 MOST_OTHER_BYTES = 0.2
 """Share of a text file; 0.12 to 0.14 in Latin-1 with many accents, 0.3 and more in programs and images."""
+MOST_CONTROLS = 0.05
+"""Share of the characters of decoded text; next to none in text, 0.1 and more in random bytes in any charset."""
 BOM = b"\xef\xbb\xbf"
 
+# Control characters that text has no use for (it has tabs, line ends and the escape of terminals), and characters for private use.
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f\ue000-\uf8ff]")
+_CUT = re.compile(r"(?<=\S)\s{1,8}(?=\S)")  # as in `indexing/tokenization/pieces.py`
 _GUESS_BYTES = 1 << 16
 _FREQUENT_CHINESE = "的一是不了人在有我他这之"
 _FREQUENT_SHARE = 0.05  # in Chinese text about 0.15
@@ -33,12 +38,14 @@ class TextSeen:
         lines: line ends.
         head: the first block.
         is_blank: whether all of it is white space.
+        longest_run: bytes of the longest run of blocks without a place at which the text can be cut, a blank between two words.
     """
 
     def __init__(self) -> None:
         self.stored = self.size = self.undecodable = self.first_line = self.first_undecodable = 0
         self.other_bytes = self.lines = 0
         self.is_blank, self.digest, self.head = True, text_digest(), b""
+        self.longest_run = self._run = 0
 
     @property
     def is_binary(self) -> bool:
@@ -61,6 +68,8 @@ class TextSeen:
         self.other_bytes += data.count(0)
         self.lines += data.count(b"\n")
         self.stored += len(data)
+        self._run = 0 if _CUT.search(text) else self._run + len(data)
+        self.longest_run = max(self.longest_run, self._run)
         self.is_blank = self.is_blank and (not text or text.isspace())
         encoded = text.encode()
         self.size += len(encoded)
@@ -114,6 +123,13 @@ def _end_of_characters(data: bytearray) -> int:
 def num_undecodable(data: bytes, text: str) -> int:
     """Number of replacements in `data` decoded as `text`. A U+FFFD that the file itself contains is ordinary text."""
     return text.count("\ufffd") - data.count("\ufffd".encode())
+
+
+def is_noise(text: str) -> bool:
+    """Whether decoded text has more replacements or control characters than text has."""
+    if text.count("\ufffd") > MOST_OTHER_BYTES * len(text):
+        return True
+    return sum(1 for _ in _CONTROLS.finditer(text)) > MOST_CONTROLS * len(text)
 
 
 def encoding_of(data: bytes, name: str) -> str:

@@ -9,21 +9,24 @@ Other records hold no text of a page and are skipped. A record whose Content-Len
 the next line that begins a record. Memory holds one record.
 """
 
+import codecs
 import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from indexing.corpus.content_codings import CodingProblem, decoded_body
 from indexing.corpus.documents import BinaryValue, Document, ProblemKind, ReadRequest, marked, record_document
 from indexing.corpus.streams import DAMAGED, damage_of
-from indexing.corpus.text_bytes import BLOCK_BYTES
+from indexing.corpus.text_bytes import BLOCK_BYTES, is_noise
 from indexing.store.errors import InputError
 
 WARC_SUFFIXES = (".warc", ".wet")
 _MAGIC, _VERSIONS = b"WARC/", ("WARC/1.1", "WARC/1.0", "WARC/0.18", "WARC/0.17")
 _LINE_BYTES, _HEADER_BYTES = 1 << 16, 1 << 20  # of a line between two records, of the headers of a record
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
+_ESCAPES = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
 
 
 class _LeftOut(Exception):
@@ -208,7 +211,6 @@ def _text_of(record: _Record, limit: int, path: str) -> str | bytes | None:
 
 
 def _text_of_response(record: _Record, limit: int, path: str) -> str | bytes | None:
-    from warcio.recordloader import ArcWarcRecord
     from warcio.statusandheaders import StatusAndHeadersParser
 
     stream = io.BytesIO(record.content)
@@ -222,21 +224,34 @@ def _text_of_response(record: _Record, limit: int, path: str) -> str | bytes | N
         return None
     if media_type != "text/plain" and media_type not in _HTML_TYPES:
         return None
-    # Undoes the transfer encoding and the compression that the headers name.
-    body = ArcWarcRecord("warc", "response", record.headers, stream, http, None, None).content_stream().read(limit + 1)
-    if len(body) > limit:
-        raise _LeftOut("long record", f"decompressed more bytes than corpus.max_line_bytes = {limit:,}")
+    try:
+        body = decoded_body(stream.read(), http.headers, limit)
+    except CodingProblem as problem:
+        raise _LeftOut(problem.kind, problem.detail) from problem
     charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", content_type, re.IGNORECASE)
     if media_type in _HTML_TYPES:
         return _text_of_html(body, charset and charset[1], path)
     try:
-        return body.decode(charset[1]) if charset else marked(body)
-    except (LookupError, ValueError):  # an unknown charset, or another one than the text has
+        return _checked(body.decode(charset[1]), body) if charset and _is_charset(charset[1]) else marked(body)
+    except ValueError:  # it has another charset
         return marked(body)
 
 
-def _text_of_html(body: bytes, charset: str | None, path: str) -> str:
-    """The main text of an HTML page."""
+def _is_charset(name: str) -> bool:
+    """Whether Python has a charset, and not only an escape of other text with this name."""
+    try:
+        return codecs.lookup(name).name.replace("_", "-") not in _ESCAPES
+    except (LookupError, ValueError):
+        return False
+
+
+def _checked(text: str, body: bytes) -> str | bytes:
+    """The text; the body as `BinaryValue` if it is not text. Most charsets have a character for every byte."""
+    return BinaryValue(body) if is_noise(text) else text
+
+
+def _text_of_html(body: bytes, charset: str | None, path: str) -> str | bytes:
+    """The main text of an HTML page; the body as `BinaryValue` if it is not text."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
@@ -246,4 +261,5 @@ def _text_of_html(body: bytes, charset: str | None, path: str) -> str:
             "Or name the WET files (.wet, .wet.gz) of the crawl, which hold extracted text."
         ) from error
     encoding = map_encoding_to_html5(charset) if charset else detect_encoding(body, from_html_meta=True)
-    return extract_plain_text(bytes_to_str(body, encoding or "utf-8", errors="replace"), main_content=True)
+    page = _checked(bytes_to_str(body, encoding or "utf-8", errors="replace"), body)
+    return extract_plain_text(page, main_content=True) if isinstance(page, str) else page

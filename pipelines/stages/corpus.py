@@ -10,18 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from indexing.corpus.documents import CorpusFile, CorpusSettings
+from indexing.corpus.documents import BINARY_FILE, CorpusFile, CorpusSettings
 from indexing.corpus.megatron import is_megatron
 from indexing.corpus.scan import (
+    CorpusListing,
     FileScan,
     FileSlice,
     find_duplicates,
+    list_corpus,
     list_files,
     plan_shards,
     recipe_inputs,
     scan_file,
     strict_problem,
 )
+from indexing.corpus.skipped import Skipped, skipped_line, with_binary
 from indexing.progress import Advance
 from indexing.store.artifact import (
     Recipe,
@@ -65,7 +68,9 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
         InputError: the files or settings differ from those of the finished corpus, or there is no text.
     """
     first = config.datastore / "corpus"
-    files = list_files(config.corpus) if config.corpus.paths or damage(first) else []
+    nothing = CorpusListing([], {})
+    listing = list_corpus(config.corpus) if config.corpus.paths or damage(first) else nothing
+    files = listing.files
     require_tokenizer(config, files)
     groups, new = by_generation(config.datastore, files)
     if damage(first):  # or not made yet: files that no other generation has belong to the first
@@ -75,15 +80,17 @@ def prepare(config: Config, executor: Executor) -> list[list[FileSlice]]:
             f"{config.datastore} was built without {len(new):,} files that corpus.paths names now (the first: {new[0].path}). "
             "Add them with `--append`, or rebuild everything: `--stage chunk --rebuild`."
         )
-    for folder, members in groups:
-        make_corpus(folder, config.corpus, members or recorded_files(folder), executor, deleted=left_out_of(folder))
+    for folder, named in groups:
+        members = CorpusListing(named or recorded_files(folder), listing.skipped if folder == first else {})
+        make_corpus(folder, config.corpus, members, executor, deleted=left_out_of(folder))
     if missing := missing_generation(config.datastore):
         raise InputError(f"{missing} is missing: add its files again with `--append --corpus.paths FILES`.")
     return read_plan(config.datastore)
 
 
-def files_to_append(config: Config, executor: Executor) -> list[tuple[CorpusFile, FileScan]]:
-    """Find the files of `corpus.paths` that the datastore does not have, and scan them. Nothing is written.
+def files_to_append(config: Config, executor: Executor) -> tuple[list[tuple[CorpusFile, FileScan]], Skipped]:
+    """Find the files of `corpus.paths` that the datastore does not have, and scan them; returns also what those paths skip. Nothing is
+    written.
 
     A file is known by its path, or, if its path is no longer given, by its name and content: the corpus may have moved.
 
@@ -91,7 +98,8 @@ def files_to_append(config: Config, executor: Executor) -> list[tuple[CorpusFile
         InputError: there is no intact datastore to append to, or a file is invalid, has changed since it was indexed, or is a copy
             of one that the datastore has.
     """
-    files = list_files(config.corpus)
+    listing = list_corpus(config.corpus)
+    files = listing.files
     require_tokenizer(config, files)
     datastore = config.datastore
     if config.dedup.is_on:
@@ -129,11 +137,11 @@ def files_to_append(config: Config, executor: Executor) -> list[tuple[CorpusFile
             new.append((file, scan))
     if not new:
         log.info("append: corpus.paths names no file that %s does not have", datastore)
-    return new
+    return new, listing.skipped
 
 
-def append(config: Config, files: list[tuple[CorpusFile, FileScan]]) -> None:
-    """Make a generation from scanned files.
+def append(config: Config, files: list[tuple[CorpusFile, FileScan]], skipped: Skipped) -> None:
+    """Make a generation from scanned files, and record the numbers of `skipped` ones.
 
     Raises:
         InputError: the files hold no text, or are not those of a generation that is missing.
@@ -146,7 +154,7 @@ def append(config: Config, files: list[tuple[CorpusFile, FileScan]]) -> None:
             raise InputError(
                 f"{out} is missing, and corpus.paths names other files than it was made from. Name exactly those first."
             )
-    _write_corpus(out, recipe, config.corpus, members, scans, "corpus.paths")
+    _write_corpus(out, recipe, config.corpus, CorpusListing(members, skipped), scans, "corpus.paths")
     counts = read_manifest(out)["counts"]
     log.info("append: %s new files with %s documents: %s", f"{len(files):,}", f"{counts['documents']:,}", out)
 
@@ -167,7 +175,7 @@ def list_files_before_rebuild(config: Config) -> None:
 def make_corpus(
     folder: Path,
     settings: CorpusSettings,
-    files: list[CorpusFile],
+    listing: CorpusListing,
     executor: Executor,
     key: str = "corpus.paths",
     deleted: Sequence[str] = (),
@@ -177,7 +185,7 @@ def make_corpus(
     Args:
         folder: where.
         settings: how the files are read.
-        files: the files, in order.
+        listing: the files, in order, and the numbers of skipped ones, which a new artifact records.
         executor: reads them.
         key: the setting with the paths.
         deleted: sorted ids of documents that a new artifact leaves out. A finished one stays as it is.
@@ -185,14 +193,15 @@ def make_corpus(
     Raises:
         InputError: the files or settings differ from those of the finished artifact, or there is no text.
     """
+    files = listing.files
     known = _known_checksums(folder, files)
     scans = None if known else _scan(settings, files, executor, deleted)
     checksums = known or [scan.checksum for scan in scans or []]
     recorded = {} if damage(folder) else read_manifest(folder)["recipe"]["settings"]
     recipe = _recipe(settings, files, checksums, recorded.get(_DELETED) if recorded else _print_of(deleted))
     if not is_finished(folder, recipe):
-        _write_corpus(folder, recipe, settings, files, scans or _scan(settings, files, executor, deleted), key)
-    _report_problems(folder)
+        _write_corpus(folder, recipe, settings, listing, scans or _scan(settings, files, executor, deleted), key)
+    _report_problems(folder, listing.skipped)
 
 
 def _recipe(settings: CorpusSettings, files: list[CorpusFile], checksums: Sequence[str], deleted: str | None) -> Recipe:
@@ -237,16 +246,21 @@ def scan_task(file: CorpusFile, settings: CorpusSettings, deleted: Sequence[str]
 
 
 def _write_corpus(
-    folder: Path, recipe: Recipe, settings: CorpusSettings, files: list[CorpusFile], scans: list[FileScan], key: str
+    folder: Path, recipe: Recipe, settings: CorpusSettings, listing: CorpusListing, scans: list[FileScan], key: str
 ) -> None:
+    files, skipped = (
+        listing.files,
+        with_binary(listing.skipped, [p.file for s in scans for p in s.examples if p.kind == BINARY_FILE]),
+    )
     left_out, counts = sum(scan.left_out for scan in scans), Counter[str]()
     for scan in scans:
-        counts.update(scan.problems)
+        counts.update({kind: count for kind, count in scan.problems.items() if kind != BINARY_FILE})
     if not any(scan.documents for scan in scans):
         counts += Counter({"deleted document": left_out})
         problems = ", ".join(f"{kind} {count:,}" for kind, count in counts.items()) or "none"
         firsts = {problem.kind: problem for scan in reversed(scans) for problem in reversed(scan.examples)}
         listed = "".join(f"\n  {each.file}:{each.line}: {each.kind}: {each.detail}" for each in firsts.values())
+        listed += f"\n  skipped: {skipped_line(skipped)}" if skipped else ""
         raise InputError(
             f"{key} = {', '.join(settings.paths)}: no document with text in {len(files):,} files. Problems: {problems}. The text is "
             f"read from corpus.text_key = {settings.text_key!r}.{listed}"
@@ -255,14 +269,16 @@ def _write_corpus(
     if settings.strict and duplicates:
         strict_problem(duplicates[0])
     counts += Counter({"duplicate id": len(duplicates)})
-    examples = [problem for scan in scans for problem in scan.examples] + duplicates[:1000]
+    examples = [problem for scan in scans for problem in scan.examples if problem.kind != BINARY_FILE]
+    examples += duplicates[:1000]
     with create(folder, recipe) as (work, totals):
         write_json(
             work / "files.json", [asdict(f) | {"checksum": s.checksum} for f, s in zip(files, scans, strict=True)]
         )
         plan = plan_shards(scans, settings.shard_bytes)
         write_json(work / "plan.json", [[asdict(file_slice) for file_slice in shard] for shard in plan])
-        write_json(work / "problems.json", {"counts": counts, "examples": [asdict(problem) for problem in examples]})
+        stored = {"counts": counts, "examples": [asdict(problem) for problem in examples], "skipped": skipped}
+        write_json(work / "problems.json", stored)
         totals |= {
             "files": len(files),
             "shards": len(plan),
@@ -272,9 +288,14 @@ def _write_corpus(
         }
 
 
-def _report_problems(folder: Path) -> None:
-    """Log the problems in the files, with file and line of the first of each kind, and the number of deleted documents."""
+def _report_problems(folder: Path, skipped_now: Skipped) -> None:
+    """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of deleted
+    documents."""
     problems: dict[str, Any] = stored_json(folder / "problems.json")
+    if skipped := problems.get("skipped", skipped_now):  # older datastores do not record it
+        number = f"{sum(sum(counts.values()) for counts in skipped.values()):,}"
+        advice = "; corpus.suffixes adds text files by suffix or name" if "unknown suffix" in skipped else ""
+        log.info("%s: scan: %s files skipped: %s%s", folder.name, number, skipped_line(skipped), advice)
     for kind, count in sorted(problems["counts"].items()):
         first = next((problem for problem in problems["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.corpus.scan import list_files
+from indexing.corpus.scan import list_corpus
 from indexing.dedup import near_duplicates as dedup
 from indexing.progress import Advance
 from indexing.store.artifact import Artifacts, Recipe, damage, read_manifest, remove
@@ -48,10 +48,11 @@ def prepare(config: Config, executor: Executor) -> Recipe | None:
     folder = config.datastore
     inputs = {name: finished(folder, name) for name in ("corpus", "tokenizer")}
     if config.dedup.paths:
-        settings = replace(config.corpus, paths=config.dedup.paths)
-        files = list_files(settings, "dedup.paths")
-        require_tokenizer(config, files)
-        corpus.make_corpus(folder / _EVALUATION, settings, files, executor, "dedup.paths")
+        # What the corpus excludes may be an evaluation file.
+        settings = replace(config.corpus, paths=config.dedup.paths, exclude=())
+        listing = list_corpus(settings, "dedup.paths")
+        require_tokenizer(config, listing.files)
+        corpus.make_corpus(folder / _EVALUATION, settings, listing, executor, "dedup.paths")
         inputs["evaluation"] = finished(folder, _EVALUATION)
     return Recipe("chunk", 1, settings_of(config), inputs)
 

@@ -95,6 +95,15 @@ def stored_files(folder: Path) -> list[dict[str, Any]]:
     return files
 
 
+def counts_of(folder: Path) -> dict[str, Any]:
+    """The numbers of problems by kind, and of skipped files by reason and suffix, that a generation recorded."""
+    stored = stored_json(folder / "problems.json")
+    return {
+        "problems": stored["counts"],
+        "skipped": stored.get("skipped", {}),
+    }  # older datastores have no skipped files
+
+
 def recorded_files(folder: Path) -> list[CorpusFile]:
     """The files of a generation as recorded."""
     return [CorpusFile(**{key: file[key] for key in file if key != "checksum"}) for file in stored_files(folder)]

@@ -139,13 +139,13 @@ def build(
 
 def _append(config: Config, executor: Executor, names: list[str]) -> Config:
     """Add the files of the corpus that the datastore does not have; returns settings without files."""
-    new = corpus.files_to_append(config, executor)
+    new, skipped = corpus.files_to_append(config, executor)
     appended, config = config, replace(config, corpus=replace(config.corpus, paths=()))
     if new and _manifest_so_far(config.datastore) and not missing_generation(config.datastore):
         for name in names:  # nothing is added unless every finished stage agrees with the settings
             _run(config, executor, name)
     if new:
-        corpus.append(appended, new)
+        corpus.append(appended, new, skipped)
     return config
 
 

@@ -1,4 +1,4 @@
-"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search.
+"""Report of a datastore: recall of its neighbors, missing neighbors, time of a search, problems and skipped files of the corpus.
 
 Written to `report.json` and `report.html`. These files contain times, so they differ between equal builds.
 """
@@ -27,6 +27,7 @@ from indexing.store.retrieval_set import RetrievalSet
 from pipelines.cli.reports import html as report
 from pipelines.cli.reports.pictures import Picture, Plot, PlotLine, histogram, line_plots
 from pipelines.cli.results import Table
+from pipelines.stages.generations import corpus_folders, counts_of
 from pipelines.stages.index import sample_queries
 from pipelines.terminal.stages import Step, summary_rows
 from pipelines.terminal.units import human_bytes
@@ -51,12 +52,16 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
     """
     path = datastore.folder / "report.json"
     known, sizes = read_report(datastore.folder), {name: _bytes(datastore.folder / name) for name in _STORED}
+    corpus = {folder.name: counts_of(folder) for folder in corpus_folders(datastore.folder)}
     if known and not (known["fingerprint"] == datastore.fingerprint and path.with_suffix(".html").exists()):
         known = None
-    if known and known["bytes"] == sizes:
+    if known and known["bytes"] == sizes and known.get("corpus") == corpus:
         return known
     retriever = Retriever.open(datastore.folder)
-    measured = (known or measure(retriever) | {"build": [asdict(step) for step in steps]}) | {"bytes": sizes}
+    measured = (known or measure(retriever) | {"build": [asdict(step) for step in steps]}) | {
+        "bytes": sizes,
+        "corpus": corpus,
+    }
     write_html(retriever, measured)
     write_checked(path, measured)
     for file in (path.with_suffix(".html"), path):
@@ -242,11 +247,23 @@ def summary_table(measured: dict[str, Any]) -> Table:
     return Table(["", "measured"], rows)
 
 
+def corpus_table(measured: dict[str, Any]) -> Table:
+    """Problems in the files of every generation, and files that were skipped, by suffix."""
+    rows = []
+    for name, counts in measured["corpus"].items():
+        rows += [[name, kind, f"{count:,}"] for kind, count in sorted(counts["problems"].items())]
+        for reason, suffixes in sorted(counts["skipped"].items()):
+            ranked = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
+            rows += [[name, f"skipped, {reason}: {suffix}", f"{count:,}"] for suffix, count in ranked]
+    return Table(["files", "problem", "number"], rows)
+
+
 def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
     """Write `report.html` of a datastore."""
     totals = measured["splits"]["train"]
     steps = [Step(**step) for step in measured["build"]]
     header, *rows = summary_rows(steps)
+    files = corpus_table(measured)
     report.write_report(
         retriever.datastore.folder / "report.html",
         title="Datastore",
@@ -259,6 +276,7 @@ def write_html(retriever: Retriever, measured: dict[str, Any]) -> None:
         sections=[
             report.Section("Measured", table=summary_table(measured), plots=plots_of(retriever, measured)),
             *([report.Section("Build steps", table=Table(header, rows))] if steps else []),
+            *([report.Section("Problems and skipped files", table=files)] if files.rows else []),
             report.Section("Chunks and their neighbors", examples=_examples(retriever)),
         ],
     )

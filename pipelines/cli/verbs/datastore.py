@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from indexing.retrieval.filters import stored_examples
 from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.results import Hit
-from indexing.store.artifact import read_manifest, stored_json
+from indexing.store.artifact import read_manifest
 from indexing.store.datastore import SPLITS, Datastore, delete_documents, read_report, shard_name
 from indexing.store.deletions import read_deletions
 from indexing.store.errors import InputError
@@ -222,6 +222,7 @@ def delete(datastore: str, options: DeleteOptions) -> int:
 def inspect_datastore(folder: Path, form: Format) -> int:
     """Print totals, stages, problems of the corpus, removed near copies and, where there is a report, the recalls."""
     from pipelines.stages import dedup
+    from pipelines.stages.generations import counts_of
 
     datastore = Datastore.open(folder)
     folder = datastore.folder
@@ -240,7 +241,7 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "deleted_documents_on_disk": sum(len(datastore.split(name).deleted) for name in SPLITS),
         "disk_bytes": _disk_bytes(folder),
         "splits": totals,
-        "problems": stored_json(folder / "corpus" / "problems.json")["counts"],
+        **counts_of(folder / "corpus"),
         "dedup": dedup.summary(folder / dedup.REMOVED) if deduplicated else None,
         "report": read_report(folder),
     }
@@ -260,6 +261,8 @@ def _disk_bytes(folder: Path) -> int:
 
 def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The rows of `retro inspect DATASTORE` under their headings."""
+    from indexing.corpus.skipped import skipped_line
+
     tokenizer = metadata["tokenizer"]
     lossless = "lossless" if tokenizer["lossless"] else "not lossless"
     rows = [
@@ -279,6 +282,7 @@ def _datastore_groups(metadata: dict[str, Any]) -> dict[str, list[list[str]]]:
         corpus.append([name, ", ".join(parts) + f", in {totals['shards']} shards"])
     problems = ", ".join(f"{kind}: {count:,}" for kind, count in metadata["problems"].items())
     corpus.append(["problems", problems or "none"])
+    corpus += [["skipped files", skipped_line(metadata["skipped"])]] if metadata["skipped"] else []
     corpus += [["dedup", metadata["dedup"]]] if metadata["dedup"] else []
     return {metadata["path"]: rows, "corpus": corpus} | (
         _measured_groups(metadata["report"]) if metadata["report"] else {}

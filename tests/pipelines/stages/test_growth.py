@@ -279,7 +279,7 @@ def test_new_files_alone_can_be_appended(tmp_path, caplog, whole, files) -> None
 def test_original_command_finishes_a_killed_append_of_new_files(tmp_path, files) -> None:
     first = Datastore.open(tmp_path / "datastore")
     config = config_of(tmp_path, files[1:2])
-    corpus_stage.append(config, corpus_stage.files_to_append(config, make_executor(config.executor)))
+    corpus_stage.append(config, *corpus_stage.files_to_append(config, make_executor(config.executor)))
     finished = build_local(config_of(tmp_path, files[:1]))
     assert finished.train.num_documents > 1.5 * first.train.num_documents
     assert main(["verify", str(finished.folder)]) == 0
