@@ -21,30 +21,43 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLE
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
 _ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
-SHARD_COLUMNS, PART_COLUMNS = 5, 7
+SHARD_COLUMNS, PART_COLUMNS = 5, 8
 _SHARD_COLUMNS, _PART_COLUMNS = np.int64(SHARD_COLUMNS), np.int64(PART_COLUMNS)
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
-_FIRST_ROW, _NUM_ROWS, _ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(np.int64, range(PART_COLUMNS))
+_FIRST_ROW, _NUM_ROWS, _ROWS, _ALL_ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(
+    np.int64, range(PART_COLUMNS)
+)
 
 
 class NotOpen(Exception):
     """The text of a shard is needed that is not open yet. Its argument is the shard; the number of shards for a position behind all texts."""
 
 
+class DamagedRows(Exception):
+    """`rows.npy` of a part has content that no build writes. Its argument is the part."""
+
+
+class DamagedText(Exception):
+    """A text of a shard has content that no build writes. Its argument is the shard."""
+
+
 class Files(NamedTuple):
     """Memory-mapped files by their addresses, since a loop reads from any number of them. They must stay mapped, and the tables must stay.
+
+    The loops read inside of the mapped files whatever these contain, if their types and numbers of rows are those that the tables say.
 
     Attributes:
         shards: address of a table [shards + 1, 5] int64: the first position, addresses of tokens, lengths of chunks and document offsets,
             number of documents; an address of 0: not open. Of the last row only the position behind all.
-        parts: address of a table [parts, 7] int64: the first row in its order, number of rows, addresses of `rows.npy`, `positions.npy`
-            and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
+        parts: address of a table [parts, 8] int64: the first row in its order, number of rows, address of `rows.npy` and its number of
+            rows, addresses of `positions.npy` and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
         first_heads: address of a table [parts] uint64: the first head of each part.
         orders: address of a table [orders + 1] int64: the first part of each order.
         num_shards: number of shards.
         num_parts: number of parts.
         num_orders: number of orders.
         chunk_length: m.
+        vocabulary: token ids are below this number.
         token_bytes: of a stored token id.
         columns: of `rows.npy`.
         head_tokens: tokens of a head.
@@ -61,6 +74,7 @@ class Files(NamedTuple):
     num_parts: int
     num_orders: int
     chunk_length: int
+    vocabulary: int
     token_bytes: int
     columns: int
     head_tokens: int
@@ -584,6 +598,8 @@ def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
         ):
             level, first = level + 1, first // FAN_OUT
         if shared[starts[level] + first] >> TOKEN_BITS >= size:
+            if first == 0:  # no row is before the first one
+                raise DamagedRows(part)
             first -= 1
         elif level:
             level, first = level - 1, first * FAN_OUT
@@ -637,12 +653,14 @@ def _following_row(row: int, order: int, step: int, files: Files) -> int:
     part = _part_of(row, order, files)
     row, below = row - _of_part(part, _FIRST_ROW, files), _of_part(part, _NUM_ROWS, files)
     table, start = _table(part, files), 0
-    while step > 1:
+    while step > 1 and below > FAN_OUT:  # a part of few rows has fewer levels than the largest part
         start, below = start + below, -(-below // FAN_OUT)
         row, step = row // FAN_OUT, step // FAN_OUT
     token: Any = np.int64(table[start + row, 0])
     if files.columns > 2:
         token |= np.int64(table[start + row, 1]) << 16
+    if token > files.vocabulary:
+        raise DamagedRows(part)
     return token - 1
 
 
@@ -660,8 +678,8 @@ def _level_starts(count: int) -> np.ndarray:
 
 @compiled
 def _table(part: int, files: Files) -> np.ndarray:
-    """The stored rows of all levels of a part, [rows, columns] uint16. The number of rows is not checked."""
-    return carray(_uint16(_of_part(part, _ROWS, files)), (2 * _of_part(part, _NUM_ROWS, files) + 1, files.columns))
+    """The stored rows of all levels of a part, [rows, columns] uint16. Indexes are not checked."""
+    return carray(_uint16(_of_part(part, _ROWS, files)), (_of_part(part, _ALL_ROWS, files), files.columns))
 
 
 # --- orders -------------------------------------------------------------------------------------------------------
@@ -792,12 +810,19 @@ def next_token(position: int, files: Files) -> int:
     """The token after a position in the same document; -1 = none."""
     shard = _shard_of(position, files)
     after = position + 1 - _of_shard(shard, _FIRST, files)
+    if position + 1 == _of_shard(shard + 1, _FIRST, files):
+        return -1  # the last one of the shard
     chunk, place = after // files.chunk_length, after % files.chunk_length
     if place:
         ends = place >= _number(_of_shard(shard, _LENGTHS, files) + 2 * chunk, 2)
     else:  # the first one of a chunk, and the first one of another document if that begins with this chunk
         ends = _first_of(shard, after, files) == after
-    return -1 if ends else _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
+    if ends:
+        return -1
+    token = _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
+    if token >= files.vocabulary:
+        raise DamagedText(shard)
+    return token
 
 
 @compiled
@@ -806,7 +831,9 @@ def _first_of(shard: int, end: int, files: Files) -> int:
     chunk, offsets = end // files.chunk_length, _int64(_of_shard(shard, _OFFSETS, files))
     # Behind the last document is the number of chunks.
     document = _last_up_to(chunk, _of_shard(shard, _OFFSETS, files), _ONE, _NONE, _of_shard(shard, _DOCUMENTS, files))
-    return max(0, offsets[document]) * files.chunk_length  # a damaged file leads to no text before the shard
+    if not 0 <= offsets[document] <= chunk:  # tokens before the shard would be read
+        raise DamagedText(shard)
+    return offsets[document] * files.chunk_length
 
 
 @compiled
