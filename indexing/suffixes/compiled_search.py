@@ -3,7 +3,26 @@
     text ─ heads in memory ─► a few hundred adjacent rows ─ what distinguishes them (`rows.py`) ─► one row ─ its text ─► the longest match
     row ─ tokens shared with the rows around ─► for each length of match all its rows ─ at most 32 of them ─► the tokens that follow
 
-All are in one file: what numba keeps of a function is used until the file of that function changes, also if one that it calls is in another file.
+A document of 8 tokens, `a b a c a b a d`, and the 4 of its 8 rows that end in `a`. `shared` are the tokens that a row has in common with
+the row before, `next` is the token of the row behind these:
+
+    row  prefix, backwards  position  follows  shared  next
+    0    a                  0         b        0       a
+    1    a b a              2         c        1       b
+    2    a b a c a b a      6         d        3       c
+    3    a c a b a          4         b        1       c
+
+A search for `x b a`, backwards `a b x`:
+
+1. `_rows_near`: the stored heads lead to these rows.
+2. `deepest` begins with row 0. Row 1 differs from it in the token at place 1. This is `b`, as in the text, so row 1 is followed. Row 2
+   differs at place 3, behind the end of the text. Row 3 differs at place 1 too, but with `c`. So row 1 is the result.
+3. `_longest_in` reads the text of row 1 alone: it shares `a b` with `a b x`. The match has 2 tokens.
+4. `around` row 1: row 2 shares 3 tokens with the row before, row 3 shares 1. So `b a` is in rows 1 and 2, and `a` is in rows 0 to 3.
+5. `find_votes`: after `b a` come c and d, and after `a` come b, c, d and b.
+
+All loops are in one file: numba keeps the result of a function until the file of that function changes. It does not notice a change of a
+function that is called from there and is in another file.
 
 A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64 array of token ids,
 backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
@@ -171,8 +190,12 @@ def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, f
 def _longest_living(
     text: np.ndarray, size: int, row: int, order: int, deleted: np.ndarray, files: Files
 ) -> tuple[int, int]:
-    """Of the last row before a row, and the first one from it on, that are not deleted: the most last tokens that one shares with the text,
-    and this one; -1 if there are none."""
+    """Find a row that is not deleted and shares as many last tokens with a text as any of them.
+
+    Returns:
+        the number of these tokens, and the row; 0 and -1 if all rows are deleted. It is one of two: the nearest such row before `row`,
+        and the nearest one from `row` on.
+    """
     length, best = 0, -1
     for step in (-1, 1):
         at = row if step == 1 else row - 1
@@ -222,7 +245,10 @@ def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files
 
 @compiled
 def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
-    """The first of the rows [low, high) that ends in a text, or, without `ends`, does not, as all after it; `high` if none does."""
+    """The first of the rows [low, high) that ends in a text; without `ends`, the first one that does not. `high` if there is none.
+
+    All rows behind it are alike.
+    """
     while low < high:
         middle = (low + high) // 2
         if (_shared(_position(middle, order, files), text, size, files) == size) == ends:
@@ -724,7 +750,7 @@ def _head(text: np.ndarray, size: int, files: Files) -> np.uint64:
 
 @compiled
 def _row_before(head: np.uint64, order: int, files: Files) -> int:
-    """A row, as late as heads are stored, up to which all heads are smaller than this one; 0 if there is none."""
+    """The last row with a stored head that is smaller than this one; 0 if there is none. The rows before it have smaller heads too."""
     part, heads = _stored_heads(head, order, False, files)
     if not heads:
         return 0
@@ -733,7 +759,7 @@ def _row_before(head: np.uint64, order: int, files: Files) -> int:
 
 @compiled
 def _row_after(head: np.uint64, order: int, files: Files) -> int:
-    """A row, as early as heads are stored, from which on all heads are greater than this one."""
+    """The first row with a stored head that is greater than this one, or the end of its part. The rows behind it have greater heads too."""
     part, heads = _stored_heads(head, order, True, files)
     if not heads:
         return 0
@@ -742,8 +768,11 @@ def _row_after(head: np.uint64, order: int, files: Files) -> int:
 
 @compiled
 def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> tuple[int, int]:
-    """The last part of an order that begins with a smaller head, or, with `or_equal`, no greater one, and how many of its stored heads are so;
-    0 heads if there is no such part."""
+    """Find the last part of an order whose first head is smaller than this one, or, with `or_equal`, equal to it.
+
+    Returns:
+        the part, and how many of its stored heads are smaller (or equal); 0 heads if there is no such part.
+    """
     first, stop = _first_part(order, files), _first_part(order + 1, files)
     part = _below(files.first_heads, first, stop, head, or_equal) - 1
     if part < first:
@@ -753,7 +782,7 @@ def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> 
 
 @compiled
 def _below(heads: int, low: int, high: int, head: np.uint64, or_equal: bool) -> int:
-    """The first of the heads [low, high) at an address that is not smaller than this one, or, with `or_equal`, greater; `high` if none is."""
+    """The first of the heads [low, high) at an address that is at least this one; with `or_equal`, greater than it. `high` if none is."""
     while low < high:
         middle = (low + high) // 2
         found = _uint64(heads)[middle]

@@ -32,11 +32,13 @@ _SHARED_BEFORE = np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
 
 
 def stride(count: int, most: int) -> int:
-    """Of every how many-th row the level is from which `most` of some consecutive rows are read: at least as many are in it.
+    """The level from which `most` of `count` consecutive rows are read, as the distance of its rows: a power of 32.
+
+    It is the smallest level that still has at least `most` of these rows.
 
     Args:
         count: number of rows.
-        most: how many are read.
+        most: number of rows that are read.
     """
     step = 1
     while step * FAN_OUT * most <= count:
