@@ -107,10 +107,10 @@ class MappedFiles:
                 f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."
             )
         files = split.tokens, split.lengths, split.document_offsets
-        kinds = (self._token_dtype, (m,)), (np.uint16, ()), (np.int64, ())
+        dtypes, shapes = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64)), ((m,), (), ())
         arrays = [file.shard(shard) for file in files]
-        for file, array, kind in zip(files, arrays, kinds, strict=True):
-            check_array(file.paths[shard], array, *kind, 0)
+        for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
+            check_array(file.paths[shard], array, dtype, shape, 0)
         self._mapped += arrays
         # The address of the tokens comes last: other threads take it for the sign that all are there.
         self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1

@@ -222,8 +222,9 @@ class Prefixes:
 
     def _check(self, folder: Path, positions: np.ndarray, heads: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Raise DamagedFile unless the files of a part have the types and rows that `_Writer` writes."""
-        widths = [(np.uint8, (width,)) for width in _WIDE_POSITIONS if positions.shape[1:] == (width,)]
-        check_array(folder / "positions.npy", positions, *(widths or [(np.uint32, ())])[0], 0)
+        is_wide = positions.ndim == 2 and positions.shape[1] in _WIDE_POSITIONS
+        dtype, shape = (np.dtype(np.uint8), positions.shape[1:]) if is_wide else (np.dtype(np.uint32), ())
+        check_array(folder / "positions.npy", positions, dtype, shape, 0)
         check_array(folder / "heads.npy", heads, np.uint64, (), -(-len(positions) // ROWS_OF_HEAD))
         if tokens is not None:
             check_array(folder / TOKENS_FILE, tokens, self.texts.dtype, (1 + LONGEST,), len(positions))
