@@ -311,10 +311,12 @@ class NgramLists:
             entries = starts[some].repeat(sizes[some]) + within(sizes[some])
             stored, folder = self.arrays[shard][2], self.folders[shard]
             if entries.max(initial=-1) >= len(stored):
-                raise damaged(folder, f"{folder} names entries from {len(stored):,} on, which it does not have")
+                path = folder / "offsets.npy"
+                raise damaged(path, f"{path} names entries from {len(stored):,} on, which it does not have")
             listed = stored[entries].astype(np.int64)
             if listed.max(initial=-1) >= self.num_chunks:
-                raise damaged(folder, f"{folder} names chunks from {self.num_chunks:,} on")
+                path = folder / "chunks.npy"
+                raise damaged(path, f"{path} names chunks from {self.num_chunks:,} on")
             chunks.append(listed + self.first)
         return chunks[-1] if len(chunks) == 2 else np.concatenate(chunks)
 
