@@ -61,7 +61,7 @@ class SharedTokens:
         for read in (tokens, candidates):  # compiled code would read outside of the array
             if read.max(initial=0) >= len(self.weights) or read.min(initial=0) < 0:
                 raise InputError(
-                    f"chunks contain tokens outside of the vocabulary of {len(self.weights):,}: a file is damaged. `retro verify "
+                    f"chunks contain tokens above the vocabulary of {len(self.weights):,}: a file is damaged. `retro verify "
                     "DATASTORE` names it."
                 )
         places = np.zeros(len(self.weights), dtype=np.uint32)
