@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import threading
 from collections import deque
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 Precision = Literal["auto", "float32", "tf32", "bfloat16", "float16"]
+
+log = logging.getLogger("retro")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,14 +101,51 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
     Floats are rounded as written, so all processors give the same results. The function releases the GIL, does not check indexes, and
     calls only functions of its own file. Constants keep their values: who changes one in another file has to change the function's file
     too, since the kept result is that of the file.
+
+    Indexes that come from a file are checked before the call, or by the function: a wrong one ends the process.
     """
     import numba
 
+    _log_compilations()
     options = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(function)
+        dispatcher = numba.njit(cache=True, **options)(function)
+        _KEPT[function] = True
     except RuntimeError:  # neither the folder of the code nor the user's cache can be written to
-        return numba.njit(**options)(function)
+        dispatcher = numba.njit(**options)(function)
+        _KEPT[function] = False
+    return dispatcher
+
+
+_KEPT: dict[Callable[..., Any], bool] = {}
+"""Functions of `compiled`, and whether the file system keeps the results."""
+
+
+@functools.cache
+def _log_compilations() -> None:
+    """Log why a first call takes long. numba tells when it compiles; it does not if it has kept the result."""
+    from numba.core import event
+
+    class Compilations(event.Listener):
+        def on_start(self, event: Any) -> None:
+            function = event.data["dispatcher"].py_func
+            if function in _KEPT:
+                _log_compilation(function.__module__, _KEPT[function])
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Compilations())
+
+
+@functools.cache
+def _log_compilation(module: str, kept: bool) -> None:
+    how_often = "once for this version of the program and this processor"
+    if not kept:
+        how_often = (
+            "in every process, since no folder for the results can be written (set NUMBA_CACHE_DIR to one that can)"
+        )
+    log.info("Compiling the loops of %s, %s: up to half a minute.", module, how_often)
 
 
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:

@@ -16,10 +16,11 @@ import numpy as np
 
 from indexing.progress import Advance
 from indexing.splitmix64 import finalize
-from indexing.store.artifact import parse_manifest, reading
+from indexing.store.artifact import damaged, parse_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import NpyWriter, save_array
+from indexing.store.ranged_reads import check_array
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import open_array
 
@@ -270,10 +271,12 @@ class NgramLists:
         shards = tuple(folder / shard_name(shard) for shard in generation.shards)
         arrays = []
         for shard in shards:
-            hashes, offsets, chunks = (open_array(shard / f"{name}.npy") for name in ("hashes", "offsets", "chunks"))
-            with reading(shard):
-                if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
-                    raise ValueError("its arrays do not fit together")
+            paths = [shard / f"{name}.npy" for name in ("hashes", "offsets", "chunks")]
+            hashes, offsets, chunks = map(open_array, paths)
+            for path, array, rows in zip(paths, (hashes, offsets, chunks), (0, 1, 0), strict=True):
+                check_array(path, array, np.uint32, (), rows)
+            if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
+                raise damaged(shard, f"{shard} has arrays that do not fit together")
             arrays.append((hashes, offsets, chunks))
         return cls(first, generation.num_chunks, shards, tuple(arrays))
 
@@ -306,10 +309,14 @@ class NgramLists:
         for shard in np.flatnonzero(np.diff(borders)):
             some = slice(borders[shard], borders[shard + 1])
             entries = starts[some].repeat(sizes[some]) + within(sizes[some])
-            with reading(self.folders[shard]):
-                listed = self.arrays[shard][2][entries].astype(np.int64)
-                if listed.max(initial=-1) >= self.num_chunks:
-                    raise ValueError(f"it names chunks from {self.num_chunks:,} on")
+            stored, folder = self.arrays[shard][2], self.folders[shard]
+            if entries.max(initial=-1) >= len(stored):
+                path = folder / "offsets.npy"
+                raise damaged(path, f"{path} names entries from {len(stored):,} on, which it does not have")
+            listed = stored[entries].astype(np.int64)
+            if listed.max(initial=-1) >= self.num_chunks:
+                path = folder / "chunks.npy"
+                raise damaged(path, f"{path} names chunks from {self.num_chunks:,} on")
             chunks.append(listed + self.first)
         return chunks[-1] if len(chunks) == 2 else np.concatenate(chunks)
 

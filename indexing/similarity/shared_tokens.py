@@ -58,10 +58,12 @@ class SharedTokens:
         (n, m), c = tokens.shape, ids.shape[1]
         positions = np.exp2(-2 * np.arange(m - 1, -1, -1, dtype=np.float32) / m)
         candidates, columns = self.retrieval.tokens(ids.ravel()).reshape(n, c, m), np.empty((n, k), dtype=np.int64)
-        if candidates.max(initial=0) >= len(self.weights):  # compiled code would read beyond the array
-            raise InputError(
-                f"chunks contain tokens above the vocabulary of {len(self.weights):,}: a file is damaged. `retro verify DATASTORE` names it."
-            )
+        for read in (tokens, candidates):  # compiled code would read outside of the array
+            if read.max(initial=0) >= len(self.weights) or read.min(initial=0) < 0:
+                raise InputError(
+                    f"chunks contain tokens above the vocabulary of {len(self.weights):,}: a file is damaged. `retro verify "
+                    "DATASTORE` names it."
+                )
         places = np.zeros(len(self.weights), dtype=np.uint32)
         compiled(_choose)(
             tokens.astype(candidates.dtype), candidates, ids >= 0, self.weights[tokens] * positions, places, columns

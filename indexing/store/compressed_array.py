@@ -7,22 +7,25 @@ ids → their blocks → one read for each → decompressed → rows in the requ
 """
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from indexing.store import remote
-from indexing.store.artifact import reading
+from indexing.store.artifact import damaged, reading
 from indexing.store.files import save_array, write_bytes
-from indexing.store.ranged_reads import RangedFiles, Reading
+from indexing.store.ranged_reads import RangedFiles, Reading, check_array
 from indexing.store.sharded_array import ShardedArray
 
 BLOCK_TOKENS = 2048
 """Tokens of a block. Votes of real text take a fifth more in blocks of 512, and are read in two thirds of the time."""
 _LEVEL = 1
 """Votes of real text take a sixth more with level -1, and are read in three quarters of the time: it has no Huffman codes."""
+
+_FRAME_BYTES = 512
+"""A frame of incompressible bytes is longer than these by a 256th and less than this."""
 
 
 def rows_of_block(chunk_length: int) -> int:
@@ -90,13 +93,20 @@ class CompressedArray:
         sizes = np.minimum(self._block, self._rows[shards] - blocks * self._block)
         present = np.unique(shards).tolist()
         with reading(*(file for shard in present for file in (self._data[shard], self._offsets.paths[shard]))):
-            ranges = list[tuple[int, int, int]]()
+            block_bytes, ranges = sizes * width * dtype.itemsize, list[tuple[int, int, int]]()
             for shard in present:
                 offsets, own = self._offsets.shard(shard), blocks[shards == shard]
-                ranges += [
-                    (shard, *span) for span in zip(offsets[own].tolist(), offsets[own + 1].tolist(), strict=True)
-                ]
-            data = b"".join(_decompressed(self._read(ranges)))
+                check_array(self._offsets.paths[shard], offsets, np.int64, (), 0)
+                spans = [*zip(offsets[own].tolist(), offsets[own + 1].tolist(), strict=True)]
+                for (first, stop), size in zip(spans, block_bytes[shards == shard].tolist(), strict=True):
+                    if not 0 <= first <= stop <= first + size + size // 256 + _FRAME_BYTES:
+                        path = self._offsets.paths[shard]
+                        raise damaged(
+                            path, f"{path} claims a frame of the bytes {first:,} to {stop:,} for {size:,} bytes"
+                        )
+                ranges += [(shard, *span) for span in spans]
+            frames = zip(self._read(ranges), block_bytes.tolist(), strict=True)
+            data = b"".join(self._decompressed(frames, shards.tolist()))
             found = np.frombuffer(data, dtype).reshape(int(sizes.sum()), width)
         return found.take((np.cumsum(sizes) - sizes)[number] + rows, axis=0)
 
@@ -106,15 +116,23 @@ class CompressedArray:
             return [self._map(shard)[first:stop] for shard, first, stop in ranges]
         return self._files.read([(self._data[shard], first, stop) for shard, first, stop in ranges])
 
+    def _decompressed(self, frames: Iterable[tuple[bytes | memoryview, int]], shards: Sequence[int]) -> Iterator[bytes]:
+        """The contents of frames, each with the bytes that it must have, of these shards."""
+        import zstandard
+
+        decompress = zstandard.ZstdDecompressor().decompress
+        for (frame, size), shard in zip(frames, shards, strict=True):
+            path = self._data[shard]
+            try:
+                if (claimed := zstandard.frame_content_size(frame)) != size:  # so much memory would be taken
+                    raise damaged(path, f"{path} has a frame that claims {claimed:,} bytes instead of {size:,}")
+                yield decompress(frame)
+            except zstandard.ZstdError as error:
+                raise damaged(path, f"{path} has a frame that is not one of zstandard ({error})") from error
+
     def _map(self, shard: int) -> memoryview:
         if shard not in self._maps:
             path = remote.present(self._data[shard])
             with open(path, "rb") as file:
                 self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return self._maps[shard]
-
-
-def _decompressed(frames: Sequence[bytes | memoryview]) -> Iterable[bytes]:
-    import zstandard
-
-    return map(zstandard.ZstdDecompressor().decompress, frames)

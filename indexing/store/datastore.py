@@ -110,6 +110,11 @@ class Split:
         return ShardedArray(paths, self.chunk_rows, self.reading)
 
     @cached_property
+    def vocab_size(self) -> int:
+        """Token ids are below this number."""
+        return int(read_datastore_manifest(self.folder)["vocab_size"])
+
+    @cached_property
     def tokens(self) -> ShardedArray:
         """[chunks, m] uint16 or uint32."""
         return self._array("chunks", f"{self.name}/tokens")

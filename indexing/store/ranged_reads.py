@@ -132,6 +132,17 @@ def check_rows(path: Path, rows: int, expected: int) -> None:
         raise damaged(path, f"{path} has {rows} rows, the datastore's manifest says {expected}")
 
 
+def check_array(path: Path, array: np.ndarray, dtype: np.dtype | type, row_shape: tuple[int, ...], rows: int) -> None:
+    """Raise DamagedFile unless an array has at least `rows` rows of this type and shape, one after another in memory.
+
+    Compiled loops read it by its address, so its header must be right.
+    """
+    check_rows(path, len(array) if array.ndim else 0, rows)
+    expected = np.dtype(dtype).newbyteorder("="), (len(array) if array.ndim else 0, *row_shape)
+    if (array.dtype, array.shape) != expected or not array.flags.c_contiguous:
+        raise damaged(path, f"{path} has another type or shape ({array.dtype}, {array.shape}) than when it was written")
+
+
 class RangedFiles:
     """Reads bytes of files by range, and keeps the descriptors of the most recent files."""
 

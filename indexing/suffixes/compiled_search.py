@@ -3,7 +3,26 @@
     text ─ heads in memory ─► a few hundred adjacent rows ─ what distinguishes them (`rows.py`) ─► one row ─ its text ─► the longest match
     row ─ tokens shared with the rows around ─► for each length of match all its rows ─ at most 32 of them ─► the tokens that follow
 
-All are in one file: what numba keeps of a function is used until the file of that function changes, also if one that it calls is in another file.
+A document of 8 tokens, `a b a c a b a d`, and the 4 of its 8 rows that end in `a`. `shared` are the tokens that a row has in common with
+the row before, `next` is the token of the row behind these:
+
+    row  prefix, backwards  position  follows  shared  next
+    0    a                  0         b        0       a
+    1    a b a              2         c        1       b
+    2    a b a c a b a      6         d        3       c
+    3    a c a b a          4         b        1       c
+
+A search for `x b a`, backwards `a b x`:
+
+1. `_rows_near`: the stored heads lead to these rows.
+2. `deepest` begins with row 0. Row 1 differs from it in the token at place 1. This is `b`, as in the text, so row 1 is followed. Row 2
+   differs at place 3, behind the end of the text. Row 3 differs at place 1 too, but with `c`. So row 1 is the result.
+3. `_longest_in` reads the text of row 1 alone: it shares `a b` with `a b x`. The match has 2 tokens.
+4. `around` row 1: row 2 shares 3 tokens with the row before, row 3 shares 1. So `b a` is in rows 1 and 2, and `a` is in rows 0 to 3.
+5. `find_votes`: after `b a` come c and d, and after `a` come b, c, d and b.
+
+All loops are in one file: numba keeps the result of a function until the file of that function changes. It does not notice a change of a
+function that is called from there and is in another file.
 
 A row is a prefix: its place in an order. A position is that of a token in a split (`texts.py`). A text is an int64 array of token ids,
 backwards, and its size. A part, an order and a shard are numbers of rows of `Files`.
@@ -21,30 +40,43 @@ from indexing.suffixes.votes import COLUMNS, KEPT, LARGEST_SIZE, LENGTHS, SAMPLE
 
 # Python's integers would be constants to the compiler, which compiles a function again for each.
 _ALL_SHARED, _MOST, _NONE, _ONE = np.int64(LONGEST_SHARED), np.int64(SAMPLED), np.int64(0), np.int64(1)
-SHARD_COLUMNS, PART_COLUMNS = 5, 7
+SHARD_COLUMNS, PART_COLUMNS = 5, 8
 _SHARD_COLUMNS, _PART_COLUMNS = np.int64(SHARD_COLUMNS), np.int64(PART_COLUMNS)
 _FIRST, _TOKENS, _LENGTHS, _OFFSETS, _DOCUMENTS = map(np.int64, range(SHARD_COLUMNS))
-_FIRST_ROW, _NUM_ROWS, _ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(np.int64, range(PART_COLUMNS))
+_FIRST_ROW, _NUM_ROWS, _ROWS, _ALL_ROWS, _POSITIONS, _HEADS, _NUM_HEADS, _POSITION_BYTES = map(
+    np.int64, range(PART_COLUMNS)
+)
 
 
 class NotOpen(Exception):
     """The text of a shard is needed that is not open yet. Its argument is the shard; the number of shards for a position behind all texts."""
 
 
+class DamagedRows(Exception):
+    """`rows.npy` of a part has content that no build writes. Its argument is the part."""
+
+
+class DamagedText(Exception):
+    """A text of a shard has content that no build writes. Its argument is the shard."""
+
+
 class Files(NamedTuple):
     """Memory-mapped files by their addresses, since a loop reads from any number of them. They must stay mapped, and the tables must stay.
+
+    The loops read inside of the mapped files whatever these contain, if their types and numbers of rows are those that the tables say.
 
     Attributes:
         shards: address of a table [shards + 1, 5] int64: the first position, addresses of tokens, lengths of chunks and document offsets,
             number of documents; an address of 0: not open. Of the last row only the position behind all.
-        parts: address of a table [parts, 7] int64: the first row in its order, number of rows, addresses of `rows.npy`, `positions.npy`
-            and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
+        parts: address of a table [parts, 8] int64: the first row in its order, number of rows, address of `rows.npy` and its number of
+            rows, addresses of `positions.npy` and `heads.npy`, number of heads, bytes of a position. Parts of an order are consecutive.
         first_heads: address of a table [parts] uint64: the first head of each part.
         orders: address of a table [orders + 1] int64: the first part of each order.
         num_shards: number of shards.
         num_parts: number of parts.
         num_orders: number of orders.
         chunk_length: m.
+        vocabulary: token ids are below this number.
         token_bytes: of a stored token id.
         columns: of `rows.npy`.
         head_tokens: tokens of a head.
@@ -61,6 +93,7 @@ class Files(NamedTuple):
     num_parts: int
     num_orders: int
     chunk_length: int
+    vocabulary: int
     token_bytes: int
     columns: int
     head_tokens: int
@@ -157,8 +190,12 @@ def _longest_in(part: int, first: int, stop: int, text: np.ndarray, size: int, f
 def _longest_living(
     text: np.ndarray, size: int, row: int, order: int, deleted: np.ndarray, files: Files
 ) -> tuple[int, int]:
-    """Of the last row before a row, and the first one from it on, that are not deleted: the most last tokens that one shares with the text,
-    and this one; -1 if there are none."""
+    """Find a row that is not deleted and shares as many last tokens with a text as any of them.
+
+    Returns:
+        the number of these tokens, and the row; 0 and -1 if all rows are deleted. It is one of two: the nearest such row before `row`,
+        and the nearest one from `row` on.
+    """
     length, best = 0, -1
     for step in (-1, 1):
         at = row if step == 1 else row - 1
@@ -208,7 +245,10 @@ def _rows_around(text: np.ndarray, size: int, row: int, order: int, files: Files
 
 @compiled
 def _first_row(ends: bool, text: np.ndarray, size: int, low: int, high: int, order: int, files: Files) -> int:
-    """The first of the rows [low, high) that ends in a text, or, without `ends`, does not, as all after it; `high` if none does."""
+    """The first of the rows [low, high) that ends in a text; without `ends`, the first one that does not. `high` if there is none.
+
+    All rows behind it are alike.
+    """
     while low < high:
         middle = (low + high) // 2
         if (_shared(_position(middle, order, files), text, size, files) == size) == ends:
@@ -584,6 +624,8 @@ def around(part: int, row: int, size: int, files: Files) -> tuple[int, int]:
         ):
             level, first = level + 1, first // FAN_OUT
         if shared[starts[level] + first] >> TOKEN_BITS >= size:
+            if first == 0:  # no row is before the first one
+                raise DamagedRows(part)
             first -= 1
         elif level:
             level, first = level - 1, first * FAN_OUT
@@ -637,12 +679,14 @@ def _following_row(row: int, order: int, step: int, files: Files) -> int:
     part = _part_of(row, order, files)
     row, below = row - _of_part(part, _FIRST_ROW, files), _of_part(part, _NUM_ROWS, files)
     table, start = _table(part, files), 0
-    while step > 1:
+    while step > 1 and below > FAN_OUT:  # a part of few rows has fewer levels than the largest part
         start, below = start + below, -(-below // FAN_OUT)
         row, step = row // FAN_OUT, step // FAN_OUT
     token: Any = np.int64(table[start + row, 0])
     if files.columns > 2:
         token |= np.int64(table[start + row, 1]) << 16
+    if token > files.vocabulary:
+        raise DamagedRows(part)
     return token - 1
 
 
@@ -660,8 +704,8 @@ def _level_starts(count: int) -> np.ndarray:
 
 @compiled
 def _table(part: int, files: Files) -> np.ndarray:
-    """The stored rows of all levels of a part, [rows, columns] uint16. The number of rows is not checked."""
-    return carray(_uint16(_of_part(part, _ROWS, files)), (2 * _of_part(part, _NUM_ROWS, files) + 1, files.columns))
+    """The stored rows of all levels of a part, [rows, columns] uint16. Indexes are not checked."""
+    return carray(_uint16(_of_part(part, _ROWS, files)), (_of_part(part, _ALL_ROWS, files), files.columns))
 
 
 # --- orders -------------------------------------------------------------------------------------------------------
@@ -706,7 +750,7 @@ def _head(text: np.ndarray, size: int, files: Files) -> np.uint64:
 
 @compiled
 def _row_before(head: np.uint64, order: int, files: Files) -> int:
-    """A row, as late as heads are stored, up to which all heads are smaller than this one; 0 if there is none."""
+    """The last row with a stored head that is smaller than this one; 0 if there is none. The rows before it have smaller heads too."""
     part, heads = _stored_heads(head, order, False, files)
     if not heads:
         return 0
@@ -715,7 +759,7 @@ def _row_before(head: np.uint64, order: int, files: Files) -> int:
 
 @compiled
 def _row_after(head: np.uint64, order: int, files: Files) -> int:
-    """A row, as early as heads are stored, from which on all heads are greater than this one."""
+    """The first row with a stored head that is greater than this one, or the end of its part. The rows behind it have greater heads too."""
     part, heads = _stored_heads(head, order, True, files)
     if not heads:
         return 0
@@ -724,8 +768,11 @@ def _row_after(head: np.uint64, order: int, files: Files) -> int:
 
 @compiled
 def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> tuple[int, int]:
-    """The last part of an order that begins with a smaller head, or, with `or_equal`, no greater one, and how many of its stored heads are so;
-    0 heads if there is no such part."""
+    """Find the last part of an order whose first head is smaller than this one, or, with `or_equal`, equal to it.
+
+    Returns:
+        the part, and how many of its stored heads are smaller (or equal); 0 heads if there is no such part.
+    """
     first, stop = _first_part(order, files), _first_part(order + 1, files)
     part = _below(files.first_heads, first, stop, head, or_equal) - 1
     if part < first:
@@ -735,7 +782,7 @@ def _stored_heads(head: np.uint64, order: int, or_equal: bool, files: Files) -> 
 
 @compiled
 def _below(heads: int, low: int, high: int, head: np.uint64, or_equal: bool) -> int:
-    """The first of the heads [low, high) at an address that is not smaller than this one, or, with `or_equal`, greater; `high` if none is."""
+    """The first of the heads [low, high) at an address that is at least this one; with `or_equal`, greater than it. `high` if none is."""
     while low < high:
         middle = (low + high) // 2
         found = _uint64(heads)[middle]
@@ -792,12 +839,19 @@ def next_token(position: int, files: Files) -> int:
     """The token after a position in the same document; -1 = none."""
     shard = _shard_of(position, files)
     after = position + 1 - _of_shard(shard, _FIRST, files)
+    if position + 1 == _of_shard(shard + 1, _FIRST, files):
+        return -1  # the last one of the shard
     chunk, place = after // files.chunk_length, after % files.chunk_length
     if place:
         ends = place >= _number(_of_shard(shard, _LENGTHS, files) + 2 * chunk, 2)
     else:  # the first one of a chunk, and the first one of another document if that begins with this chunk
         ends = _first_of(shard, after, files) == after
-    return -1 if ends else _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
+    if ends:
+        return -1
+    token = _number(_of_shard(shard, _TOKENS, files) + after * files.token_bytes, files.token_bytes)
+    if token >= files.vocabulary:
+        raise DamagedText(shard)
+    return token
 
 
 @compiled
@@ -806,7 +860,9 @@ def _first_of(shard: int, end: int, files: Files) -> int:
     chunk, offsets = end // files.chunk_length, _int64(_of_shard(shard, _OFFSETS, files))
     # Behind the last document is the number of chunks.
     document = _last_up_to(chunk, _of_shard(shard, _OFFSETS, files), _ONE, _NONE, _of_shard(shard, _DOCUMENTS, files))
-    return max(0, offsets[document]) * files.chunk_length  # a damaged file leads to no text before the shard
+    if not 0 <= offsets[document] <= chunk:  # tokens before the shard would be read
+        raise DamagedText(shard)
+    return offsets[document] * files.chunk_length
 
 
 @compiled

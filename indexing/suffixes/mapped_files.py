@@ -1,34 +1,30 @@
 """Opens the sorted prefixes of a datastore, and its texts when they are needed, for the compiled loops of `compiled_search.py`."""
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
-from threading import Timer
 from typing import Any
 
 import numpy as np
 
+from indexing.store.artifact import damaged
 from indexing.store.errors import InputError
-from indexing.store.ranged_reads import check_rows
+from indexing.store.ranged_reads import check_array
 from indexing.suffixes import order
-from indexing.suffixes.compiled_search import PART_COLUMNS, SHARD_COLUMNS, Files, NotOpen
+from indexing.suffixes.compiled_search import (
+    PART_COLUMNS,
+    SHARD_COLUMNS,
+    DamagedRows,
+    DamagedText,
+    Files,
+    NotOpen,
+)
 from indexing.suffixes.order import Prefixes
 from indexing.suffixes.rows import open_rows
 from indexing.suffixes.texts import Texts
-
-log = logging.getLogger("retro")
 
 ADJACENT = 1024
 """Rows among which the one that shares most with a text is found without reading other texts."""
 LOOKED_AT = 8
 """If some of many occurrences are wanted, whether they are deleted is read at this many times as many of them, spread evenly."""
-_SILENCE = 2.0
-"""Seconds after which a first search says why it takes long."""
-
-
-@functools.cache
-def _explain() -> None:
-    log.info("Compiling searches of sorted prefixes, once for this version: about 15 seconds.")
 
 
 class MappedFiles:
@@ -42,10 +38,11 @@ class MappedFiles:
 
     def __init__(self, texts: Texts, orders: Sequence[Prefixes]) -> None:
         self.texts, self.orders, self._mapped = texts, orders, list[np.ndarray]()
-        self._called = set[Callable[..., Any]]()
+        self._token_dtype = np.dtype(np.uint16 if texts.split.tokens.dtype.itemsize == 2 else np.uint32)
         self._shards = np.zeros((len(texts.starts), SHARD_COLUMNS), np.int64)
         self._shards[:, 0] = texts.starts
         rows = [[self._part(prefixes, number) for number in range(len(prefixes.folders))] for prefixes in orders]
+        self._folders = [folder for prefixes in orders for folder in prefixes.folders]
         parts = np.array([part for own in rows for part in own], np.int64).reshape(-1, PART_COLUMNS)
         first_parts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         first_heads = np.array([heads[0] for prefixes in orders for heads in prefixes.stored_heads], np.uint64)
@@ -59,7 +56,8 @@ class MappedFiles:
             num_parts=len(parts),
             num_orders=len(orders),
             chunk_length=texts.split.chunk_length,
-            token_bytes=texts.split.tokens.dtype.itemsize,
+            vocabulary=texts.split.vocab_size,
+            token_bytes=self._token_dtype.itemsize,
             columns=1 + texts.dtype.itemsize // 2,
             head_tokens=texts.head_tokens,
             rows_of_head=order.ROWS_OF_HEAD,
@@ -73,38 +71,46 @@ class MappedFiles:
         Raises:
             InputError: a text is missing or damaged.
         """
-        slow = None
-        if function not in self._called:
-            self._called.add(function)
-            slow = Timer(_SILENCE, _explain)
-            slow.start()
-        try:
-            while True:
-                try:
-                    return function(*arguments, self.files)
-                except NotOpen as needed:
-                    self._open_text(needed.args[0])
-        finally:
-            if slow is not None:
-                slow.cancel()
+        while True:
+            try:
+                return function(*arguments, self.files)
+            except NotOpen as needed:
+                self._open_text(needed.args[0])
+            except DamagedRows as error:
+                path = self._folders[error.args[0]] / "rows.npy"
+                raise damaged(path, f"{path} has content that no build writes") from error
+            except DamagedText as error:
+                folder = self.texts.split.tokens.paths[error.args[0]].parent
+                raise damaged(folder, f"{folder} has content that no build writes") from error
 
     def _part(self, prefixes: Prefixes, number: int) -> list[int]:
         """The row of `Files.parts` of a part of an order."""
         folder, positions = prefixes.folders[number], prefixes.stored_positions[number]
         heads = prefixes.stored_heads[number]
-        rows = open_rows(folder, len(positions))
-        check_rows(folder / "heads.npy", len(heads), -(-len(positions) // order.ROWS_OF_HEAD))
+        rows = open_rows(folder, len(positions), self.texts.dtype)
         self._mapped += [rows, positions, heads]
-        addresses = [array.ctypes.data for array in (rows, positions, heads)]
-        return [prefixes.rows[number], len(positions), *addresses, len(heads), positions[:1].nbytes]
+        return [
+            prefixes.rows[number],
+            len(positions),
+            rows.ctypes.data,
+            len(rows),
+            positions.ctypes.data,
+            heads.ctypes.data,
+            -(-len(positions) // order.ROWS_OF_HEAD),
+            positions[:1].nbytes,
+        ]
 
     def _open_text(self, shard: int) -> None:
-        split = self.texts.split
+        split, m = self.texts.split, self.texts.split.chunk_length
         if shard == len(split.chunk_rows):
             raise InputError(
                 f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."
             )
-        arrays = [array.shard(shard) for array in (split.tokens, split.lengths, split.document_offsets)]
+        files = split.tokens, split.lengths, split.document_offsets
+        dtypes, shapes = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64)), ((m,), (), ())
+        arrays = [file.shard(shard) for file in files]
+        for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
+            check_array(file.paths[shard], array, dtype, shape, 0)
         self._mapped += arrays
         # The address of the tokens comes last: other threads take it for the sign that all are there.
         self._shards[shard, 2:] = arrays[1].ctypes.data, arrays[2].ctypes.data, len(arrays[2]) - 1

@@ -23,6 +23,7 @@ from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST
 from indexing.store.paths import names_at, parts_of
+from indexing.store.ranged_reads import check_array
 from indexing.store.sharded_array import fetch, open_array
 from indexing.suffixes.rows import spread
 from indexing.suffixes.texts import Texts, numbers, view
@@ -44,6 +45,7 @@ over all prefixes from 513 runs on, and two from 262,145 on."""
 ALL_HEADS = 1 << 64
 """Above all heads."""
 TOKENS_FILE = "tokens.npy"
+_WIDE_POSITIONS = range(5, 8)  # bytes of a position; with more it would not be an int64 from 0 on
 _COPIES = 3  # of prefixes with tokens at a time: runs, longer ones, and the one that is kept
 _NAME = re.compile(rf"{FOLDER}/(\d{{5,9}})-(\d{{5,9}})-(\d{{5,9}})")
 
@@ -206,6 +208,8 @@ class Prefixes:
         self.carried = all((folder / TOKENS_FILE).exists() for folder in folders)
         names = ["positions.npy", "heads.npy", *[TOKENS_FILE] * self.carried]
         opened = [[open_array(folder / name) for name in names] for folder in folders]
+        for folder, arrays in zip(folders, opened, strict=True):
+            self._check(folder, *arrays)
         self.folders = [folder for folder, arrays in zip(folders, opened, strict=True) if len(arrays[0])]
         opened = [arrays for arrays in opened if len(arrays[0])]
         for arrays in opened:
@@ -215,6 +219,15 @@ class Prefixes:
         self._tokens = [np.asarray(arrays[2]) for arrays in opened] if self.carried else []
         self._heads = [view(heads) for heads in self.stored_heads]
         self._firsts = [heads[0] for heads in self._heads]
+
+    def _check(self, folder: Path, positions: np.ndarray, heads: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Raise DamagedFile unless the files of a part have the types and rows that `_Writer` writes."""
+        is_wide = positions.ndim == 2 and positions.shape[1] in _WIDE_POSITIONS
+        dtype, shape = (np.dtype(np.uint8), positions.shape[1:]) if is_wide else (np.dtype(np.uint32), ())
+        check_array(folder / "positions.npy", positions, dtype, shape, 0)
+        check_array(folder / "heads.npy", heads, np.uint64, (), -(-len(positions) // ROWS_OF_HEAD))
+        if tokens is not None:
+            check_array(folder / TOKENS_FILE, tokens, self.texts.dtype, (1 + LONGEST,), len(positions))
 
     def __len__(self) -> int:
         return int(self.rows[-1])

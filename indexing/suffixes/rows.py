@@ -16,7 +16,7 @@ import numpy as np
 
 from indexing.machine import compiled
 from indexing.store.files import NpyWriter
-from indexing.store.ranged_reads import check_rows
+from indexing.store.ranged_reads import check_array
 from indexing.store.sharded_array import fetch, open_array
 
 FAN_OUT = 32
@@ -32,11 +32,13 @@ _SHARED_BEFORE = np.full(FAN_OUT - 1, LONGEST_SHARED, np.uint16)
 
 
 def stride(count: int, most: int) -> int:
-    """Of every how many-th row the level is from which `most` of some consecutive rows are read: at least as many are in it.
+    """The level from which `most` of `count` consecutive rows are read, as the distance of its rows: a power of 32.
+
+    It is the smallest level that still has at least `most` of these rows.
 
     Args:
         count: number of rows.
-        most: how many are read.
+        most: number of rows that are read.
     """
     step = 1
     while step * FAN_OUT * most <= count:
@@ -50,12 +52,13 @@ def spread(count: int, most: int) -> np.ndarray:
     return np.arange(chosen) * count // max(1, chosen)
 
 
-def open_rows(folder: Path, count: int) -> np.ndarray:
+def open_rows(folder: Path, count: int, token_dtype: np.dtype) -> np.ndarray:
     """The rows of all levels of a part, memory-mapped. The levels above the second one are read ahead.
 
     Args:
         folder: of the part.
         count: its prefixes.
+        token_dtype: of a token plus 1.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -63,9 +66,14 @@ def open_rows(folder: Path, count: int) -> np.ndarray:
     opened, levels = open_array(folder / _FILE), [count]
     while levels[-1] > FAN_OUT:
         levels.append(-(-levels[-1] // FAN_OUT))
-    check_rows(folder / _FILE, len(opened), sum(levels))
+    check_array(folder / _FILE, opened, np.uint16, (_columns(token_dtype),), sum(levels))
     fetch(opened, sum(levels[:2]))
     return opened
+
+
+def _columns(token_dtype: np.dtype) -> int:
+    """Numbers of a row: those of the token that follows, and one more."""
+    return token_dtype.itemsize // 2 + 1
 
 
 class RowWriter:
@@ -81,7 +89,7 @@ class RowWriter:
     """
 
     def __init__(self, work: Path, dtype: np.dtype) -> None:
-        self._file = NpyWriter(work / _FILE, np.uint16, (dtype.itemsize // 2 + 1,))
+        self._file = NpyWriter(work / _FILE, np.uint16, (_columns(dtype),))
         self._before = np.zeros((1, LONGEST_SHARED + 1), dtype)
         self._shared: np.ndarray = _SHARED_BEFORE
         self._left = np.empty((0, *self._file.row_shape), np.uint16)  # rows that are not in the next level yet

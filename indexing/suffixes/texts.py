@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.datastore import Split, read_datastore_manifest
+from indexing.store.datastore import Split
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Texts:
     @cached_property
     def dtype(self) -> np.dtype:
         """The type of a token plus 1."""
-        return np.dtype(np.uint16 if read_datastore_manifest(self.split.folder)["vocab_size"] < 2**16 else np.uint32)
+        return np.dtype(np.uint16 if self.split.vocab_size < 2**16 else np.uint32)
 
     @cached_property
     def head_tokens(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from indexing.store.artifact import fingerprint, read_manifest
+from indexing.store.artifact import damaged, fingerprint, read_manifest
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
 from indexing.suffixes.order import FOLDER as SUFFIXES
@@ -104,6 +104,19 @@ def read_votes(split: Split, chunks: np.ndarray) -> np.ndarray:
         InputError: a file is missing or damaged.
     """
     return split.votes.gather(chunks, vote_dtype(split.tokens.dtype), split.chunk_length)
+
+
+def read_columns(split: Split, chunks: np.ndarray) -> np.ndarray:
+    """The stored votes of chunks of a split, ids [n] int64, as numbers: [n, m, 32] int64, see `as_columns`.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    votes = as_columns(read_votes(split, chunks))
+    if (largest := int(votes[..., 1 : 1 + KEPT].max(initial=0))) >= split.vocab_size:  # a model has no logit for it
+        folder = split.folder / FOLDER
+        raise damaged(folder, f"{folder} names token {largest:,} of a vocabulary of {split.vocab_size:,}")
+    return votes
 
 
 def as_columns(votes: np.ndarray) -> np.ndarray:

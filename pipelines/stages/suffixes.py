@@ -253,7 +253,10 @@ def copied_part_task(
     work: Path, folder: Path, shards: range, merge: tuple[list[list[Path]], int, int], *, advance: Advance
 ) -> dict[str, Any]:
     """Take one part of an order from the run of all its shards, without its tokens."""
-    ((source,),) = merge[0]
+    (parts,) = merge[0]
+    if not parts:  # its borders are equal, so there is nothing between them
+        return suffixes_task(work, folder, shards, merge, advance=advance)
+    (source,) = parts
     tokens = copy_part(work, _train(folder), source)
     advance(tokens)
     return {"tokens": tokens}

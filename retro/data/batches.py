@@ -20,9 +20,13 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
+<<<<<<< HEAD
 from indexing.suffixes.votes import COLUMNS, as_columns, read_votes, require_votes, within_limit
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
+=======
+from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
+>>>>>>> memory
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -63,7 +67,7 @@ def read_sequences(
     documents[real], starts[real], stops[real] = split.documents_of(ids[real])
     neighbors = neighbor_lengths = votes = None
     if use.votes:
-        found = as_columns(read_votes(split, ids[real])) if use.found_votes is None else use.found_votes[ids[real]]
+        found = read_columns(split, ids[real]) if use.found_votes is None else use.found_votes[ids[real]]
         votes = within_limit(found, split, use.max_overlap)
         if not real.all():  # the usual batch is not copied
             votes = np.zeros((*ids.shape, m, COLUMNS), dtype=np.int64)

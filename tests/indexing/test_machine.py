@@ -1,6 +1,8 @@
 """Memory under limits of control groups, work on several threads, and devices that multiply bfloat16."""
 
+import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from indexing import machine
 from indexing.machine import (
     choose_blas_kernels,
     compiled,
@@ -116,6 +119,33 @@ def test_compiled_code_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPat
     values = np.arange(3)
     compiled(double)(values)
     assert values.tolist() == [0, 2, 4]
+
+
+def test_compilation_is_logged_once_for_a_file_and_not_if_its_result_was_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numba.core.caching
+
+    file = tmp_path / "loops.py"
+    file.write_text("def first(values):\n    return values[0]\n\n\ndef last(values):\n    return values[-1]\n")
+
+    def logged() -> list[str]:
+        """What a process logs that runs these functions."""
+        spec = importlib.util.spec_from_file_location("loops", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        machine._log_compilation.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "retro"):
+            assert (compiled(module.first)(np.arange(3)), compiled(module.last)(np.arange(3))) == (0, 2)
+        return caplog.messages
+
+    (message,) = logged()
+    assert message.startswith("Compiling the loops of loops, once for this version")
+    assert logged() == []
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    (message,) = logged()
+    assert "in every process" in message
 
 
 def test_error_is_raised_at_the_position_of_its_item() -> None:

@@ -59,5 +59,35 @@ def test_a_damaged_file_is_named(tmp_path: Path, reading: Reading, suffix: str, 
         CompressedArray(paths, _ROWS, 3, reading).gather(np.arange(18), _DTYPE, 5)
 
 
+def bomb(size: int) -> bytes:
+    """A frame of zeros that is a thousand times smaller."""
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(bytes(size))
+
+
+@pytest.mark.parametrize("reading", ["mmap", "pread"])
+@pytest.mark.parametrize(("block", "claimed"), [(bomb(1 << 20), "claims 1,048,576 bytes"), (b"not one", "not one of")])
+def test_a_frame_of_another_size_than_its_rows_is_not_decompressed(
+    tmp_path: Path, reading: Reading, block: bytes, claimed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the manifest has the checksum of the file, as that of somebody else's datastore can."""
+    monkeypatch.setattr("indexing.store.artifact._damage_at", lambda *_: None)
+    paths, _ = write_shards(tmp_path, 3)
+    paths[2].with_suffix(".zst").write_bytes(block)
+    np.save(paths[2].with_suffix(".npy"), np.array([0, len(block), len(block), len(block)]))
+    with pytest.raises(DamagedFile, match=rf"00002/train\.zst has a frame that .*{claimed}"):
+        CompressedArray(paths, _ROWS, 3, reading).gather(np.array([10]), _DTYPE, 5)
+
+
+@pytest.mark.parametrize("reading", ["mmap", "pread"])
+@pytest.mark.parametrize("offsets", [[0, 1 << 40, 1 << 41, 1 << 42], [9, 3, 2, 1], [-9, 0, 1, 2]])
+def test_no_more_is_read_for_a_block_than_it_can_have(tmp_path: Path, reading: Reading, offsets: list[int]) -> None:
+    paths, _ = write_shards(tmp_path, 3)
+    np.save(paths[2].with_suffix(".npy"), np.array(offsets))
+    with pytest.raises(DamagedFile, match=r"00002/train\.npy claims a frame of the bytes"):
+        CompressedArray(paths, _ROWS, 3, reading).gather(np.array([10]), _DTYPE, 5)
+
+
 def test_a_block_holds_about_2048_tokens() -> None:
     assert [rows_of_block(length) for length in (2, 32, 64, 100, 2048, 65_535)] == [1024, 64, 32, 20, 1, 1]

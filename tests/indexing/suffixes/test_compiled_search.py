@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexing.store.datastore import Datastore
-from indexing.suffixes import texts as texts_of_splits
+from indexing.store.datastore import Datastore, Split
 from indexing.suffixes.mapped_files import MappedFiles
 from indexing.suffixes.order import LONGEST, Prefixes, stored_orders
 from indexing.suffixes.texts import Texts
@@ -19,7 +18,7 @@ from tests.indexing.suffixes.whole_search import assert_equal_to_a_search_throug
 @pytest.fixture(params=[4000, 1 << 16])
 def datastore(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Datastore:
     """A datastore whose sorted prefixes are those of a vocabulary of this size."""
-    monkeypatch.setattr(texts_of_splits, "read_datastore_manifest", lambda folder: {"vocab_size": request.param})
+    monkeypatch.setattr(Split, "vocab_size", request.param)
     config = tiny_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl", 60))
     for stage in ("chunk", "suffixes"):
         built = build_local(config, only=stage)

@@ -1,6 +1,7 @@
 """All prefixes are in one order, however it was cut, merged, appended to and interrupted."""
 
 import itertools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from indexing.suffixes.order import (
 from indexing.suffixes.order_build import order_of
 from indexing.suffixes.search import SuffixIndex
 from indexing.suffixes.texts import Texts
+from indexing.suffixes.votes import read_votes
 from pipelines.stages import suffixes
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.suffixes.whole_search import (
@@ -132,6 +134,26 @@ def test_levels_of_merges_and_carried_tokens_change_no_byte_and_open_few_files(
         merged.clear()
     assert len(written[0]) > 2 * 3
     assert all(files == written[0] for files in written)
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+def test_a_part_between_equal_borders_is_empty(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most documents repeat one word, so its head has more prefixes than a part. Runs carry tokens without memory."""
+    monkeypatch.setattr(order, "PART_TOKENS", 100)
+    monkeypatch.setattr(suffixes, "usable_memory", lambda: memory)
+    texts = ["same " * 40 + f"{number % 3}" for number in range(20)]
+    lines = [json.dumps({"id": str(number), "text": text, "title": ""}) for number, text in enumerate(texts)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    config = tiny_config(tmp_path, tmp_path / "corpus.jsonl", skip_stages=())
+    for stage in ("chunk", "suffixes"):
+        built = build_local(config, only=stage)
+    ((_, parts),) = stored_orders(built.train)
+    prefixes = Prefixes(Texts(built.train), parts)
+    assert len(prefixes.folders) < len(parts)
+    assert prefixes.positions(0, len(prefixes)).tolist() == ordered_positions(built.train)
+    votes = read_votes(build_local(config, only="votes").train, np.arange(built.train.num_chunks))
+    assert votes["length"].any()
+    assert not problems_of(built.folder)
 
 
 def test_runs_are_merged_in_as_few_levels_as_they_need() -> None:

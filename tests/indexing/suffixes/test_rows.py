@@ -31,12 +31,18 @@ def texts_in_order(tokens: np.ndarray, count: int, dtype: type) -> np.ndarray:
 class Rows:
     """The rows of an order of one part."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self._rows, self._order = open_rows(folder, count), np.array([0, 1])
+    def __init__(self, folder: Path, count: int, dtype: np.dtype) -> None:
+        self._rows, self._order = open_rows(folder, count, dtype), np.array([0, 1])
         self._part = np.zeros(PART_COLUMNS, np.int64)
-        self._part[1:3] = count, self._rows.ctypes.data
+        self._part[1:4] = count, self._rows.ctypes.data, len(self._rows)
         addresses = [0, self._part.ctypes.data, 0, self._order.ctypes.data]
-        self.files = Files(*addresses, 0, 1, 1, 1, 2, self._rows.shape[1], 4, 256, 1024, 8)
+        self.files = Files(*addresses, 0, 1, 1, 1, 1 << 32, 2, self._rows.shape[1], 4, 256, 1024, 8)
+
+    def change(self, number: int) -> None:
+        """Let all stored numbers be this one, and the vocabulary be small."""
+        self._rows = np.full_like(self._rows, number, subok=False)
+        self._part[2] = self._rows.ctypes.data
+        self.files = self.files._replace(vocabulary=1000)
 
     def around(self, row: int, size: int) -> tuple[int, int]:
         return compiled_search.around(0, row, size, self.files)
@@ -62,7 +68,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[np.ndarray,
     with RowWriter(tmp_path, window.dtype) as file:
         for rows in blocks(count, 1001):
             file.append(tokens[rows])
-    return window, Rows(tmp_path, count)
+    return window, Rows(tmp_path, count, window.dtype)
 
 
 def test_the_rows_around_a_row_are_all_that_share_its_last_tokens(written: tuple[np.ndarray, Rows]) -> None:
@@ -72,6 +78,22 @@ def test_the_rows_around_a_row_are_all_that_share_its_last_tokens(written: tuple
         shared = shared_tokens(window, window[row])
         for size in {1, 2, 3, 5, 12, length} & {*range(length + 1)}:
             assert np.flatnonzero(shared >= size).tolist() == [*range(*rows.around(row, size))]
+
+
+def test_what_follows_is_read_at_every_step_also_in_a_part_of_fewer_levels(written: tuple[np.ndarray, Rows]) -> None:
+    """A match that is frequent in another part is read in steps for which this one has too few rows."""
+    window, rows = written
+    for step in (1, 32, 32**2, 32**3, 32**4):
+        multiples = np.arange(0, len(window), step)
+        assert rows.following(multiples, step).tolist() == following(multiples).tolist()
+
+
+@pytest.mark.parametrize("damaged", ["shared", "token"])
+def test_content_that_leads_outside_of_a_part_is_an_error(damaged: str, written: tuple[np.ndarray, Rows]) -> None:
+    _, rows = written
+    rows.change(0xFFFF)
+    with pytest.raises(compiled_search.DamagedRows):
+        rows.around(5, 1) if damaged == "shared" else rows.following(np.array([5]), 1)
 
 
 def test_the_deepest_row_shares_most_with_a_text_unless_two_tokens_look_the_same(
