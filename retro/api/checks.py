@@ -45,5 +45,5 @@ def checked_tokens(tokens: Ids, vocab_size: int) -> NDArray[np.int64]:
 def _integers(values: Ids, name: str) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise InputError(f"{name} must be a list of integers, not {str(values):.80}.")
+        raise InputError(f"{name} must be a list of integers, not {values!s:.80}.")
     return array.astype(np.int64)

@@ -19,7 +19,6 @@ from indexing.store.ranged_reads import Reading
 from retro.data.batches import TrainingData
 from retro.data.neighbor_choice import NeighborSource
 from retro.data.settings import DataSettings
-from retro.model.inputs import Inputs
 from retro.model.loss import IGNORED_LABEL
 
 Layout: TypeAlias = Literal["retro", "transformers"]
@@ -179,10 +178,14 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         if missing := State.__annotations__.keys() - state.keys():
             raise InputError(f"the state lacks {', '.join(sorted(missing))}: it is not the state of a retro.Dataset.")
         if state["data"] != self._data.fingerprints:
-            raise InputError("the state is of other datastores, or they were built again since: its sequences are other ones.")
+            raise InputError(
+                "the state is of other datastores, or they were built again since: its sequences are other ones."
+            )
         for key, value in self._identity.items():
             if state["settings"].get(key) != value:
-                raise InputError(f"{key} = {value!r}, but the state has {state['settings'].get(key)!r}. Use the same value.")
+                raise InputError(
+                    f"{key} = {value!r}, but the state has {state['settings'].get(key)!r}. Use the same value."
+                )
         self.first = self.state_dict(state["samples"])["samples"]
 
     @property

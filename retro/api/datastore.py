@@ -250,4 +250,3 @@ class Datastore:
         if isinstance(text, str):
             return np.append(self.tokenizer.bos_id, self.tokenizer.encode(text)).astype(np.int64)
         return checked_tokens(text, self.vocab_size)
-

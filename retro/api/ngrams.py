@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexing.store.datastore import Datastore as StoredDatastore
 from indexing.store.errors import InputError, NotFound, OutOfRange
@@ -158,7 +159,9 @@ class NGrams:
         """
         ids = self._checked(input_ids)
         if len(ids) > LONGEST:
-            raise InputError(f"{len(ids)} tokens: ranks are sorted by {LONGEST} tokens. `count` and `search_docs` take more.")
+            raise InputError(
+                f"{len(ids)} tokens: ranks are sorted by {LONGEST} tokens. `count` and `search_docs` take more."
+            )
         match = self._index.match(ids)
         return {"cnt": self._count(match), "segment_by_shard": self._segments(match)}
 
@@ -202,6 +205,13 @@ class NGrams:
         """`next_tokens` for the longest end of a prompt [n] that occurs."""
         match = self._longest(self._checked(prompt_ids))
         return {**self._next_tokens(match, max_support), "suffix_len": match.length}
+
+    def votes(self, input_ids: Ids) -> NDArray[np.int64]:
+        """What models with a copy head read of a new text [t], which begins a document: [t, 32], as `votes` of `retro.Dataset`.
+
+        They are the tokens after the same text in the datastore, for seven lengths of match (`Inputs.votes`).
+        """
+        return self._index.votes(self._checked(input_ids))
 
     # --- documents -----------------------------------------------------------------------------------------------------
 
@@ -271,10 +281,10 @@ class NGrams:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _checked(self, ids: Ids) -> np.ndarray:
+    def _checked(self, ids: Ids) -> NDArray[np.int64]:
         return checked_tokens(ids, int(self._stored.manifest["vocab_size"]))
 
-    def _longest(self, ids: np.ndarray) -> Match:
+    def _longest(self, ids: NDArray[np.int64]) -> Match:
         match = self._index.longest_match(ids)
         return match if match.length else self._index.everything
 
@@ -289,7 +299,7 @@ class NGrams:
     def _segments(self, match: Match | None) -> list[tuple[int, int]]:
         return [(0, 0)] * len(self._index.everything.ranges) if match is None else list(match.ranges)
 
-    def _prob(self, match: Match | None, text: np.ndarray) -> Prob:
+    def _prob(self, match: Match | None, text: NDArray[np.int64]) -> Prob:
         """The probability of the last token of a text whose other tokens have this match."""
         before, after = self._count(match), self._count(self._index.match(text))
         return {"prompt_cnt": before, "cont_cnt": after, "prob": after / before if before else -1.0}

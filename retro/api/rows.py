@@ -309,7 +309,10 @@ class Tokens:
         chunk = BATCH * (int(np.searchsorted(self._starts, first, side="right")) - 1)
         until = min(self._split.num_chunks, BATCH * int(np.searchsorted(self._starts, stop, side="left")))
         stops = self._starts[chunk // BATCH] + np.cumsum(self._lengths(chunk, until))  # of each chunk
-        begin, end = int(np.searchsorted(stops, first, side="right")), int(np.searchsorted(stops, stop, side="left")) + 1
+        begin, end = (
+            int(np.searchsorted(stops, first, side="right")),
+            int(np.searchsorted(stops, stop, side="left")) + 1,
+        )
         skipped = first - (stops[begin - 1] if begin else self._starts[chunk // BATCH])
         tokens = tokens_of(self._split, chunk + begin, chunk + end, self._skipped)
         return tokens[skipped : skipped + stop - first]

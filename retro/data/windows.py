@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
 from retro.data.batches import read_sequences, without_single_documents

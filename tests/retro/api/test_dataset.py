@@ -170,6 +170,7 @@ def stateful_loaders() -> list[Any]:
     return [StatefulLoader, StatefulDataLoader]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("kind", stateful_loaders())
 @pytest.mark.parametrize("first", [0, 4])
 def test_a_stateful_loader_continues_with_the_next_batch(kind: Any, first: int, tiny_datastore: Datastore) -> None:
@@ -190,7 +191,9 @@ def test_a_stateful_loader_continues_with_the_next_batch(kind: Any, first: int, 
     assert_equal(list(after), list(loader(first))[2:])
 
 
-def test_a_state_of_other_data_or_settings_is_refused_by_name(dataset: retro.Dataset, tiny_datastore: Datastore) -> None:
+def test_a_state_of_other_data_or_settings_is_refused_by_name(
+    dataset: retro.Dataset, tiny_datastore: Datastore
+) -> None:
     other = retro.Dataset(tiny_datastore.folder, sequence_length=64, seed=4)
     with pytest.raises(InputError, match=r"seed = 4, but the state has 3"):
         other.load_state_dict(dataset.state_dict())

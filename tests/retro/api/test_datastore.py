@@ -91,14 +91,18 @@ def test_deleted_documents_are_no_rows_and_keep_their_numbers(
     assert {chunk.document for chunk in after_deletion.chunks} == set(left)
     assert list(after_deletion.tokens) == [token for row in store.documents.take(left) for token in row.tokens.tolist()]
     assert after_deletion.chunks.to_arrow().num_rows < len(after_deletion.chunks) == len(store.chunks)
-    with pytest.raises(NotFound, match="document 3 of .* has been deleted"):
+    with pytest.raises(NotFound, match=r"document 3 of .* has been deleted"):
         after_deletion.documents[3]
     assert not np.isin(after_deletion.neighbors(range(50), k=6).ids, store.documents[3].chunks).any()
 
 
 def test_errors_name_the_row_and_the_rows_that_there_are(store: retro.Datastore) -> None:
     last = len(store.chunks) - 1
-    for act in (lambda: store.chunks[last + 1], lambda: store.neighbors([last + 1]), lambda: store.chunks.take([last + 1])):
+    for act in (
+        lambda: store.chunks[last + 1],
+        lambda: store.neighbors([last + 1]),
+        lambda: store.chunks.take([last + 1]),
+    ):
         with pytest.raises(OutOfRange, match=f"chunk {last + 1}: the split 'train' .* has chunks 0 to {last}"):
             act()
     with pytest.raises(IndexError, match="document -1000"):

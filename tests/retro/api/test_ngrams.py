@@ -11,6 +11,7 @@ import pytest
 import retro
 from indexing.store.datastore import Datastore, delete_documents
 from indexing.store.errors import InputError, NotFound, OutOfRange
+from indexing.suffixes.votes import COLUMNS, as_columns, read_votes
 from tests.indexing.suffixes.whole_search import appended, documents_of, expected, texts
 
 ALL = 10**9
@@ -151,7 +152,7 @@ def test_errors_name_the_token_the_rank_and_the_deleted_document(
         ngrams.count([0.5])  # type: ignore[list-item]
     with pytest.raises(InputError, match="max_support = 0: must be at least 1"):
         ngrams.ntd([3], max_support=0)
-    with pytest.raises(OutOfRange, match="s = 1: .* has the orders 0 to 0"):
+    with pytest.raises(OutOfRange, match=r"s = 1: .* has the orders 0 to 0"):
         ngrams.get_doc_by_rank(1, 0)
     with pytest.raises(OutOfRange, match=rf"rank = {ALL}: order 0 has the ranks 0 to"):
         ngrams.get_doc_by_rank(0, ALL)
@@ -161,6 +162,14 @@ def test_errors_name_the_token_the_rank_and_the_deleted_document(
     delete_documents(tmp_path / "datastore", [str(ngrams.get_doc_by_ix(2)["metadata"]["id"])])
     with pytest.raises(NotFound, match="has been deleted"):
         retro.NGrams(tmp_path / "datastore").get_doc_by_ix(2)
+
+
+def test_votes_are_those_that_training_reads(voting_datastore: Datastore) -> None:
+    """Of a held-out document, which votes for no text itself."""
+    held_out = retro.Datastore(voting_datastore.folder, "valid").documents[0]
+    stored = as_columns(read_votes(voting_datastore.valid, np.array(held_out.chunks)))
+    votes = retro.NGrams(voting_datastore.folder).votes(held_out.tokens)
+    assert np.array_equal(votes, stored.reshape(-1, COLUMNS)[: len(votes)])
 
 
 def test_another_process_opens_the_files_itself(ngrams: retro.NGrams) -> None:
