@@ -139,7 +139,7 @@ class Datastore:
         return Retriever.open(self.location)
 
     @overload
-    def search(
+    def search(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too; the first signature that fits holds
         self, queries: str, k: int = 5, *, filters: Filters | None = None, retrieval: Retrieval = "dense"
     ) -> list[Hit]: ...
 
