@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ def after_deletion(tiny_datastore: Datastore, tmp_path: Path) -> retro.Datastore
     return retro.Datastore(tmp_path / "datastore")
 
 
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_rows_hold_the_tokens_of_the_files(split: str, tiny_datastore: Datastore) -> None:
-    stored, store = tiny_datastore.split(split), retro.Datastore(str(tiny_datastore.folder), split)
+@pytest.mark.parametrize(("split", "reading"), [("train", "mmap"), ("valid", "pread"), ("test", "mmap")])
+def test_rows_hold_the_tokens_of_the_files(split: Any, reading: Any, tiny_datastore: Datastore) -> None:
+    stored, store = tiny_datastore.split(split), retro.Datastore(str(tiny_datastore.folder), split, reading)
     expected = documents_of(stored)
     assert [row.tokens.tolist() for row in store.documents] == expected
     assert list(store.tokens) == [token for document in expected for token in document]
