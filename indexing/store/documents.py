@@ -39,14 +39,18 @@ class DocumentTable:
         return DocumentTable, (self.paths, self.rows)  # without caches
 
     @property
+    def schema(self) -> Any:
+        """Names and types of the columns, a `pyarrow.Schema`; empty without files."""
+        import pyarrow as pa
+
+        return self._file(0)[0] if self.paths else pa.schema([])
+
+    @property
     def columns(self) -> list[str]:
         """Names of the columns with one value per document."""
         import pyarrow as pa
 
-        if not self.paths:
-            return []
-        schema = self._file(0)[0]
-        return [field.name for field in schema if not pa.types.is_nested(field.type)]
+        return [field.name for field in self.schema if not pa.types.is_nested(field.type)]
 
     def take(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of these documents, each a new dictionary."""

@@ -28,6 +28,10 @@ class NotFound(InputError):
     """Nothing has the requested id; over HTTP this is status 404."""
 
 
+class OutOfRange(InputError, IndexError):
+    """A row beyond the last one. Python takes IndexError for the end of a sequence."""
+
+
 class DamagedFile(InputError):
     """A stored file is missing, or differs from when it was written; over HTTP this is status 503.
 

@@ -114,6 +114,21 @@ class SuffixIndex:
         )
         return part
 
+    @property
+    def everything(self) -> Match:
+        """The match of an empty text, which ends at every token."""
+        return Match(0, tuple((0, len(order)) for order in self._files.orders))
+
+    def match(self, text: Sequence[int] | np.ndarray) -> Match | None:
+        """The match of a whole text (token ids); None if it occurs nowhere outside of deleted documents."""
+        match = self.longest_match(text) if len(text) else self.everything
+        return match if match.length == len(text) else None
+
+    def position(self, order: int, row: int) -> int:
+        """Where the prefix in a row of an order ends: (id of the chunk) · m + (place in the chunk). Its document can be deleted."""
+        (position,) = self._files.call(self._loops.positions_of, np.array([order]), np.array([row]))
+        return int(position)
+
     def longest_match(self, text: Sequence[int] | np.ndarray) -> Match:
         """The longest end of `text` (token ids) that occurs in one of the documents that are not deleted."""
         ending, deleted = _backwards(text), self.split.deleted
@@ -153,6 +168,8 @@ class SuffixIndex:
 
     def count(self, match: Match) -> int:
         """How often a match occurs outside of deleted documents."""
+        if match.ends is None and not len(self.split.deleted):
+            return match.count
         return self._ends_of(match).occurrences
 
     def places(self, match: Match, most: int) -> list[Place]:
@@ -167,9 +184,15 @@ class SuffixIndex:
             places.append(Place(document, divmod(chunk * m + place + 1 - match.length, m), (chunk, place)))
         return places
 
-    def next_tokens(self, match: Match) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document."""
-        following = self._ends_of(match, _SCANNED).following()
+    def next_tokens(self, match: Match, most: int = _SCANNED) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that follow a match, most frequent first, and how often: [n] and [n] int64. Nothing follows the end of a document.
+
+        Args:
+            match: the match. Every token follows the empty text, so those at its ends are counted.
+            most: if there are more occurrences, this many are counted, spread evenly.
+        """
+        ends = self._ends_of(match, most)
+        following = ends.following() if match.length else self._tokens_at(ends.positions())
         best = _most_frequent(Counter(following[following >= 0].tolist()))
         tokens, counts = np.array(best, np.int64).reshape(-1, 2).T
         return tokens, counts
@@ -233,6 +256,9 @@ class SuffixIndex:
         """Every position where a match ends outside of deleted documents."""
         ends: list[int] = self._ends_of(match).positions().tolist()
         return ends
+
+    def _tokens_at(self, positions: np.ndarray) -> np.ndarray:
+        return self._texts.windows(positions, 1)[:, 0].astype(np.int64) - 1
 
     def _ends_of(self, match: Match, most: int = _ALL) -> _Ends:
         """Where a match ends outside of deleted documents: at most `most` places, spread evenly. If there are more and some are deleted,

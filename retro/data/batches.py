@@ -20,13 +20,9 @@ from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, check_tokenizer
-<<<<<<< HEAD
-from indexing.suffixes.votes import COLUMNS, as_columns, read_votes, require_votes, within_limit
+from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
-=======
-from indexing.suffixes.votes import COLUMNS, read_columns, require_votes, within_limit
->>>>>>> memory
 from retro.data.neighbor_choice import NeighborUse, Queries, read_neighbors
 from retro.data.sample_order import mixture, permuted
 from retro.data.settings import DataSettings
@@ -102,16 +98,20 @@ def read_sequences(
 
 
 def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
-    """Concatenate batches; row i becomes row `rows[i]`. `documents` is None if every row is a single document."""
+    """Concatenate batches; row i becomes row `rows[i]`."""
     order = np.argsort(rows)
-    batch = Inputs(
+    return Inputs(
         *(None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True))
     )
+
+
+def without_single_documents(batch: Inputs) -> Inputs:
+    """The batch with `documents` None if every row is a single document."""
     several = (batch.documents != batch.documents[:, :1]).any()
     return batch if several else batch._replace(documents=None)
 
 
-def drop_neighbors(batch: Inputs, samples: range, retrieval_dropout: float, seed: int) -> None:
+def drop_neighbors(batch: Inputs, samples: Sequence[int], retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, neighbors and votes of a share of the sequences, drawn by sample number."""
     for row, sample in enumerate(samples):
         if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
@@ -234,6 +234,10 @@ class TrainingData:
 
     def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
         """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
+        return without_single_documents(self.rows(samples, retrieval_dropout))
+
+    def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs:
+        """The sequences of some samples, always with `documents`. So a row depends on no other one."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []
         for index in sorted({chosen for chosen, _, _ in located}):

@@ -4,13 +4,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
 from retro.batch.inputs import Inputs
 from retro.batch.loss import IGNORED_LABEL
-from retro.data.batches import join, read_sequences
+from retro.data.batches import read_sequences, without_single_documents
 from retro.data.neighbor_choice import NeighborUse
 
 
@@ -80,4 +78,4 @@ def window_batches(
         for row, window in enumerate(group):
             # The label at position t is token t + 1: the first scored token is the label one position earlier.
             batch.labels[row, : max(0, (window.scored - window.start) * m - 1)] = IGNORED_LABEL
-        yield group, join([batch], np.arange(len(group)))
+        yield group, without_single_documents(batch)
