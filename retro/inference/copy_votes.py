@@ -108,8 +108,11 @@ class CopyVotes:
         return matches
 
     def _votes_of_last(self, rows: Sequence[Row], histories: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, int64 [N, 32]; None without such rows."""
-        voting = [index for index, row in enumerate(rows) if row.retrieve]
+        """The datastore's votes for the last tokens of the texts of rows with retrieval ON, int64 [N, 32]; None without such rows.
+
+        A text without tokens, as after a prompt that is given as embeddings, has none.
+        """
+        voting = [index for index, row in enumerate(rows) if row.retrieve and len(histories[index])]
         if self._head.datastore is None or self._datastore is None or not voting:
             return None
         found = self._datastore.last_votes([histories[index] for index in voting])
