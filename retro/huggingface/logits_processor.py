@@ -33,7 +33,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.huggingface.prompt_starts import announce_prompts
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.rows import Row, find_neighbors
-from retro.inference.verbatim_runs import open_sorted_prefixes
+from retro.inference.verbatim_runs import Span, grouped, open_sorted_prefixes
 from retro.model.copy_head import CopyHead, open_networks
 from retro.model.copy_switch import START, is_fraction
 from retro.model.copying_model import mixed
@@ -58,6 +58,8 @@ class CopiedRun:
         tokens: their number.
         occurrences: how often they occur in the datastore.
         documents: ids of the first documents that they occur in.
+        count: runs of the text that this one stands for, itself included: those of the same tokens, in any number and order, and
+            those that overlap it by at least half of their length.
     """
 
     text: str
@@ -65,6 +67,7 @@ class CopiedRun:
     tokens: int
     occurrences: int
     documents: tuple[str, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         return mixed(self._head.to(logits.device), logits, on_device)
 
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
-        """Find the runs of each generated text that occur verbatim in the datastore, in order.
+        """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word last.
 
         Args:
             sequences: what `generate` returned, [N, T]; None = the texts up to the last token but one.
@@ -323,12 +326,14 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _runs(self, tokens: np.ndarray, prompt: int, padding: int, least: int) -> Iterator[CopiedRun]:
         """The runs of a text [t] that have tokens after its prompt."""
-        for run in trace(self._suffixes, tokens, least):
-            if run.stop > prompt:
-                places = self._suffixes.places(run.match, _DOCUMENTS)
-                documents = tuple(str(place.document["id"]) for place in places)
-                text, count = self._tokenizer.decode(tokens[run.first : run.stop]), self._suffixes.count(run.match)
-                yield CopiedRun(text, padding + run.first, run.stop - run.first, count, documents)
+        runs = [run for run in trace(self._suffixes, tokens, least) if run.stop > prompt]
+        texts = [self._tokenizer.decode(tokens[run.first : run.stop]) for run in runs]
+        spans = [Span.of("", run, tokens, text) for run, text in zip(runs, texts, strict=True)]
+        for index, others in grouped(spans):
+            run = runs[index]
+            places = self._suffixes.places(run.match, _DOCUMENTS)
+            documents, count = tuple(str(place.document["id"]) for place in places), self._suffixes.count(run.match)
+            yield CopiedRun(texts[index], padding + run.first, run.stop - run.first, count, documents, 1 + len(others))
 
 
 def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:

@@ -18,7 +18,7 @@ from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.spans import ChunkTexts, characters
-from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
+from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, grouped_runs
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -56,7 +56,7 @@ class Sources:
         list[GeneratedRun] | None,
         Field(
             exclude_if=lambda runs: runs is None,
-            description="In the order of their ends. Absent if no datastore has the stage `suffixes`, and in `/score`.",
+            description="In the order of the text, those without a word last; in an event of a stream those that ended, one by one. Absent if no datastore has the stage `suffixes`, and in `/score`.",
         ),
     ] = None
 
@@ -131,7 +131,10 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
 
 
 def joined(parts: Iterable[Sources | None]) -> Sources | None:
-    """Join the sources of a text in order; copies that continue each other become one run. None if no part has sources."""
+    """Join the sources of a text in order; copies that continue each other become one run, and verbatim runs are grouped.
+
+    None if no part has sources.
+    """
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -145,7 +148,7 @@ def joined(parts: Iterable[Sources | None]) -> Sources | None:
     return Sources(
         chunks=list(chain.from_iterable(part.chunks for part in present)),
         copies=copies,
-        runs=list(chain(*traced)) if traced else None,
+        runs=grouped_runs(list(chain(*traced))) if traced else None,
     )
 
 

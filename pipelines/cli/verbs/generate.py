@@ -181,7 +181,7 @@ def verbatim_runs(
     generated: Iterable["GeneratedToken"],
     least: int = SHORTEST_RUN,
 ) -> "list[GeneratedRun]":
-    """The runs of a generated text that occur verbatim in datastores, as in the answers of the server.
+    """The runs of a generated text that occur verbatim in datastores, grouped as in the answers of the server.
 
     Args:
         model: the model, with a retriever unless there are no datastores.
@@ -191,12 +191,12 @@ def verbatim_runs(
         least: tokens of the shortest run.
     """
     from retro.inference.spans import ChunkTexts
-    from retro.inference.verbatim_runs import GeneratedRuns
+    from retro.inference.verbatim_runs import GeneratedRuns, grouped_runs
 
     if not datastores or model.retriever is None:
         return []
     finder = GeneratedRuns(datastores, ChunkTexts(model.retriever), prompt, least=least)
-    return [run for token in generated for run in finder.add(token)]
+    return grouped_runs([run for token in generated for run in finder.add(token)])
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
@@ -227,8 +227,13 @@ def _print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
         documents = ", ".join(one_line(place.document_id) for place in run.places)
         more = ", …" * (run.occurrences > len(run.places))
         prompt = f", {run.prompt_tokens:,} of them in the prompt" if run.prompt_tokens else ""
-        figures = f"{run.tokens:,} tokens{prompt}; {times(run.occurrences)}"
+        figures = f"{run.tokens:,} tokens{prompt}; {times(run.occurrences)}{such(run.count)}"
         echo(f"   {documents}{more}: {quoted(text[slice(*run.text)])} ({figures})", sys.stderr)
+
+
+def such(count: int) -> str:
+    """How many runs of a text a run stands for, after other figures; empty for itself alone."""
+    return f"; {count:,} such runs in the text" if count > 1 else ""
 
 
 def is_named(run: "GeneratedRun") -> bool:
