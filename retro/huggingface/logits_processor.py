@@ -33,6 +33,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from retro.huggingface.prompt_starts import announce_prompts
 from retro.inference.copy_votes import CopyVotes
 from retro.inference.rows import Row, find_neighbors
+from retro.inference.trust import Trust
 from retro.inference.verbatim_runs import Span, grouped, open_sorted_prefixes
 from retro.model.copy_head import CopyHead, open_networks
 from retro.model.copy_switch import START, is_fraction
@@ -192,6 +193,14 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             inputs = inputs._replace(neighbors=neighbors, neighbor_lengths=lengths)
         on_device = inputs.map(lambda values: torch.from_numpy(values).to(logits.device))
         return mixed(self._head.to(logits.device), logits, on_device)
+
+    @property
+    def trust(self) -> list[Trust]:
+        """How far copying is trusted in each text of the last step, and why it is so little where it is low: after a short prompt, for example.
+
+        Without the argument `model` of `open` it is low in every text.
+        """
+        return [Trust.of(text.row.trust, text.prompt) for text in self._texts]
 
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
         """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word last.

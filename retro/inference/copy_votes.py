@@ -1,5 +1,6 @@
 """The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied from."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,9 @@ class CopyVotes:
         self._head, self._m, self._device, self._datastore = head, head.chunk_length, device, datastore
         self._compiled = CompiledHead(head)
         self._votes: _Votes | None = None
+        self._copied: list[
+            tuple[np.ndarray, np.ndarray]
+        ] = []  # of neighbors and datastore: tokens [N, S], probabilities [N, S]
 
     def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Log-probabilities of the next tokens: logits [N, V] mixed with what the copy head votes for.
@@ -75,6 +79,9 @@ class CopyVotes:
             tables = (table[:, None, SOURCES.index(name)] for table in (shares.shares, evidence[..., 0]))
             found = source.candidates(*map(self._put, tables))
             candidates.append((found[0][:, 0].cpu().numpy(), found[1][:, 0].cpu().numpy()))
+        self._copied = candidates[:]
+        if "context" in matches:  # the text itself is not retrieved
+            del self._copied[int(votes is not None) + [*matches].index("context")]
         log_kept = self._put(shares.log_kept)[:, None]
         if not candidates:
             return log_p.add_(log_kept)
@@ -83,6 +90,11 @@ class CopyVotes:
         before = log_p.gather(1, tokens).cpu().numpy()
         values = self._compiled.log_probabilities(before, shares.log_kept, following, weights)
         return log_p.add_(log_kept).scatter_(1, tokens, self._put(values))
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether it copies from neighbors or the whole datastore, and so learns trust."""
+        return self._head.neighbors is not None or (self._head.datastore is not None and self._datastore is not None)
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
@@ -121,6 +133,22 @@ class CopyVotes:
         votes = np.zeros((len(rows), COLUMNS), np.int64)
         votes[voting] = found
         return votes
+
+    def copied_shares(
+        self, indices: Sequence[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+    ) -> list[float]:
+        """Find how much of the probability of the next tokens was copied from neighbors and datastore, 0 to 1.
+
+        Args:
+            indices: among the N tokens of the last call of `mixed`.
+            tokens: the next token of each.
+            log_probabilities: of these tokens, in nats.
+        """
+        shares = list[float]()
+        for index, token, log_probability in zip(indices, tokens, log_probabilities, strict=True):
+            copied = sum(float(weights[index][following[index] == token].sum()) for following, weights in self._copied)
+            shares.append(min(1.0, copied / math.exp(log_probability)) if copied else 0.0)
+        return shares
 
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]

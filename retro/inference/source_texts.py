@@ -18,6 +18,7 @@ from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.inference.sources import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.spans import ChunkTexts, characters
+from retro.inference.trust import Trust
 from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, grouped_runs
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
@@ -59,6 +60,22 @@ class Sources:
             description="In the order of the text, those without a word last; in an event of a stream those that ended, one by one. Absent if no datastore has the stage `suffixes`, and in `/score`.",
         ),
     ] = None
+    trust: Annotated[
+        Trust | None,
+        Field(
+            exclude_if=lambda trust: trust is None,
+            description="In retrieval, after the prompt; in the first event of a stream. Absent if the model copies nothing from neighbors or "
+            "datastore, with retrieval OFF, and in `/score`.",
+        ),
+    ] = None
+    copied_tokens: Annotated[
+        float | None,
+        Field(
+            exclude_if=lambda tokens: tokens is None,
+            description="How many tokens of the answer were copied from neighbors and datastore: the sum of the copied shares of their "
+            "probabilities. Absent in `/score`.",
+        ),
+    ] = None
 
 
 @dataclass
@@ -81,7 +98,8 @@ class SourceFinder:
     def add_generated(self, token: GeneratedToken) -> Sources:
         """Return what a generated token adds."""
         runs = None if self.runs is None else self.runs.add(token)
-        return replace(self.add(token.text, token.read, token.copied), runs=runs)
+        read = self.add(token.text, token.read, token.copied)
+        return replace(read, runs=runs, trust=token.trust, copied_tokens=token.copied_share)
 
     def add(self, text: str, read: Iterable[ChunkWithNeighbors], copied: CopiedFrom | None) -> Sources:
         """Return what the next token adds; `text` is its text."""
@@ -145,10 +163,13 @@ def joined(parts: Iterable[Sources | None]) -> Sources | None:
         else:
             copies.append(copy)
     traced = [part.runs for part in present if part.runs is not None]
+    shares = [part.copied_tokens for part in present if part.copied_tokens is not None]
     return Sources(
         chunks=list(chain.from_iterable(part.chunks for part in present)),
         copies=copies,
         runs=grouped_runs(list(chain(*traced))) if traced else None,
+        trust=next((part.trust for part in present if part.trust is not None), None),
+        copied_tokens=sum(shares) if shares else None,
     )
 
 

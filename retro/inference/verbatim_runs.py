@@ -12,6 +12,7 @@ from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -318,7 +319,6 @@ class GeneratedRuns:
             least: tokens of the shortest run.
         """
         self._prompt, self._tokens, self._texts = len(prompt), prompt.tolist(), texts
-        self._groups = dict[Hashable, int]()
         self._tracers = [
             (PlaceFinder(datastore, texts), Tracer(datastore.index, least, prompt)) for datastore in datastores
         ]
@@ -344,7 +344,7 @@ class GeneratedRuns:
             first_token=run.first - self._prompt,
             tokens=run.stop - run.first,
             distinctive=is_distinctive(self._texts.text(tokens)),
-            group=self._groups.setdefault(same_tokens(tokens), len(self._groups)),
+            group=int.from_bytes(blake2b(np.unique(tokens).tobytes(), digest_size=6).digest()),
             prompt_tokens=max(0, self._prompt - run.first),
             occurrences=places.datastore.index.count(run.match),
             datastore=places.datastore.name,

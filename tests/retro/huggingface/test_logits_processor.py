@@ -17,6 +17,7 @@ from retro.checkpoints.tensor_files import save_tensors
 from retro.huggingface import DatastoreLogitsProcessor
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.inference.trust import Trust
 from retro.model.copy_head import initial_weights, open_networks
 from retro.model.network_file import write_networks
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
@@ -95,6 +96,8 @@ def test_less_is_copied_without_the_model_that_could_judge_the_prompt(
     blind, judged = (DatastoreLogitsProcessor.open(datastore.folder, tokenizer, one) for one in (None, models["phi"]))
     ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.zeros(1, 258)
     assert scores.softmax(-1).max() < blind(ids, scores).exp().max() < judged(ids, scores).exp().max()
+    assert blind.trust == [Trust(pytest.approx(0.125), 100, "other text")]
+    assert (judged.trust[0].share > 0.9, judged.trust[0].low_because) == (True, None)
 
 
 def test_padding_and_other_rows_change_nothing(

@@ -45,7 +45,7 @@ def shown(text: str, stored: str) -> list[tuple[str, int]]:
 def test_repeats_are_one_run_with_a_count() -> None:
     zeros, line = "0, " * 30, "the cat sat. "
     assert shown(zeros * 3, zeros) == [(zeros, 61)]
-    assert shown(f"{zeros * 2}X{line * 2}", line + zeros) == [(line, 2), (zeros, 31)]
+    assert shown(f"{zeros * 2}X{line * 2}", f"{line}|{zeros}") == [(line, 2), (zeros, 31)]
     assert shown(f"{line}X{line[:9]}X{line}", line) == [(line, 2), (line[:9], 1)]
 
 
