@@ -11,6 +11,8 @@ from pydantic import Field
 
 from retro.model.copy_switch import PRIOR
 
+Reason = Literal["short prompt", "other text"]
+"""Why a trust is low."""
 LOW = 0.5
 """Trust below which OFF predicts most of a token."""
 SHORT = 32
@@ -27,7 +29,7 @@ class Trust:
     ]
     prompt_tokens: Annotated[int, Field(description="Tokens of the prompt that it was earned in.")]
     low_because: Annotated[
-        Literal["short prompt", "other text"] | None,
+        Reason | None,
         Field(
             description=f"Set if the share is below {LOW}: `short prompt` for fewer than {SHORT} tokens, else `other text`: copying would have "
             "gained little in the prompt."
@@ -38,8 +40,8 @@ class Trust:
     def of(cls, trust: Sequence[float], prompt_tokens: int) -> "Trust":
         """Sum up the trust [4] after a prompt."""
         share = sum(trust[:-1])
-        low = ("short prompt" if prompt_tokens < SHORT else "other text") if share < LOW else None
-        return cls(share, prompt_tokens, low)
+        reason: Reason = "short prompt" if prompt_tokens < SHORT else "other text"
+        return cls(share, prompt_tokens, reason if share < LOW else None)
 
     def sentence(self) -> str:
         """A sentence for people."""

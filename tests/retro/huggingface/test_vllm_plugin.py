@@ -70,16 +70,14 @@ def test_engines_that_would_mix_twice_or_without_the_last_tokens_are_refused(plu
         plugin(config(settings, asynchronous=True), CPU, False)
 
 
+WRONG_TRUST: list[Any] = [1, None, "1111", {}, [], [1.0], [0.2] * 5, [0, 0, 0, 0], [0.5, 0.5, -0.1, 0.1]]
+WRONG_TRUST += [[0.5, 0.1, 0.1, last] for last in (math.nan, math.inf, "0.3", None, True, 1.1)]
+WRONG_STRENGTH: list[Any] = [3, -1, "a", None, True, math.nan, math.inf, [1]]
+
+
 @pytest.mark.parametrize(
     "given",
-    [
-        *({"copy_strength": value} for value in (3, -1, "a", None, True, math.nan, math.inf, [1])),
-        *(
-            {"retro_trust": value}
-            for value in (1, None, "1111", {}, [], [1.0], [0.2] * 5, [0, 0, 0, 0], [0.5, 0.5, -0.1, 0.1])
-        ),
-        *({"retro_trust": [0.5, 0.1, 0.1, value]} for value in (math.nan, math.inf, "0.3", None, True, 1.1)),
-    ],
+    [{"retro_trust": trust} for trust in WRONG_TRUST] + [{"copy_strength": strength} for strength in WRONG_STRENGTH],
 )
 def test_wrong_arguments_are_refused_by_name(plugin: Any, given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))} = .*accepted"):
@@ -90,7 +88,7 @@ def test_wrong_arguments_are_refused_by_name(plugin: Any, given: dict[str, objec
 
 def new_request(plugin: Any, given: dict[str, object]) -> Any:
     """What the plugin keeps of a request."""
-    return sys.modules[plugin.__module__]._new_request(request(**given))  # type: ignore[attr-defined]
+    return sys.modules[plugin.__module__]._new_request(request(**given))
 
 
 def test_a_name_that_is_not_known_is_refused(plugin: Any) -> None:
@@ -110,7 +108,7 @@ def test_accepted_trust_sums_to_1_and_keeps_its_ratios(plugin: Any, trust: Any) 
 
 
 def test_trust_needs_the_log_probabilities_of_the_prompt(plugin: Any) -> None:
-    trust_of = sys.modules[plugin.__module__].trust_of  # type: ignore[attr-defined]
+    trust_of = sys.modules[plugin.__module__].trust_of
     with pytest.raises(InputError, match=r"SamplingParams\(prompt_logprobs=1\)"):
         trust_of(None, SimpleNamespace(prompt_token_ids=[1, 2], prompt_logprobs=None))
 
