@@ -108,7 +108,9 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         self._votes: CopyVotes | None = None
         self._device: torch.device | None = None
         self._texts, self._ids = list[_Read](), np.zeros((0, 0), np.int64)
-        self._generating, self._mask, self._padding = False, None, None
+        self._generating = False
+        self._mask: np.ndarray | None = None  # of the prompts of this call of `generate`, bool [N, T]
+        self._padding: np.ndarray | None = None  # before each of them, int64 [N]
         announce_prompts(model)
 
     @classmethod
@@ -248,10 +250,11 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         """The number of padding tokens before each text of a step, int64 [N]."""
         if self._padding is None or len(ids) % len(self._padding):
             num_tokens = ids.shape[1]
-            has_mask = self._mask is not None and self._mask.shape[1] >= num_tokens
-            # The mask is also that of tokens that are embeddings or in a cache already. They come first.
-            is_real = self._mask[:, self._mask.shape[1] - num_tokens :] if has_mask else ids != self._pad_id
-            padding = np.logical_and.accumulate(~is_real, axis=1).sum(axis=1)
+            is_real = ids != self._pad_id
+            if self._mask is not None and self._mask.shape[1] >= num_tokens:
+                # The mask is also that of tokens that are embeddings or in a cache already. They come first.
+                is_real = self._mask[:, self._mask.shape[1] - num_tokens :]
+            padding: np.ndarray = np.logical_and.accumulate(~is_real, axis=1).sum(axis=1)
             if not self._generating:
                 return padding
             self._padding = padding
