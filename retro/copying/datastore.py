@@ -107,8 +107,11 @@ def _of_batch(inputs: Inputs, chunk_length: int) -> DatastoreVotes:
 
 
 def _of_step(texts: StepTexts) -> RowVotes | None:
-    """The votes for rows with retrieval ON; None without such rows. One search serves all of them."""
-    searching = [index for index, row in enumerate(texts.rows) if row.retrieve]
+    """The votes for rows with retrieval ON; None without such rows. One search serves all of them.
+
+    A text without tokens, as after a prompt that is given as embeddings, has none.
+    """
+    searching = [index for index, row in enumerate(texts.rows) if row.retrieve and len(texts.histories[index])]
     if texts.datastore is None or not searching:
         return None
     votes = np.zeros((len(texts.rows), COLUMNS), np.int64)

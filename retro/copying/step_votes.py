@@ -1,5 +1,6 @@
 """The copy head in a decoder: mixes its votes into the logits of the next tokens, and finds what these were copied from."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from retro.batch.inputs import Inputs
 from retro.batch.loss import TokenLosses
 from retro.copying.compiled_head import CompiledHead
+from retro.copying.datastore import DATASTORE
 from retro.copying.head import CopyHead
 from retro.copying.matches import MATCH_LENGTHS
 from retro.copying.neighbors import NEIGHBORS
@@ -35,6 +37,7 @@ class StepVotes:
         self._head, self._device, self._datastore = head, device, datastore
         self._compiled = CompiledHead(head)
         self._last: _LastStep | None = None
+        self._retrieved: list[tuple[np.ndarray, np.ndarray]] = []  # tokens [N, S], probabilities [N, S] of each source
 
     def mixed(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Log-probabilities of the next tokens: logits [N, V] mixed with what the copy head votes for.
@@ -58,6 +61,7 @@ class StepVotes:
         self._last = _LastStep(log_top, votes, trust, copy_strength)
         shares = self._compiled.shares(log_top.cpu().numpy(), evidence, trust, copy_strength)
         log_kept = put(shares.log_kept, self._device)[:, None]
+        self._retrieved = []
         if not votes:
             return log_p.add_(log_kept)
         candidates = [
@@ -66,12 +70,20 @@ class StepVotes:
             )
             for number, of_source in ((self._head.index(name), of_source) for name, of_source in votes.items())
         ]
+        of_retrieval = [self._head.known[self._head.index(name)].of_retrieval for name in votes]
+        self._retrieved = [table for table, retrieved in zip(candidates, of_retrieval, strict=True) if retrieved]
         following, weights = (np.concatenate(parts, 1) for parts in zip(*candidates, strict=True))
         tokens = put(following, self._device)
         before = log_p.gather(1, tokens).cpu().numpy()
         values = self._compiled.log_probabilities(before, shares.log_kept, following, weights)
         # All tokens get the vocabulary's share of their probability, and the few candidates what is copied in addition.
         return log_p.add_(log_kept).scatter_(1, tokens, put(values, self._device))
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether it copies from a source that the switch covers, and so learns trust."""
+        sources = [source for source in self._head.known if source.switched and self._head.network(source) is not None]
+        return any(source.name != DATASTORE.name or self._datastore is not None for source in sources)
 
     def trust(self, row: Row, vocabulary: TokenLosses) -> tuple[float, ...]:
         """Trust in each strength of copying after the tokens of a row, from the losses [1, t] of the tokens after them."""
@@ -84,6 +96,24 @@ class StepVotes:
         evidence = self._head.evidence(self._head.sources(inputs), inputs.following())
         _, trust = self._head.trusted_losses(vocabulary, evidence, inputs)
         return tuple(trust[0, -1].tolist())
+
+    def copied_shares(
+        self, indices: Sequence[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+    ) -> list[float]:
+        """Find how much of the probability of the next tokens was copied from sources of retrieval, 0 to 1.
+
+        Args:
+            indices: among the N tokens of the last call of `mixed`.
+            tokens: the next token of each.
+            log_probabilities: of these tokens, in nats.
+        """
+        shares = list[float]()
+        for index, token, log_probability in zip(indices, tokens, log_probabilities, strict=True):
+            copied = sum(
+                float(weights[index][following[index] == token].sum()) for following, weights in self._retrieved
+            )
+            shares.append(min(1.0, copied / math.exp(log_probability)) if copied else 0.0)
+        return shares
 
     def copied_from(
         self, rows: Sequence[Row], indices: list[int], tokens: Sequence[int], log_probabilities: Sequence[float]

@@ -13,9 +13,14 @@ as likely as with OFF, 1.6 bits for 1,000 tokens. Text of the datastore's own ki
 The switch has no parameters. Training does without, so the gates learn from all tokens.
 """
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from indexing.store.errors import InputError
 
 STRENGTHS = (0.0, 2.0, -2.0, -1e4)
 """Added to the log-odds of sources of retrieval. The last one is OFF: finite, since gradients of infinite numbers are not defined."""
@@ -36,6 +41,31 @@ TRANSITIONS = (
     (ALTERNATES, ALTERNATES, _STAYS, LEAVES),
     (ENTERS / 3, ENTERS / 3, ENTERS / 3, 1 - ENTERS),
 )
+
+
+def checked_trust(name: str, trust: Any) -> tuple[float, ...]:
+    """The trust in each strength that a caller gives, divided by its sum.
+
+    Args:
+        name: of the argument, for errors.
+        trust: 4 numbers.
+
+    Raises:
+        InputError: these are not 4 finite numbers from 0 to 1, or all are 0: the mixture would have no probability.
+    """
+    numbers = tuple(trust) if isinstance(trust, list | tuple) else ()
+    fits = len(numbers) == len(STRENGTHS) and all(is_fraction(number) for number in numbers)
+    if not fits or not any(numbers):
+        raise InputError(
+            f"{name} = {trust!r:.200}: accepted is what `trust_of` returns, {len(STRENGTHS)} numbers from 0 to 1 that are not all 0."
+        )
+    total = math.fsum(numbers)
+    return tuple(float(number) / total for number in numbers)
+
+
+def is_fraction(value: Any) -> bool:
+    """Whether a value is a number from 0 to 1. NaN and booleans are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def trust_of(log_p: Tensor, starts: Tensor | None = None) -> Tensor:

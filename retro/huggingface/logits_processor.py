@@ -3,6 +3,7 @@
     processor = DatastoreLogitsProcessor.open("datastores/peps", tokenizer, model)
     model.generate(**inputs, logits_processor=[processor])
 
+    a call of `generate` ─► new prompts, and their padding (`prompt_starts.py`)
     input_ids of a step ─► texts without padding ─► votes of the datastore ─┐
     scores of a step ───────────────────────────────────────────────────────┴─► `CopyHead.mix` ─► log-probabilities
     a new prompt ─► one pass of the model ─► trust in copying (`retro/copying/switch.py`)
@@ -12,6 +13,7 @@ architecture, quantization and device (`docs/explanation/copy-head.md`).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,11 @@ from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import mixed
 from retro.copying.rows import Row, find_neighbors
 from retro.copying.step_votes import StepVotes
-from retro.copying.switch import START
+from retro.copying.switch import START, is_fraction
 from retro.copying.transformers_model import losses_of_logits
-from retro.inference.verbatim_runs import open_sorted_prefixes
+from retro.huggingface.prompt_starts import announce_prompts
+from retro.inference.trust import Trust
+from retro.inference.verbatim_runs import Span, grouped, open_sorted_prefixes
 from retro.model.datastore_fit import check_tokens
 
 LONGEST_PROMPT = 2048
@@ -54,6 +58,8 @@ class CopiedRun:
         tokens: their number.
         occurrences: how often they occur in the datastore.
         documents: ids of the first documents that they occur in.
+        count: runs of the text that this one stands for, itself included: those of the same tokens, in any number and order, and
+            those that overlap it by at least half of their length.
     """
 
     text: str
@@ -61,14 +67,16 @@ class CopiedRun:
     tokens: int
     occurrences: int
     documents: tuple[str, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A text that a step has read, and the number of tokens of its prompt."""
+    """A text that a step has read, the number of tokens of its prompt, and of padding before it."""
 
     row: Row
     prompt: int
+    padding: int
 
 
 class DatastoreLogitsProcessor(LogitsProcessor):
@@ -76,6 +84,9 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     Padding on the left, beams, sampling and several continuations work as without the processor. The scores that it returns are
     log-probabilities. A token whose score is -inf keeps it.
+
+    Each call of `generate` of its model begins new prompts, whatever was generated before. In calls of the processor itself, a text that
+    continues one of the call before keeps its trust, and so does a beginning of one: a rejected draft. `new_prompts` begins anew there.
     """
 
     def __init__(
@@ -96,6 +107,10 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         self._votes: StepVotes | None = None
         self._device: torch.device | None = None
         self._texts, self._ids = list[_Read](), np.zeros((0, 0), np.int64)
+        self._generating = False
+        self._mask: np.ndarray | None = None  # of the prompts of this call of `generate`, bool [N, T]
+        self._padding: np.ndarray | None = None  # before each of them, int64 [N]
+        announce_prompts(model)
 
     @classmethod
     def open(
@@ -119,12 +134,17 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 
+        The model's attribute `generate` is replaced by one that tells the processor where prompts begin, and which tokens are padding
+        (`attention_mask`). It computes the same.
+
         Raises:
             InputError: the datastore cannot be opened, has another tokenizer, or lacks the stage `suffixes`; the file of networks
                 cannot be read; or an argument is not accepted.
         """
-        if not 0 <= copy_strength <= 1 or k < 0:
-            raise InputError(f"copy_strength = {copy_strength} and k = {k}: accepted are 0 to 1, and 0 or more.")
+        if not is_fraction(copy_strength) or not isinstance(k, int) or k < 0:
+            raise InputError(
+                f"copy_strength = {copy_strength!r} and k = {k!r}: accepted are numbers from 0 to 1, and 0 or more neighbors."
+            )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise InputError("the model has an encoder that reads the prompt; only decoders are supported.")
         opened = Datastore.open(datastore)
@@ -175,8 +195,16 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         on_device = inputs.map(lambda values: torch.from_numpy(values).to(logits.device))
         return mixed(self._head.to(logits.device), logits, on_device)
 
+    @property
+    def trust(self) -> list[Trust]:
+        """How far copying is trusted in each text of the last step, and why it is so little where it is low: after a short prompt, for example.
+
+        Without the argument `model` of `open` it is low in every text.
+        """
+        return [Trust.of(text.row.trust, text.prompt) for text in self._texts]
+
     def sources(self, sequences: Tensor | None = None, least: int = SHORTEST_RUN) -> list[list[CopiedRun]]:
-        """Find the runs of each generated text that occur verbatim in the datastore, in order.
+        """Find the runs of each generated text that occur verbatim in the datastore: in order, those without a word last.
 
         Args:
             sequences: what `generate` returned, [N, T]; None = the texts up to the last token but one.
@@ -185,34 +213,64 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         if sequences is None:
             return [list(self._runs(text.row.tokens, text.prompt, 0, least)) for text in self._texts]
         found = []
-        for row in sequences.cpu().numpy():
-            tokens = self._without_padding(row)
-            texts = (
-                text for text in self._texts if np.array_equal(tokens[: text.prompt], text.row.tokens[: text.prompt])
-            )
-            prompt = next((text.prompt for text in texts), 0)
-            found.append(list(self._runs(tokens, prompt, len(row) - len(tokens), least)))
+        for row in sequences.cpu().numpy().astype(np.int64):
+            padding, prompt = self._prompt_of(row)
+            found.append(list(self._runs(row[padding:], prompt, padding, least)))
         return found
 
     # --- texts --------------------------------------------------------------------------------------------------------
 
-    def _without_padding(self, row: np.ndarray) -> np.ndarray:
-        """The tokens of a row [T] from the first that is not padding; one is kept if it is the beginning-of-document token."""
-        real = np.flatnonzero(row != self._pad_id)
-        first = int(real[0]) if len(real) else len(row) - 1
-        return row[max(0, first - (self._pad_id == self._tokenizer.bos_id)) :].astype(np.int64)
+    def reads_with(self, model: Any) -> bool:
+        """Whether prompts are read with this model."""
+        return self._model is model
+
+    @contextmanager
+    def new_prompts(self, attention_mask: Tensor | None = None) -> Iterator[None]:
+        """Read the texts of the next calls as new prompts and what is generated after them, until the context ends.
+
+        `generate` of the model does so. A call of `generate` in it, with which a model drafts for itself, continues its texts.
+
+        Args:
+            attention_mask: [N, T] of the prompts, 0 = padding; None = tokens with the id of padding before a text are padding.
+        """
+        if self._generating:
+            yield
+            return
+        self._texts, self._ids, self._padding = [], np.zeros((0, 0), np.int64), None
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            self._mask = attention_mask.cpu().numpy() != 0
+        self._generating = True
+        try:
+            yield
+        finally:
+            self._generating, self._mask, self._padding = False, None, None
+
+    def _padding_of(self, ids: np.ndarray) -> np.ndarray:
+        """The number of padding tokens before each text of a step, int64 [N]."""
+        if self._padding is None or len(ids) % len(self._padding):
+            num_tokens = ids.shape[1]
+            is_real = ids != self._pad_id
+            if self._mask is not None and self._mask.shape[1] >= num_tokens:
+                # The mask is also that of tokens that are embeddings or in a cache already. They come first.
+                is_real = self._mask[:, self._mask.shape[1] - num_tokens :]
+            padding: np.ndarray = np.logical_and.accumulate(~is_real, axis=1).sum(axis=1)
+            if not self._generating:
+                return padding
+            self._padding = padding
+        return np.repeat(
+            self._padding, len(ids) // len(self._padding)
+        )  # beams and continuations of a prompt follow each other
 
     def _read(self, ids: np.ndarray) -> None:
         """Read the texts of a step, int64 [N, T]. One that continues a text of the step before has its trust and its neighbors."""
         if ids.shape == (len(self._ids), self._ids.shape[1] + 1) and (ids[:, :-1] == self._ids).all():
             texts = self._texts  # each in its row, as nearly always
             for text, row in zip(texts, ids, strict=True):
-                text.row.tokens = row[len(row) - len(text.row.tokens) - 1 :]
+                text.row.tokens = row[text.padding :]
         else:
             known = {text.row.tokens.tobytes(): text for text in self._texts}
-            texts = [
-                self._continued(tokens, known) or self._begun(tokens) for tokens in map(self._without_padding, ids)
-            ]
+            rows = [(row[padding:], int(padding)) for row, padding in zip(ids, self._padding_of(ids), strict=True)]
+            texts = [self._continued(tokens, known) or self._begun(tokens, padding) for tokens, padding in rows]
         if self._retriever is not None:
             find_neighbors([text.row for text in texts], self._head.chunk_length)
         trusts = dict[bytes, tuple[float, ...]]()
@@ -224,6 +282,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _continued(self, tokens: np.ndarray, known: dict[bytes, _Read]) -> _Read | None:
         """The text if it continues one of the step before, or the part of one that is left when a draft was rejected."""
+        if not len(tokens):
+            return None
         size = len(tokens) - 1
         longer = (text for text in self._texts if text.prompt <= size < len(text.row.tokens))
         parts = (text for text in longer if np.array_equal(text.row.tokens[:size], tokens[:size]))
@@ -232,9 +292,17 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         neighbors = earlier.row.neighbors[: len(tokens) // self._head.chunk_length]
         return replace(earlier, row=replace(earlier.row, tokens=tokens, neighbors=neighbors))
 
-    def _begun(self, tokens: np.ndarray) -> _Read:
+    def _begun(self, tokens: np.ndarray, padding: int) -> _Read:
         """The text as a new prompt."""
-        return _Read(self.row(tokens, copy_strength=self.copy_strength), len(tokens))
+        return _Read(self.row(tokens, copy_strength=self.copy_strength), len(tokens), padding)
+
+    def _prompt_of(self, row: np.ndarray) -> tuple[int, int]:
+        """Padding and tokens of the prompt of a generated sequence [T], as `generate` returns it."""
+        for text in self._texts:
+            begin, stop = text.padding, text.padding + text.prompt
+            if (row[:begin] == self._pad_id).all() and np.array_equal(row[begin:stop], text.row.tokens[: text.prompt]):
+                return text.padding, text.prompt
+        return int(self._padding_of(row[None])[0]), 0
 
     def row(self, tokens: np.ndarray, trust: tuple[float, ...] = START, copy_strength: float = 1.0) -> Row:
         """A text int64 [t] for `mix_rows`."""
@@ -246,8 +314,8 @@ class DatastoreLogitsProcessor(LogitsProcessor):
         return self._retriever.neighbors.find(chunks, self._k)
 
     def _trust(self, row: Row) -> tuple[float, ...]:
-        """Trust in copying after a prompt: what the model would have gained from it in the prompt."""
-        if self._model is None:
+        """Trust in copying after a prompt: what the model would have gained from it in the prompt. Without tokens, that of any text."""
+        if self._model is None or not len(row.tokens):
             return row.trust
         end, m = row.copy(slot=0), self._head.chunk_length
         end.drop(-(-max(0, len(row.tokens) - LONGEST_PROMPT) // m), m)
@@ -269,12 +337,14 @@ class DatastoreLogitsProcessor(LogitsProcessor):
 
     def _runs(self, tokens: np.ndarray, prompt: int, padding: int, least: int) -> Iterator[CopiedRun]:
         """The runs of a text [t] that have tokens after its prompt."""
-        for run in trace(self._suffixes, tokens, least):
-            if run.stop > prompt:
-                places = self._suffixes.places(run.match, _DOCUMENTS)
-                documents = tuple(str(place.document["id"]) for place in places)
-                text, count = self._tokenizer.decode(tokens[run.first : run.stop]), self._suffixes.count(run.match)
-                yield CopiedRun(text, padding + run.first, run.stop - run.first, count, documents)
+        runs = [run for run in trace(self._suffixes, tokens, least) if run.stop > prompt]
+        texts = [self._tokenizer.decode(tokens[run.first : run.stop]) for run in runs]
+        spans = [Span.of("", run, tokens, text) for run, text in zip(runs, texts, strict=True)]
+        for index, others in grouped(spans):
+            run = runs[index]
+            places = self._suffixes.places(run.match, _DOCUMENTS)
+            documents, count = tuple(str(place.document["id"]) for place in places), self._suffixes.count(run.match)
+            yield CopiedRun(texts[index], padding + run.first, run.stop - run.first, count, documents, 1 + len(others))
 
 
 def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:

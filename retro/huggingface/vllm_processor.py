@@ -29,13 +29,14 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Versio
 from indexing.store.errors import InputError
 from indexing.suffixes.order import LONGEST
 from retro.batch.loss import TokenLosses
-from retro.copying.switch import START
+from retro.copying.switch import START, checked_trust, is_fraction
 
 if TYPE_CHECKING:  # it imports transformers, for which engines without a datastore would wait
     from retro.huggingface.logits_processor import DatastoreLogitsProcessor
 
 DATASTORE, NETWORKS = "retro_datastore", "retro_networks"
 TRUST, STRENGTH = "retro_trust", "copy_strength"
+_OURS = "retro_"
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,7 @@ class CopyingLogitsProcessor(Version1, Version2):
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise ValueError unless `extra_args` has accepted values."""
-        given = sampling_params.extra_args or {}
-        strength, trust = given.get(STRENGTH, 1.0), given.get(TRUST, START)
-        if not isinstance(strength, int | float) or not 0 <= strength <= 1:
-            raise ValueError(f"{STRENGTH} = {strength!r}: accepted are numbers from 0 to 1.")
-        if (
-            not isinstance(trust, list | tuple)
-            or len(trust) != len(START)
-            or not all(isinstance(one, int | float) and 0 <= one <= 1 for one in trust)
-        ):
-            raise ValueError(
-                f"{TRUST} = {trust!r}: accepted is what `trust_of` returns, {len(START)} numbers from 0 to 1."
-            )
+        _new_request(sampling_params)
 
     def __init__(self, vllm_config: Any, device_or_states: Any, is_pin_memory: bool = False) -> None:
         """Open the datastore that `additional_config` names, if it does.
@@ -80,8 +70,8 @@ class CopyingLogitsProcessor(Version1, Version2):
             is_pin_memory: of version 1.
 
         Raises:
-            InputError: the datastore cannot be opened, or has another tokenizer than the model; or the engine would mix twice, or without the
-                last tokens.
+            InputError: a setting of the plugin is not accepted; the datastore cannot be opened, or has another tokenizer than the model; or
+                the engine would mix twice, or without the last tokens.
         """
         self._processor = _open(vllm_config, version=1 if isinstance(device_or_states, torch.device) else 2)
         self._states = device_or_states
@@ -134,7 +124,13 @@ class CopyingLogitsProcessor(Version1, Version2):
 
 def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":
     settings, model = vllm_config.additional_config or {}, vllm_config.model_config
-    if not isinstance(settings, dict) or not (datastore := settings.get(DATASTORE)):
+    if not isinstance(settings, dict):
+        return None
+    _refuse_others("additional_config", settings, (DATASTORE, NETWORKS))
+    for name in (DATASTORE, NETWORKS):
+        if not isinstance(settings.get(name, ""), str):
+            raise InputError(f"{name} = {settings[name]!r:.200}: accepted is a path or URL as text.")
+    if not (datastore := settings.get(DATASTORE)):
         return None
     if any(CopyingLogitsProcessor.__name__ in str(one) for one in model.logits_processors or ()):
         raise InputError(
@@ -154,8 +150,22 @@ def _open(vllm_config: Any, version: int) -> "DatastoreLogitsProcessor | None":
 
 
 def _new_request(params: Any, prompt: Sequence[int] | None = None, output: Sequence[int] = ()) -> _Request:
+    """The request with these parameters.
+
+    Raises:
+        InputError: a value in `extra_args` is not accepted, or has an unknown name.
+    """
     given = params.extra_args or {}
-    return _Request(tuple(map(float, given.get(TRUST, START))), float(given.get(STRENGTH, 1.0)), prompt or (), output)
+    _refuse_others("extra_args", given, (TRUST,))
+    if not is_fraction(strength := given.get(STRENGTH, 1.0)):
+        raise InputError(f"{STRENGTH} = {strength!r:.200}: accepted are numbers from 0 to 1.")
+    return _Request(checked_trust(TRUST, given.get(TRUST, START)), float(strength), prompt or (), output)
+
+
+def _refuse_others(where: str, given: Any, known: Sequence[str]) -> None:
+    """Raise InputError if there is another name that begins as those of this plugin: it would have no effect."""
+    if others := sorted(str(name) for name in given if str(name).startswith(_OURS) and name not in known):
+        raise InputError(f"{where} has {others[0]}: accepted names with {_OURS} are {', '.join(known)}.")
 
 
 def _last_tokens(states: Any, ctx: Any) -> list[np.ndarray]:
@@ -174,7 +184,12 @@ def trust_of(processor: "DatastoreLogitsProcessor", output: Any) -> list[float]:
     Args:
         processor: opened with the same datastore and networks, without a model.
         output: what vLLM returned for the prompt with `prompt_logprobs = 1` and `copy_strength = 0`.
+
+    Raises:
+        InputError: the output has no log-probabilities of its prompt.
     """
+    if not getattr(output, "prompt_logprobs", None):
+        raise InputError("output has no prompt_logprobs: request the prompt with SamplingParams(prompt_logprobs=1).")
     tokens, found = np.array(output.prompt_token_ids, np.int64), output.prompt_logprobs[1:]
     log_p = [by_token[token].logprob for token, by_token in zip(tokens[1:].tolist(), found, strict=True)]
     log_top = [max(one.logprob for one in by_token.values()) for by_token in found]

@@ -247,6 +247,18 @@ class Decoder:
             return [None] * len(tokens)
         return self.votes.copied_from(rows, indices, tokens, log_probabilities)
 
+    def copied_shares(
+        self, indices: Sequence[int], tokens: Sequence[int], log_probabilities: Sequence[float]
+    ) -> list[float]:
+        """Find how much of the next tokens was copied by retrieval; see `StepVotes.copied_shares`."""
+        if self.votes is None:
+            return [0.0] * len(tokens)
+        return self.votes.copied_shares(indices, tokens, log_probabilities)
+
+    def trust(self, row: Row) -> tuple[float, ...] | None:
+        """Trust in each strength of copying of a row that was read; None if it copies nothing from neighbors or datastore."""
+        return row.trust if self.votes is not None and self.votes.retrieves and row.retrieve is not None else None
+
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _pass_of(self, rows: list[Row], longest: int) -> Span:

@@ -30,6 +30,7 @@ from retro.inference.drafts import Account, Match, draft
 from retro.inference.sampling import SampledToken, draw, with_penalties
 from retro.inference.settings import GenerationSettings
 from retro.inference.text_stream import Decode, TextStream
+from retro.inference.trust import Trust
 
 log = logging.getLogger("retro")
 
@@ -49,6 +50,8 @@ class GeneratedToken:
         top: `GenerationSettings.logprobs` likeliest tokens with log-probabilities, likeliest first.
         read: chunks whose neighbors the model read for this token and for none before.
         copied: the token of a neighbor that it was copied from.
+        copied_share: share of its probability that was copied from neighbors and datastore, 0 to 1; None if `sources` were not requested.
+        trust: in retrieval, with the first token of a continuation whose `sources` were requested; None if the model copies nothing from it.
         accepted: True if it was the next token of a draft.
         rejected: tokens of the draft that were wrong, this one's place included.
     """
@@ -63,6 +66,8 @@ class GeneratedToken:
     copied: CopiedFrom | None = None
     accepted: bool = False
     rejected: int = 0
+    copied_share: float | None = None
+    trust: Trust | None = None
 
 
 class Continuation:
@@ -94,12 +99,16 @@ class Continuation:
         log_probability: float,
         top: tuple[tuple[int, float], ...],
         row: Row,
-        copied: CopiedFrom | None,
+        copied: tuple[CopiedFrom | None, float | None],
         chunk_length: int,
         accepted: bool,
         rejected: int,
+        earned: tuple[float, ...] | None,
     ) -> GeneratedToken:
-        """Append a sampled token of a row."""
+        """Append a sampled token of a row. `copied`: where from, and its share. `earned`: trust of the row."""
+        trust = None
+        if self.sources and earned is not None and not self.generated:
+            trust = Trust.of(earned, len(self.prompt))
         self.generated.append(token)
         self.trust = row.trust
         del self._numbers[:1]
@@ -112,7 +121,10 @@ class Continuation:
             finish = "stop" if self.text.stopped else finish
         read = row.chunks_read(self.chunks_read, chunk_length) if self.sources else ()
         self.chunks_read = read[-1].number + 1 if read else self.chunks_read
-        return GeneratedToken(self.number, token, shown, log_probability, finish, top, read, copied, accepted, rejected)
+        where, share = copied
+        return GeneratedToken(
+            self.number, token, shown, log_probability, finish, top, read, where, accepted, rejected, share, trust
+        )
 
     def random(self, ahead: int) -> float:
         """Return the random number of the next token, or of the one `ahead` tokens later."""
@@ -271,7 +283,11 @@ class Batch:
         return texts[0].draft(row, room, self._decoder.draft_costs * num_rows, self._decoder.datastore)
 
     def _add(
-        self, row: Row, text: Continuation, drawn: Sequence[SampledToken], sources: Sequence[CopiedFrom | None]
+        self,
+        row: Row,
+        text: Continuation,
+        drawn: Sequence[SampledToken],
+        sources: Sequence[tuple[CopiedFrom | None, float | None]],
     ) -> list[GeneratedToken | Exception]:
         """Append tokens to a continuation and its row, up to its end or to what failed, which is the last item then."""
         added = list[GeneratedToken | Exception]()
@@ -281,7 +297,7 @@ class Batch:
             for number, (token, source) in enumerate(zip(drawn, sources, strict=True)):
                 right = number < num_right
                 rejected = 0 if right else num_drafted - num_right
-                new = text.add(*token, row, source, self._decoder.m, right, rejected)
+                new = text.add(*token, row, source, self._decoder.m, right, rejected, self._decoder.trust(row))
                 added.append(new)
                 if new.finish_reason is not None:
                     break
@@ -307,21 +323,23 @@ class Batch:
 
     def _copied_from(
         self, drawn: dict[Row, list[SampledToken]], first: dict[Row, int]
-    ) -> dict[Row, list[CopiedFrom | None]]:
-        """Find where the tokens of texts with `sources` were copied from.
+    ) -> dict[Row, list[tuple[CopiedFrom | None, float | None]]]:
+        """Find where the tokens of texts with `sources` were copied from, and how much of each.
 
         Args:
             drawn: the tokens of each row.
             first: index of the logits of the first of them.
         """
-        copied: dict[Row, list[CopiedFrom | None]] = {row: [None] * len(own) for row, own in drawn.items()}
+        copied: dict[Row, list[tuple[CopiedFrom | None, float | None]]]
+        copied = {row: [(None, None)] * len(own) for row, own in drawn.items()}
         chosen = [row for row in drawn if self._texts[row][0].sources]
         if places := [(row, number) for row in chosen for number in range(len(drawn[row]))]:
             tokens, log_probabilities = zip(*(drawn[row][number][:2] for row, number in places), strict=True)
             rows, indices = [row for row, _ in places], [first[row] + number for row, number in places]
             origins = self._decoder.copied_from(rows, indices, tokens, log_probabilities)
-            for (row, number), origin in zip(places, origins, strict=True):
-                copied[row][number] = origin
+            shares = self._decoder.copied_shares(indices, tokens, log_probabilities)
+            for (row, number), *found in zip(places, origins, shares, strict=True):
+                copied[row][number] = found[0], found[1]
         return copied
 
     def _leave(self, row: Row) -> None:

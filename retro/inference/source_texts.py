@@ -18,7 +18,8 @@ from retro.copying.provenance import ChunkWithNeighbors, CopiedFrom, Neighbors
 from retro.inference.generation import GeneratedToken
 from retro.inference.language_model import Scores
 from retro.inference.spans import ChunkTexts, characters
-from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns
+from retro.inference.trust import Trust
+from retro.inference.verbatim_runs import GeneratedRun, GeneratedRuns, grouped_runs
 
 _LEAST_SHARE = 0.5  # of a token's probability, from which on it counts as copied
 
@@ -56,7 +57,23 @@ class Sources:
         list[GeneratedRun] | None,
         Field(
             exclude_if=lambda runs: runs is None,
-            description="In the order of their ends. Absent if no datastore has the stage `suffixes`, and in `/score`.",
+            description="In the order of the text, those without a word last; in an event of a stream those that ended, one by one. Absent if no datastore has the stage `suffixes`, and in `/score`.",
+        ),
+    ] = None
+    trust: Annotated[
+        Trust | None,
+        Field(
+            exclude_if=lambda trust: trust is None,
+            description="In retrieval, after the prompt; in the first event of a stream. Absent if the model copies nothing from neighbors or "
+            "datastore, with retrieval OFF, and in `/score`.",
+        ),
+    ] = None
+    copied_tokens: Annotated[
+        float | None,
+        Field(
+            exclude_if=lambda tokens: tokens is None,
+            description="How many tokens of the answer were copied from neighbors and datastore: the sum of the copied shares of their "
+            "probabilities. Absent in `/score`.",
         ),
     ] = None
 
@@ -81,7 +98,8 @@ class SourceFinder:
     def add_generated(self, token: GeneratedToken) -> Sources:
         """Return what a generated token adds."""
         runs = None if self.runs is None else self.runs.add(token)
-        return replace(self.add(token.text, token.read, token.copied), runs=runs)
+        read = self.add(token.text, token.read, token.copied)
+        return replace(read, runs=runs, trust=token.trust, copied_tokens=token.copied_share)
 
     def add(self, text: str, read: Iterable[ChunkWithNeighbors], copied: CopiedFrom | None) -> Sources:
         """Return what the next token adds; `text` is its text."""
@@ -131,7 +149,10 @@ def sources_of_scores(retriever: Retriever, texts: Sequence[str], scores: Scores
 
 
 def joined(parts: Iterable[Sources | None]) -> Sources | None:
-    """Join the sources of a text in order; copies that continue each other become one run. None if no part has sources."""
+    """Join the sources of a text in order; copies that continue each other become one run, and verbatim runs are grouped.
+
+    None if no part has sources.
+    """
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -142,10 +163,13 @@ def joined(parts: Iterable[Sources | None]) -> Sources | None:
         else:
             copies.append(copy)
     traced = [part.runs for part in present if part.runs is not None]
+    shares = [part.copied_tokens for part in present if part.copied_tokens is not None]
     return Sources(
         chunks=list(chain.from_iterable(part.chunks for part in present)),
         copies=copies,
-        runs=list(chain(*traced)) if traced else None,
+        runs=grouped_runs(list(chain(*traced))) if traced else None,
+        trust=next((part.trust for part in present if part.trust is not None), None),
+        copied_tokens=sum(shares) if shares else None,
     )
 
 

@@ -90,6 +90,10 @@ class ChunkTexts:
         _, later = self._of_chunk(chunk_id + 1, tokens[self._m :])
         return ends + [len(text) + end for end in later]
 
+    def text(self, tokens: np.ndarray) -> str:
+        """Return the text of tokens [t]."""
+        return self._decode([tokens])[0]
+
     def _of_chunk(self, chunk_id: int, tokens: np.ndarray) -> tuple[str, list[int]]:
         if chunk_id not in self._chunks:
             self._chunks[chunk_id] = token_ends(self._decode, tokens)

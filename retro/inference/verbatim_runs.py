@@ -2,14 +2,19 @@
 
 tokens ─► `trace`, datastore by datastore ─► runs in the order of the text ─► number of occurrences, places in documents
 prompt, then each generated token ─► `Tracer` ─► runs that reach into the answer
+runs ─► `grouped` ─► one run for equal and overlapping ones, those without a word last
 
 Each datastore is searched on its own: a run is as long as possible in its datastore, and another one can have a longer run there.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from bisect import bisect, insort
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -26,6 +31,8 @@ if TYPE_CHECKING:  # `retro trace` needs neither torch nor Faiss
     from retro.inference.generation import GeneratedToken
 
 _PLACES = 3  # of a run of a generated text
+_WORD = re.compile(r"\b_*[^\W\d_]")  # its begin: a number such as 0x00 or 1e5 is none
+_DIGITS = 4  # different ones of a number that tells something
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,15 @@ class Place:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run of tokens that occurs verbatim in a datastore, as long as possible to both sides."""
+    """A run of tokens that occurs verbatim in a datastore, as long as possible to both sides.
+
+    It stands for equal and overlapping ones of the same datastore: see `grouped`.
+    """
 
     text: Annotated[tuple[int, int], Field(description="Characters [start, stop) of the text of all tokens.")]
+    first_token: Annotated[
+        int, Field(description="Number of its first token: of the text, or of the answer (negative in the prompt).")
+    ]
     tokens: int
     occurrences: int
     datastore: Annotated[str, Field(description="Name of the datastore, see `GET /datastore`.")]
@@ -71,9 +84,23 @@ class TracedRun:
             "of a text have places."
         ),
     ]
+    distinctive: Annotated[
+        bool, Field(description="Whether it has a word, or a number with four different digits. Others come last.")
+    ]
+    count: Annotated[
+        int,
+        Field(
+            description="Runs of the text that this one stands for, itself included: those of the same tokens, in any number and "
+            "order, and those that overlap it by at least half of their length."
+        ),
+    ] = 1
+    others: Annotated[
+        tuple[tuple[int, int], ...],
+        Field(description="Characters [start, stop) of the other runs that it stands for, joined where they overlap."),
+    ] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GeneratedRun(TracedRun):
     """A run of at least 8 tokens that occurs verbatim in a datastore and has generated tokens."""
 
@@ -81,6 +108,12 @@ class GeneratedRun(TracedRun):
         tuple[int, int], Field(description="Characters [start, stop) of the answer's text that were generated.")
     ]
     prompt_tokens: Annotated[int, Field(description="Tokens of the run that are the end of the prompt.")]
+    group: Annotated[
+        int,
+        Field(
+            description="Equal for runs of the same tokens, in any number and order. For clients of a stream that join its runs."
+        ),
+    ]
 
 
 def is_traced(split: Split) -> bool:
@@ -142,6 +175,99 @@ def tokens_in(runs: Iterable[Run]) -> int:
     return tokens
 
 
+class Span(NamedTuple):
+    """A run, as far as `grouped` compares it.
+
+    Attributes:
+        datastore: its name.
+        first, stop: its tokens in the text.
+        same: equal for runs of the same tokens.
+        distinctive: as `TracedRun.distinctive`.
+    """
+
+    datastore: str
+    first: int
+    stop: int
+    same: Hashable
+    distinctive: bool
+
+    @classmethod
+    def of(cls, datastore: str, run: Run, tokens: np.ndarray, text: str) -> "Span":
+        """The span of a run of a text [t], from the text of its own tokens."""
+        return cls(datastore, run.first, run.stop, same_tokens(tokens[run.first : run.stop]), is_distinctive(text))
+
+
+def same_tokens(tokens: np.ndarray) -> Hashable:
+    """Equal for runs of the same tokens in any number and order: a repeated line has runs that begin at each of its places."""
+    return frozenset(tokens.tolist())
+
+
+def is_distinctive(text: str) -> bool:
+    """Whether a text has a word, or a number with four different digits."""
+    return _WORD.search(text) is not None or any(len(set(number)) >= _DIGITS for number in re.findall(r"\w+", text))
+
+
+def grouped(spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
+    """Let each run stand for the shorter ones of its datastore that say the same, so that repeats do not hide other runs.
+
+    These are runs of the same tokens, and runs of which at least half is in it.
+
+    Returns:
+        indices of the runs that are left, in the order of the text, those without a word last; and of those that each stands for.
+    """
+    groups, kept = dict[int, list[int]](), defaultdict[str, list[tuple[int, int, int]]](list)
+    same = dict[tuple[str, Hashable], int]()
+    for index in sorted(
+        range(len(spans)), key=lambda index: (spans[index].first - spans[index].stop, spans[index].first)
+    ):
+        span = spans[index]
+        into = same.get((span.datastore, span.same))
+        if into is None:
+            into = _overlapped(kept[span.datastore], span)
+        if into is None:
+            groups[index], into = [], index
+            insort(kept[span.datastore], (span.first, span.stop, index))
+        else:
+            groups[into].append(index)
+        same.setdefault((span.datastore, span.same), into)
+    left = sorted(groups, key=lambda index: (not spans[index].distinctive, spans[index].first, spans[index].stop))
+    return [(index, sorted(groups[index])) for index in left]
+
+
+def _overlapped(kept: list[tuple[int, int, int]], span: Span) -> int | None:
+    """The index of the longer run that most of a run is in, at least half. `kept`: first and stop of longer runs and their indices, in order."""
+    at = bisect(kept, (span.first,))
+    near = kept[max(0, at - 1) : at + 1]  # none contains another, so others share less
+    shared, index = max(
+        ((min(stop, span.stop) - max(first, span.first), index) for first, stop, index in near), default=(0, 0)
+    )
+    return index if 2 * shared >= span.stop - span.first else None
+
+
+def ranges_of(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges [start, stop) in order, joined where they overlap or touch."""
+    joined = list[tuple[int, int]]()
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def grouped_runs(runs: Sequence["GeneratedRun"]) -> list["GeneratedRun"]:
+    """The runs of a generated text as `grouped` leaves them."""
+    spans = [
+        Span(run.datastore, run.first_token, run.first_token + run.tokens, run.group, run.distinctive) for run in runs
+    ]
+    left = list[GeneratedRun]()
+    for index, others in grouped(spans):
+        group = [runs[index], *(runs[other] for other in others)]
+        ranges = [*(run.text for run in group[1:]), *(one for run in group for one in run.others)]
+        left.append(replace(runs[index], count=sum(run.count for run in group), others=ranges_of(ranges)))
+    return left
+
+
 class PlaceFinder:
     """Finds the places of runs in a datastore. `texts`: of the request."""
 
@@ -192,15 +318,19 @@ class GeneratedRuns:
             start: characters of the answer before the generated text.
             least: tokens of the shortest run.
         """
-        self._prompt = len(prompt)
+        self._prompt, self._tokens, self._texts = len(prompt), prompt.tolist(), texts
         self._tracers = [
             (PlaceFinder(datastore, texts), Tracer(datastore.index, least, prompt)) for datastore in datastores
         ]
         self._ends = [start]  # characters of the answer up to each generated token
 
     def add(self, token: "GeneratedToken") -> list[GeneratedRun]:
-        """Return the runs that end before the next token; after the last token, also the runs at the end."""
+        """Return the runs that end before the next token; after the last token, also the runs at the end.
+
+        They are not grouped: a later one may be longer. `grouped_runs` groups those of a whole text.
+        """
         self._ends.append(self._ends[-1] + len(token.text))
+        self._tokens.append(token.token)
         ended = [(places, run) for places, tracer in self._tracers for run in tracer.add(token.token)]
         if token.finish_reason is not None:
             ended += [(places, run) for places, tracer in self._tracers for run in tracer.rest()]
@@ -208,10 +338,13 @@ class GeneratedRuns:
         return [run for run in generated if run.text[0] < run.text[1] and run.occurrences]
 
     def _generated(self, places: PlaceFinder, run: Run) -> GeneratedRun:
-        first = max(0, run.first - self._prompt)
+        first, tokens = max(0, run.first - self._prompt), np.array(self._tokens[run.first : run.stop], np.int64)
         return GeneratedRun(
             text=(self._ends[first], self._ends[run.stop - self._prompt]),
+            first_token=run.first - self._prompt,
             tokens=run.stop - run.first,
+            distinctive=is_distinctive(self._texts.text(tokens)),
+            group=int.from_bytes(blake2b(np.unique(tokens).tobytes(), digest_size=6).digest()),
             prompt_tokens=max(0, self._prompt - run.first),
             occurrences=places.datastore.index.count(run.match),
             datastore=places.datastore.name,

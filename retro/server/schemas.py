@@ -128,12 +128,12 @@ class TraceRequest(Request):
 
 
 class TraceResponse(BaseModel):
-    """Runs in the order of the text. They may overlap; none contains another run of the same datastore."""
+    """Runs in the order of the text, those without a word last. One stands for equal ones, and for those that overlap it by half."""
 
     text: str = Field(description="Text of all tokens: that of the request, as the tokenizer normalizes it.")
     runs: list[TracedRun]
     tokens: int = Field(description="Tokens of the text.")
-    tokens_in_runs: int
+    tokens_in_runs: int = Field(description="Tokens of the text that are in a run, or in one that a run stands for.")
     datastores: list[str] = Field(
         description="Names of the datastores that were searched: those with the stage `suffixes`."
     )

@@ -39,7 +39,7 @@ class GenerateOptions(GenerationSettings):
     """Continue prompts, with retrieval at every chunk boundary.
 
     The text appears as it is generated. On a terminal, tokens that are copied from a neighbor are blue. The documents that
-    longer runs were copied from follow on standard error, and if the datastore has the stage `suffixes`, the runs of at least 8
+    longer runs were copied from follow on standard error, with the trust that the prompt earned for retrieval, and if the datastore has the stage `suffixes`, the runs of at least 8
     tokens that occur in it word for word, with their documents.
     """
 
@@ -56,7 +56,7 @@ class GenerateOptions(GenerationSettings):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` …"""
     format: Format = "text"
-    """Print the texts, or `json` with prompts, texts, sources, and `runs` as in `sources` of `retro serve`."""
+    """Print the texts, or `json` with prompts, texts, sources, and `trust`, `copied_tokens` and `runs` as in `sources` of `retro serve`."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -80,6 +80,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     if options.format == "text":
         for index, answer in enumerate(answers):
             _print_text("───\n" * bool(index) + answer.prompt + "\n" * options.chat, answer.read(tokens))
+            _print_trust(answer)
             _print_sources(answer.sources())
             _print_runs(answer.text, verbatim_runs(model, traced(), answer.tokens, answer.generated))
         return 0
@@ -90,6 +91,7 @@ def generate(checkpoint: str, options: GenerateOptions) -> int:
     rows: list[dict[str, Any]] = []
     for answer in answers:
         rows.append({"prompt": answer.prompt, "text": answer.text, "sources": answer.sources()})
+        rows[-1] |= answer.trusted()
         if traced():
             runs = verbatim_runs(model, traced(), answer.tokens, answer.generated)
             rows[-1]["runs"] = [asdict(run) for run in runs]
@@ -141,6 +143,15 @@ class Answer:
             if token.finish_reason is not None:
                 return
 
+    def trusted(self) -> dict[str, Any]:
+        """`trust` in retrieval and `copied_tokens` of the answer; empty if the model copies nothing from retrieval."""
+        from retro.inference.source_texts import joined
+
+        sources = joined(self.parts)
+        if sources is None or sources.trust is None:
+            return {}
+        return {"trust": asdict(sources.trust), "copied_tokens": sources.copied_tokens}
+
     def sources(self) -> list[dict[str, Any]]:
         """The documents that runs were copied from: `document_id`, `title` and `runs`, in the order of the text."""
         from retro.inference.source_texts import joined
@@ -181,7 +192,7 @@ def verbatim_runs(
     generated: Iterable["GeneratedToken"],
     least: int = SHORTEST_RUN,
 ) -> "list[GeneratedRun]":
-    """The runs of a generated text that occur verbatim in datastores, as in the answers of the server.
+    """The runs of a generated text that occur verbatim in datastores, grouped as in the answers of the server.
 
     Args:
         model: the model, with a retriever unless there are no datastores.
@@ -191,12 +202,12 @@ def verbatim_runs(
         least: tokens of the shortest run.
     """
     from retro.inference.spans import ChunkTexts
-    from retro.inference.verbatim_runs import GeneratedRuns
+    from retro.inference.verbatim_runs import GeneratedRuns, grouped_runs
 
     if not datastores or model.retriever is None:
         return []
     finder = GeneratedRuns(datastores, ChunkTexts(model.retriever), prompt, least=least)
-    return [run for token in generated for run in finder.add(token)]
+    return grouped_runs([run for token in generated for run in finder.add(token)])
 
 
 def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
@@ -208,6 +219,15 @@ def _print_text(prompt: str, pieces: Iterable[tuple[str, bool]]) -> None:
             prompt = ""
     finally:  # also after Ctrl-C
         echo()
+
+
+def _print_trust(answer: Answer) -> None:
+    """Print on standard error how far retrieval was trusted, and how many tokens were copied."""
+    from retro.inference.trust import Trust
+
+    if trusted := answer.trusted():
+        copied = f"{trusted['copied_tokens']:,.1f} of {len(answer.generated):,} tokens were copied."
+        echo(f"\n{Trust(**trusted['trust']).sentence()} {copied}", sys.stderr)
 
 
 def _print_sources(sources: list[dict[str, Any]]) -> None:
@@ -227,8 +247,13 @@ def _print_runs(text: str, runs: "Sequence[GeneratedRun]") -> None:
         documents = ", ".join(one_line(place.document_id) for place in run.places)
         more = ", …" * (run.occurrences > len(run.places))
         prompt = f", {run.prompt_tokens:,} of them in the prompt" if run.prompt_tokens else ""
-        figures = f"{run.tokens:,} tokens{prompt}; {times(run.occurrences)}"
+        figures = f"{run.tokens:,} tokens{prompt}; {times(run.occurrences)}{such(run.count)}"
         echo(f"   {documents}{more}: {quoted(text[slice(*run.text)])} ({figures})", sys.stderr)
+
+
+def such(count: int) -> str:
+    """How many runs of a text a run stands for, after other figures; empty for itself alone."""
+    return f"; {count:,} such runs in the text" if count > 1 else ""
 
 
 def is_named(run: "GeneratedRun") -> bool:

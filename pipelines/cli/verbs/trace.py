@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ from indexing.suffixes.search import SHORTEST_RUN, Run, trace
 from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.cli.results import Format, print_result
 from pipelines.cli.verbs.datastore import indented
+from pipelines.cli.verbs.generate import such
 from pipelines.terminal.output import one_line
 from pipelines.terminal.units import counted, times
 from retro.inference.spans import characters, token_ends
 
 if TYPE_CHECKING:
-    from retro.inference.verbatim_runs import TracedDatastore
+    from retro.inference.verbatim_runs import Span, TracedDatastore
 
 log = logging.getLogger("retro")
 
@@ -55,6 +57,7 @@ class ShownRun:
         occurrences: how often they occur in the datastore.
         datastore: its name.
         documents: ids of documents that they occur in.
+        distinctive, count, others: as in `TracedRun`.
     """
 
     first_token: int
@@ -64,6 +67,9 @@ class ShownRun:
     occurrences: int
     datastore: str
     documents: list[str]
+    distinctive: bool
+    count: int
+    others: tuple[tuple[int, int], ...]
 
     def line(self, named: bool) -> str:
         """Two lines or more for reading. `named`: with the name of the datastore."""
@@ -71,12 +77,12 @@ class ShownRun:
         names = ", ".join(map(one_line, self.documents)) + f" of {self.datastore}" * named
         start, stop = self.characters
         where = f"{times(self.occurrences)}, {example} {names}"
-        return f"characters {start:,} to {stop:,} ({counted(self.tokens, 'token')}), {where}\n{indented(self.text)}"
+        return f"characters {start:,} to {stop:,} ({counted(self.tokens, 'token')}), {where}{such(self.count)}\n{indented(self.text)}"
 
 
 def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     """`retro trace DATASTORE "text"`."""
-    from retro.inference.verbatim_runs import in_order, tokens_in, traced_datastores
+    from retro.inference.verbatim_runs import Span, grouped, in_order, tokens_in, traced_datastores
 
     opened = Datastore.open(datastore)
     retrieval, tokenizer = RetrievalSet.of(opened), Tokenizer.open(opened.folder / "tokenizer")
@@ -88,7 +94,12 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     tokens = tokenizer.encode(_read(datastore, text)).astype(np.int64)
     whole, ends = token_ends(tokenizer.decode_batch, tokens)
     pairs = in_order(traced, [trace(searched.index, tokens, options.least) for searched in traced])
-    runs = [_traced_run(*pair, whole, ends, options.documents) for pair in pairs]
+    texts = [whole[slice(*characters(ends, run.first, run.stop))] for _, run in pairs]
+    spans = [Span.of(searched.name, run, tokens, own) for (searched, run), own in zip(pairs, texts, strict=True)]
+    runs = [
+        _traced_run(*pairs[index], spans[index], [spans[other] for other in others], whole, ends, options.documents)
+        for index, others in grouped(spans)
+    ]
     share = {"tokens": len(tokens), "tokens_in_runs": tokens_in(run for _, run in pairs), "datastores": names}
     places = datastore if len(retrieval.splits) == 1 else " and ".join(names)
     summary = f"{share['tokens_in_runs']:,} of {len(tokens):,} tokens are in runs of at least {options.least} tokens that occur in {places}"
@@ -101,12 +112,34 @@ def trace_text(datastore: str, text: str, options: TraceOptions) -> int:
     return 0
 
 
-def _traced_run(datastore: "TracedDatastore", run: Run, text: str, ends: list[int], documents: int) -> ShownRun:
-    """A run of a text for printing. `ends`: the character after each token. `documents`: how many are named at most."""
+def _traced_run(
+    datastore: "TracedDatastore",
+    run: Run,
+    span: "Span",
+    others: Sequence["Span"],
+    text: str,
+    ends: list[int],
+    documents: int,
+) -> ShownRun:
+    """A run of a text for printing, with the others that it stands for. `ends`: the character after each token. `documents`: how many are
+    named at most."""
+    from retro.inference.verbatim_runs import ranges_of
+
     index, (start, stop) = datastore.index, characters(ends, run.first, run.stop)
     names = [str(place.document["id"]) for place in index.places(run.match, documents)]
-    size, count = run.stop - run.first, index.count(run.match)
-    return ShownRun(run.first, size, (start, stop), text[start:stop], count, datastore.name, names)
+    ranges = ranges_of(characters(ends, other.first, other.stop) for other in others)
+    return ShownRun(
+        first_token=run.first,
+        tokens=run.stop - run.first,
+        characters=(start, stop),
+        text=text[start:stop],
+        occurrences=index.count(run.match),
+        datastore=datastore.name,
+        documents=names,
+        distinctive=span.distinctive,
+        count=1 + len(others),
+        others=ranges,
+    )
 
 
 def _read(datastore: str, text: str) -> str:

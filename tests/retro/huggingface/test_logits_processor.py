@@ -1,5 +1,7 @@
 """Any decoder of transformers copies from a datastore while it generates."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from retro.copying.network_file import write_networks
 from retro.huggingface import DatastoreLogitsProcessor
 from retro.inference.language_model import LanguageModel
 from retro.inference.settings import GenerationSettings
+from retro.inference.trust import Trust
 from tests.retro.huggingface.any_models import FAMILIES, build_planted, planted_texts, save_model, save_tokenizer
 
 pytest.importorskip("transformers")
@@ -93,6 +96,8 @@ def test_less_is_copied_without_the_model_that_could_judge_the_prompt(
     blind, judged = (DatastoreLogitsProcessor.open(datastore.folder, tokenizer, one) for one in (None, models["phi"]))
     ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.zeros(1, 258)
     assert scores.softmax(-1).max() < blind(ids, scores).exp().max() < judged(ids, scores).exp().max()
+    assert blind.trust == [Trust(pytest.approx(0.125), 100, "other text")]
+    assert (judged.trust[0].share > 0.9, judged.trust[0].low_because) == (True, None)
 
 
 def test_padding_and_other_rows_change_nothing(
@@ -131,6 +136,132 @@ def test_beams_samples_and_continuations_run_with_one_trust_for_a_prompt(
     torch.manual_seed(0)
     assert generated(model, inputs, processor, do_sample=True, num_return_sequences=3).shape == (6, NEW)
     assert sorted(calls) == [70, 70, 200, 200]
+
+
+def scores_of(model: Any, inputs: dict[str, Tensor], processor: Any, **options: Any) -> Tensor:
+    """The scores of a generation: [steps, rows, V]."""
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_scores": True} | options
+    done = model.generate(**inputs, logits_processor=[processor], return_dict_in_generate=True, **settings)
+    return torch.stack(done.scores)
+
+
+@pytest.mark.parametrize("history", ["itself", "its beginning", "its continuation", "a batch", "beams", "no end"])
+def test_a_call_of_generate_is_a_prompt_as_a_whole_with_any_history(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, history: str
+) -> None:
+    model, inputs = models["llama"], encoded(tokenizer, passage[:46])
+    used, fresh = (DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=2) for _ in range(2))
+    if history == "itself":
+        scores_of(model, inputs, used)
+    elif history == "its beginning":  # after which exactly these tokens are generated, but the last one
+        begin = encoded(tokenizer, passage[:40])
+        assert tokenizer.decode(generated(model, begin, used, max_new_tokens=6, min_new_tokens=6)[0]) == passage[40:46]
+    elif history == "its continuation":
+        scores_of(model, encoded(tokenizer, passage[:60]), used)
+        used(encoded(tokenizer, passage[:61])["input_ids"], torch.zeros(1, 258))
+    elif history == "a batch":
+        scores_of(model, encoded(tokenizer, passage[:45], "8342", passage), used)
+    elif history == "beams":
+        scores_of(model, encoded(tokenizer, passage[:30]), used, num_beams=3, max_new_tokens=16)
+    else:
+
+        def fail_later(ids: Tensor, scores: Tensor) -> Tensor:
+            assert ids.shape[1] < 48
+            return scores
+
+        with pytest.raises(AssertionError):
+            generated(model, inputs, used, fail_later)
+        used(inputs["input_ids"][:, :40], torch.zeros(1, 258))
+    assert torch.equal(scores_of(model, inputs, used), scores_of(model, inputs, fresh))
+
+
+def test_a_pad_before_the_text_is_never_part_of_it(
+    models: dict[str, Any], datastore: Datastore, folders: dict[str, Path], passage: str
+) -> None:
+    """The habit for GPT-2: the tokens of padding, end and begin are one."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["llama"], pad_token="<|endoftext|>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer.bos_token_id
+    model, ids = models["llama"], encoded(tokenizer, passage[:30])["input_ids"]
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    longer = encoded(tokenizer, passage[:30], passage[:90])
+    alone, together = (
+        scores_of(model, inputs, processor)[:, 0] for inputs in (encoded(tokenizer, passage[:30]), longer)
+    )
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+    # A step that does not follow from the one before.
+    beams = [
+        scores_of(model, inputs, processor, num_beams=3)[0, 0] for inputs in (encoded(tokenizer, passage[:30]), longer)
+    ]
+    torch.testing.assert_close(*beams, rtol=1e-4, atol=1e-4)
+    # The same token in the text has the mask 1.
+    begun = torch.cat((torch.tensor([[tokenizer.bos_token_id]]), ids), 1)
+    scores_of(model, {"input_ids": begun, "attention_mask": torch.ones_like(begun)}, processor)
+    assert processor._texts[0].row.tokens[0] == tokenizer.bos_token_id
+    # Without a mask, all of them are padding.
+    scores = torch.zeros(1, 258)
+    assert torch.equal(processor(torch.cat((begun[:, :1], begun), 1), scores), processor(ids, scores))
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_after_embeddings_copying_begins_with_the_generated_tokens(
+    models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, history: bool
+) -> None:
+    model, inputs = models["llama"], encoded(tokenizer, passage[:60], passage[30:70])
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=2)
+    if history:
+        scores_of(model, inputs, processor)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])} | {
+        "attention_mask": inputs["attention_mask"]
+    }
+    plain = scores_of(model, embedded, lambda _, scores: scores.log_softmax(-1))
+    mixed = scores_of(model, embedded, processor)
+    torch.testing.assert_close(mixed[0], plain[0])
+    assert all(text.prompt == 0 and len(text.row.tokens) == 5 for text in processor._texts)
+    assert processor.sources(model.generate(**embedded, logits_processor=[processor], max_new_tokens=9)) == [[], []]
+
+
+@pytest.mark.parametrize("drafts", ["assistant", "itself", "prompt lookup"])
+def test_drafts_change_no_token_and_the_prompt_alone_earns_trust(
+    models: dict[str, Any],
+    datastore: Datastore,
+    tokenizer: Any,
+    passage: str,
+    drafts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs, learned = models["llama"], encoded(tokenizer, passage[:60]), set[int]()
+    processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model, k=2)
+    expected = generated(model, inputs, processor)
+    learn = processor._trust
+    monkeypatch.setattr(processor, "_trust", lambda row: learned.add(len(row.tokens)) or learn(row))
+    options = {"assistant": {"assistant_model": models["phi"]}, "itself": {"assistant_early_exit": 1}}
+    found = generated(model, inputs, processor, **options.get(drafts, {"prompt_lookup_num_tokens": 3}))
+    assert torch.equal(found, expected)
+    assert learned == {60}
+
+
+def test_a_copy_of_the_model_generates_with_its_own_weights(
+    folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    inputs = encoded(tokenizer, passage[:60])
+    plain = generated(model, inputs)
+    for _ in range(2):  # opened twice, announced once
+        processor = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, model)
+    other, stored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    assert torch.equal(generated(model, inputs), plain)
+    assert torch.equal(generated(stored, inputs), plain)
+    assert not torch.equal(generated(other, inputs), plain)
+    assert generated(other, inputs, processor).shape == plain.shape
+    again = DatastoreLogitsProcessor.open(datastore.folder, tokenizer, stored)
+    for part in (inputs, encoded(tokenizer, passage[:84])):
+        assert torch.equal(generated(stored, part, again), generated(model, part, processor))
 
 
 def test_a_rejected_draft_leaves_no_trace(

@@ -1,6 +1,7 @@
 """The plugin of vLLM, with bases of vLLM's names: what needs no engine."""
 
 import importlib
+import math
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -69,12 +70,47 @@ def test_engines_that_would_mix_twice_or_without_the_last_tokens_are_refused(plu
         plugin(config(settings, asynchronous=True), CPU, False)
 
 
+WRONG_TRUST: list[Any] = [1, None, "1111", {}, [], [1.0], [0.2] * 5, [0, 0, 0, 0], [0.5, 0.5, -0.1, 0.1]]
+WRONG_TRUST += [[0.5, 0.1, 0.1, last] for last in (math.nan, math.inf, "0.3", None, True, 1.1)]
+WRONG_STRENGTH: list[Any] = [3, -1, "a", None, True, math.nan, math.inf, [1]]
+
+
 @pytest.mark.parametrize(
-    "given", [{"copy_strength": 3}, {"copy_strength": "a"}, {"retro_trust": [1.0]}, {"retro_trust": 1}]
+    "given",
+    [{"retro_trust": trust} for trust in WRONG_TRUST] + [{"copy_strength": strength} for strength in WRONG_STRENGTH],
 )
 def test_wrong_arguments_are_refused_by_name(plugin: Any, given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))} = .*accepted"):
         plugin.validate_params(request(**given))
+    with pytest.raises(InputError, match=f"{next(iter(given))} = .*accepted"):
+        new_request(plugin, given)
+
+
+def new_request(plugin: Any, given: dict[str, object]) -> Any:
+    """What the plugin keeps of a request."""
+    return sys.modules[plugin.__module__]._new_request(request(**given))
+
+
+def test_a_name_that_is_not_known_is_refused(plugin: Any) -> None:
+    with pytest.raises(ValueError, match=r"extra_args has retro_trsut: accepted .* retro_trust"):
+        plugin.validate_params(request(retro_trsut=list(START)))
+    plugin.validate_params(request(other=1))
+    with pytest.raises(InputError, match=r"additional_config has retro_datastores: .*retro_datastore, retro_networks"):
+        plugin(config({"retro_datastores": "peps"}), object())
+    with pytest.raises(InputError, match=r"retro_networks = 3: accepted is a path"):
+        plugin(config({"retro_datastore": "peps", "retro_networks": 3}), object())
+
+
+@pytest.mark.parametrize("trust", [START, [1, 1, 1, 1], [0, 0, 0, 1], [1e-3, 0, 0, 0]])
+def test_accepted_trust_sums_to_1_and_keeps_its_ratios(plugin: Any, trust: Any) -> None:
+    kept = np.array(new_request(plugin, {"retro_trust": trust}).trust)
+    np.testing.assert_allclose(kept, np.array(trust) / sum(trust), rtol=1e-12)
+
+
+def test_trust_needs_the_log_probabilities_of_the_prompt(plugin: Any) -> None:
+    trust_of = sys.modules[plugin.__module__].trust_of
+    with pytest.raises(InputError, match=r"SamplingParams\(prompt_logprobs=1\)"):
+        trust_of(None, SimpleNamespace(prompt_token_ids=[1, 2], prompt_logprobs=None))
 
 
 def test_each_row_has_the_last_tokens_of_its_text_and_of_its_draft(plugin: Any) -> None:

@@ -121,6 +121,23 @@ def test_a_row_with_copy_strength_0_generates_as_without_retrieval_next_to_other
             decoder.append(row, int(whole.argmax()))
 
 
+def test_the_copied_share_of_a_token_is_what_its_probability_has_from_retrieval() -> None:
+    decoder, shares = Decoder(build(**HEADS["without cross-attention"]), FLOAT32, 8 * M, Votes()), list[float]()
+    prompt = np.random.default_rng(1).integers(0, V, 2 * M)
+    rows = [decoder.add(prompt, retriever(2)), decoder.add(prompt)]
+    for _ in range(2 * M):
+        on, off = decoder.read(rows)
+        ratio = (on - off).exp()  # the least: a token that nothing votes for
+        found = decoder.copied_shares([0] * V + [1] * V, [*range(V)] * 2, [*on.tolist(), *off.tolist()])
+        np.testing.assert_allclose(found[:V], (1 - ratio.min() / ratio).tolist(), atol=1e-4)
+        assert not any(found[V:])
+        shares += found
+        for row in rows:
+            decoder.append(row, int(on.argmax()))
+    assert max(shares) > 0.05
+    assert [decoder.trust(row) is not None for row in rows] == [True, False]
+
+
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_the_datastore_change_no_token(name: str, temperature: float) -> None:

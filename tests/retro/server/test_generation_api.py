@@ -117,6 +117,24 @@ def test_the_events_of_a_stream_join_to_the_answer(client: TestClient, path: str
     assert not any("sources" in str(event) for event in events_of(post(client, path, stream=True)))
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_an_answer_says_how_far_retrieval_was_trusted_and_how_much_was_copied(client: TestClient, path: str) -> None:
+    def sources_of(**changes: Any) -> dict[str, Any]:
+        answer = post(client, path, return_sources=True, **changes).json()
+        sources: dict[str, Any] = answer["sources"] if path == GENERATE else answer["choices"][0]["sources"]
+        return sources
+
+    sources = sources_of()
+    assert 0 <= sources["copied_tokens"] <= 12
+    assert 0 < sources["trust"]["share"] < 1
+    if path != CHAT:
+        short = sources_of(prompt="a")
+        assert short["trust"] == {"share": pytest.approx(0.125), "prompt_tokens": 2, "low_because": "short prompt"}
+    off = sources_of(retrieval=False) if path == GENERATE else sources_of(model="tiny:off")
+    assert "trust" not in off
+    assert off["copied_tokens"] == 0
+
+
 def test_n_continuations_have_consecutive_seeds(client: TestClient) -> None:
     body = {"prompt": [TEXT, "index"], "max_tokens": 8, "temperature": 1, "seed": 3}
     together = post(client, COMPLETIONS, **body, n=2).json()

@@ -2,6 +2,7 @@
 
 import { stream } from "../lib/api.js";
 import { element, language } from "../lib/elements.js";
+import { counted, percent } from "../lib/numbers.js";
 import { problem } from "./region.js";
 
 const PROMPT_END = 120; // characters of the prompt that a text begins with
@@ -17,16 +18,22 @@ export function pane(request, retry, add) {
   const { prompt, retrieval } = request;
   const title = retrieval ? "With neighbors" : "Without neighbors";
   const state = element("p", { class: "state" });
+  const trusted = element("p", { class: "trusted", hidden: true });
   const trouble = element("div");
   const text = element("span", { class: "generated" });
   const output = element("pre", { class: "text", ...language(prompt) }, element("span", { class: "prompt" }, endOf(prompt)), text);
-  const card = element("section", { class: "card pane", "aria-label": title }, element("h3", {}, title), state, trouble, output);
+  const card = element("section", { class: "card pane", "aria-label": title }, element("h3", {}, title), state, trusted, trouble, output);
   const answer = { text: "", sources: [] };
 
   const show = (event) => {
     text.append(...piece(event, answer.text !== ""));
     answer.text += event.text;
     if (event.sources) answer.sources.push(event.sources);
+    const trust = answer.sources[0]?.trust;
+    if (trust) {
+      trusted.hidden = false;
+      trusted.textContent = sentenceOf(trust, answer.sources.reduce((sum, { copied_tokens: copied }) => sum + (copied ?? 0), 0));
+    }
     add(event);
   };
   const run = async (own) => {
@@ -54,6 +61,15 @@ export function pane(request, retry, add) {
     trouble.scrollIntoView({ block: "nearest" });
   };
   return { name: retrieval ? "with_neighbors" : "without_neighbors", card, run, answer: () => answer };
+}
+
+/** How far retrieval is trusted, why so little, and how much was copied. */
+function sentenceOf({ share, prompt_tokens: tokens, low_because: reason }, copied) {
+  const why = {
+    "short prompt": `: the prompt is short (${counted(tokens, "token")}). A longer beginning that resembles the documents raises it`,
+    "other text": ": copying would have gained little in the prompt",
+  };
+  return `Trust in retrieval ${percent(share)}${why[reason] ?? ""}. Copied: ${copied.toFixed(1)} tokens.`;
 }
 
 function endOf(prompt) {

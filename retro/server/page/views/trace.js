@@ -51,7 +51,7 @@ function legend() {
     "ul",
     { class: "legend-list" },
     element("li", {}, sample, " text occurs in the documents. The run with this number is listed with them. The longer, the stronger the color."),
-    element("li", {}, "A run is as long as possible to both sides. Runs can overlap."),
+    element("li", {}, "A run is as long as possible to both sides. Runs of the same tokens, and those that overlap by half, are one."),
     element("li", {}, "A word at the edge of a run can be left out: with a space before it, or cut, it has other tokens."),
     element("li", {}, "Documents that were held out for evaluation, and deleted ones, are not searched."),
   );
@@ -67,7 +67,10 @@ function untraced(text, least) {
 
 /** The text with its marks on the left and the runs on the right; on a phone, one above the other. */
 function traced({ text, runs }, named) {
-  const marks = runs.map(({ text: [start, stop], tokens, occurrences }, rank) => ({ start, stop, key: `run.${rank}`, tokens, rank, about: `run ${rank + 1}: ${counted(tokens, "token")}, ${times(occurrences)}` }));
+  const marks = runs.flatMap(({ text: whole, others, tokens, occurrences }, rank) => {
+    const about = `run ${rank + 1}: ${counted(tokens, "token")}, ${times(occurrences)}`;
+    return [whole, ...others].map(([start, stop]) => ({ start, stop, key: `run.${rank}`, tokens, rank, about }));
+  });
   const shown = element("pre", { class: "text", ...language(text) }, ...marked(cut(text, marks), true));
   const cards = runs.map((run, rank) => ({ run, card: runCard(run, rank, text, named) }));
   const card = element(
@@ -102,14 +105,15 @@ function folded(cards) {
 }
 
 /** `named`: with the name of the datastore. */
-function runCard({ text: [start, stop], tokens, occurrences, datastore, places }, rank, text, named) {
+function runCard({ text: [start, stop], tokens, occurrences, datastore, places, count }, rank, text, named) {
   const characters = Array.from(text).slice(start, stop);
   const quote = characters.length > LONGEST_QUOTE ? `${characters.slice(0, LONGEST_QUOTE).join("")}…` : characters.join("");
+  const such = count > 1 ? [element("span", { class: "such" }, `${counted(count, "such run")} in the text`)] : [];
   const more = `${named ? `in ${datastore}, ` : ""}${occurrences > places.length ? "for example in" : "in"}`;
   return element(
     "article",
     { class: "neighbor traced", "aria-label": `Run ${rank + 1}`, "data-keys": `run.${rank}` },
-    element("p", { class: "facts" }, element("span", { class: "rank" }, rank + 1), element("b", {}, counted(tokens, "token")), element("span", {}, `${times(occurrences)}, ${more}`)),
+    element("p", { class: "facts" }, element("span", { class: "rank" }, rank + 1), element("b", {}, counted(tokens, "token")), element("span", {}, `${times(occurrences)}, ${more}`), ...such),
     element("ul", { class: "places" }, ...places.map((place) => element("li", {}, placeLink(place)))),
     element("pre", { class: "text", ...language(quote) }, quote.trim()),
   );

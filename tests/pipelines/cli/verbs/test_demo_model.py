@@ -52,7 +52,17 @@ def test_sources_are_numbered_at_the_ends_of_their_runs_in_the_text() -> None:
 
     def run(start: int, stop: int, document: str) -> GeneratedRun:
         place = Place(document_id=document, title="", source="", start=(0, 0), stop=(0, 1))
-        return GeneratedRun(text=(start, stop), tokens=9, prompt_tokens=0, occurrences=1, datastore="d", places=[place])
+        return GeneratedRun(
+            text=(start, stop),
+            first_token=start,
+            tokens=9,
+            prompt_tokens=0,
+            occurrences=1,
+            datastore="d",
+            places=[place],
+            distinctive=True,
+            group=start,
+        )
 
     runs = [run(0, 9, "a"), run(4, 14, "b"), run(9, 16, "c"), run(16, 19, "d")]
     marked_text, lines = marked(text, runs)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ def test_a_pipe_gets_only_the_text_and_standard_error_the_sources(arguments, cap
     assert printed.out == PROMPT + answer["text"] + "\n"
     assert answer["sources"]
     assert all(source["document_id"] in printed.err for source in answer["sources"])
+
+
+def test_trust_and_copied_tokens_are_those_of_the_answer(arguments, capsys) -> None:
+    assert main([*arguments, PROMPT, "--format", "json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert answer["trust"] == {"share": pytest.approx(0.99), "prompt_tokens": ANY, "low_because": None}
+    assert 0 < answer["copied_tokens"] <= 24
+    assert main([*arguments, PROMPT]) == 0
+    printed = capsys.readouterr().err
+    assert f"Trust in retrieval is 0.99 after a prompt of {answer['trust']['prompt_tokens']} tokens. " in printed
+    assert f"{answer['copied_tokens']:.1f} of 24 tokens were copied." in printed
 
 
 def test_copied_words_are_blue_on_a_terminal(arguments, monkeypatch, capsys) -> None:
