@@ -9,6 +9,7 @@ from retro.model.attention import Attention
 from retro.model.feed_forward import FEED_FORWARD
 from retro.model.masks import some_key
 from retro.model.positions import positions_of
+from retro.model.reads import Reads
 from retro.model.residual_block import Residual, rms_norm
 from retro.model.settings import ModelSettings
 
@@ -95,11 +96,11 @@ class Encoder(nn.Module):
             outer = positions_of(*self.scheme, range(r), range(m), tokens.device, (k, 1))
             chunks = rearrange(self.query_norm(h[:num_rows, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
-            e = attention(e, inner, mask=mask)
+            e = attention(e, Reads(inner, mask=mask))
             if str(layer) in self.cross:
                 # The K neighbors of a chunk read the same chunk, so together they are the queries of one attention.
                 e = rearrange(e, "(b u k) r e -> (b u) (k r) e", u=num_chunks, k=k)
-                e = self.cross[str(layer)](e, outer, source=chunks)
+                e = self.cross[str(layer)](e, Reads(outer, source=chunks))
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
         return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))

@@ -114,7 +114,8 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
-        model.norm = model.head = model.copy_head = None
+        model.norm = None  # type: ignore[assignment]
+        model.head = model.copy_head = None
     if not is_first and settings.attention.positions == "learned":
         del model.position_embedding
     if not is_first and settings.retrieval_positions == "learned":

@@ -19,8 +19,8 @@ def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
 
     Every process computes embeddings, and the encoder outside its blocks, in full.
     """
-    for residual in model.encoder.blocks if hasattr(model, "encoder") else ():
-        _divide_block(residual.block, mesh, Replicate(), local=True)
+    for of_encoder in model.encoder.blocks if hasattr(model, "encoder") else ():
+        _divide_block(of_encoder.block, mesh, Replicate(), local=True)
     for name, residual in model.blocks.items():
         parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
         if isinstance(residual.block, ChunkedCrossAttention):
@@ -76,8 +76,8 @@ def _scatter_first_input(
             return h
         return _by_token(h, mesh)
 
-    if "reads" in kwargs:
-        kwargs = {**kwargs, "reads": divide(kwargs["reads"])}
+    if "before" in kwargs:
+        kwargs = {**kwargs, "before": divide(kwargs["before"])}
     return (divide(inputs[0]), *inputs[1:]), kwargs
 
 
