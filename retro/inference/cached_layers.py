@@ -5,10 +5,10 @@
                            ▼                    │
       cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
-Rows can be at different positions, and each has its own mask, so no row depends on the others. The tokens of a row in a pass lie in
-one window if its activations depend on neighbors (`ChunkedCrossAttention`). The first token of a window is the last token of its
-chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the chunk's activations. Letters of the
-shape comments as in `decoder.py`.
+Rows can be at different positions, and each has its own mask, so no row depends on the others. The tokens of a row in a
+pass lie in one window if its activations depend on neighbors (`ChunkedCrossAttention`). The first token of a window is
+the last token of its chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the
+chunk's activations. Letters of the shape comments as in `decoder.py`.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,8 @@ class Span(NamedTuple):
             return None
         before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier ones too.
+        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier
+        # ones too.
         last = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets]
         stored[self.at, layer] = last.to(stored.dtype)
         return before[:, LONGEST_DRAFT:]
@@ -87,6 +88,8 @@ class TokensOfLayer:
                 stored[span.rows[0].slot, self.layer, :, columns] = new[0].transpose(0, 1)
             else:
                 stored[span.at[:, None], self.layer, :, span.columns] = new.to(stored.dtype)
+        # [N, G, S, C] of the cache to [N, S, G, C]. Keys after a row's last token are those of other rows' lengths:
+        # masked.
         k, v = (stored[span.slots, self.layer, :, : span.stop].transpose(1, 2) for stored in both)
         return k, v
 
@@ -132,6 +135,8 @@ class CachedLayers:
         """
         width = tokens.shape[1]
         stop = self.cache.make_tokens(int(starts.max()) + width, self.context)
+        # Rows with fewer new tokens are padded to n, as one pass needs one shape; the padding's columns follow the
+        # tokens.
         columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
         begins = starts == 0
         self.cache.readable[self._put(np.array(at)[begins])] = False
@@ -159,6 +164,7 @@ class CachedLayers:
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
         crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)
+        # Rows have different positions, so each has its own mask over all keys that any row reads.
         mask = visible(span.positions, self._keys_at(span.stop), settings.attention.sliding_window)
         reads = LayerPass(
             positions=self._positions.in_text(span.positions, span.stop, self.cache.keys.dtype),
@@ -257,7 +263,8 @@ class CachedLayers:
         assert self._window_positions is not None
         # The last token of a chunk is the first of its window.
         positions = self._window_positions.in_window((span.positions + 1) % self.m, num_keys)
-        # A slot has room for the most neighbors of any row so far; those of this pass are the first ones. [N, K·R, G, C]
+        # A slot has room for the most neighbors of any row so far; those of this pass are the first ones.
+        # [N, K·R, G, C]
         keys, values = (
             stored[span.slots, layer, :, :num_keys].transpose(1, 2)
             for stored in (self.cache.neighbor_keys, self.cache.neighbor_values)
@@ -286,7 +293,8 @@ class _NeighborsOfSpan(NamedTuple):
     span: Span
 
     def encode(self, encoder: Encoder, table: nn.Embedding, h: Tensor) -> None:
-        """See `CrossReads`: neighbors are encoded when their chunk is complete, and the cache keeps their keys and values."""
+        """See `CrossReads`: neighbors are encoded when their chunk is complete, and the cache keeps their keys and
+        values."""
         self.layers.store_chunk(h, self.span)
 
     def of_layer(self, name: str, encoded: Tensor | None) -> WindowNeighbors | None:

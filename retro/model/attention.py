@@ -1,7 +1,8 @@
-"""Attention with relative positions (Borgeaud et al. 2022, section 2.4). One class implements every attention of the model.
+"""Attention with relative positions (Borgeaud et al. 2022, section 2.4). One class implements every attention of the
+model.
 
-Letters of the shape comments as in `retro.py`; in addition, G heads of keys and values, each shared by H / G heads of queries
-(grouped-query attention, Ainslie et al. 2023).
+Letters of the shape comments as in `retro.py`; in addition, G heads of keys and values, each shared by H / G heads of
+queries (grouped-query attention, Ainslie et al. 2023).
 """
 
 import math
@@ -33,8 +34,8 @@ class PerHead(nn.Module):
 class Prefix(nn.Module):
     """Learned keys and values that every query reads in addition to those of the text (prefix tuning, Li & Liang 2021).
 
-    They are finished: no position is applied to them. With RoPE they can equal P tokens at the positions -P … -1; the other schemes
-    add nothing to their scores.
+    They are finished: no position is applied to them. With RoPE they can equal P tokens at the positions -P … -1; the
+    other schemes add nothing to their scores.
     """
 
     def __init__(self, num_tokens: int, num_kv_heads: int, head_dim: int) -> None:
@@ -72,8 +73,8 @@ class Prefix(nn.Module):
 class Attention(nn.Module):
     """Multi-head self- or cross-attention with relative positions (section 2.4), for decoder and encoder.
 
-    In the order of the data: `project_queries` and `project_keys_values`, preceding tokens mixed in (`weighted_sums`), positions, one
-    softmax (`attend`), and the projection of the output.
+    In the order of the data: `project_queries` and `project_keys_values`, preceding tokens mixed in (`weighted_sums`),
+    positions, one softmax (`attend`), and the projection of the output.
 
     Attributes:
         first_head: index of this process's first head among all H heads. Tensor parallelism sets it.
@@ -192,7 +193,8 @@ class Attention(nn.Module):
     def with_prefix(
         self, k: Tensor, v: Tensor, bias: Bias, causal: bool
     ) -> tuple[Tensor, Tensor, Bias | Tensor | None, bool]:
-        """Keys, values, bias and causal of `dot_product_attention`, with the prefix if there is one: see `Prefix.forward`."""
+        """Keys, values, bias and causal of `dot_product_attention`, with the prefix if there is one: see
+        `Prefix.forward`."""
         if self.prefix is None:
             return k, v, bias, causal
         assert not isinstance(bias, Bounds), "kernels that take bounds read no keys before the text"
@@ -201,10 +203,11 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def initialize_copying(self) -> None:
-        """Initialize smeared self-attention to copy: queries match keys of the same content, and the output repeats the value.
+        """Initialize smeared self-attention to copy: queries match keys of the same content, and the output repeats the
+        value.
 
-        The weights are tied only at initialization and keep their standard deviations. Trockman & Kolter (2023) found this
-        structure in trained attentions.
+        The weights are tied only at initialization and keep their standard deviations. Trockman & Kolter (2023) found
+        this structure in trained attentions.
         """
         assert self.key_taps is not None
         assert self.query_taps is not None
@@ -233,10 +236,11 @@ def masked_bias(scores: Tensor, mask: Tensor | Bounds | None, causal: bool) -> T
 
 
 def weighted_sums(x: Tensor, taps: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-    """Replace each vector by a weighted sum of itself and the preceding ones: a causal depthwise convolution over tokens.
+    """Replace each vector by a weighted sum of itself and the preceding ones: a causal depthwise convolution over
+    tokens.
 
-    So one head can find what followed several tokens, and one layer can form induction heads (Olsson et al. 2022). Depthwise
-    convolutions of queries and keys are from So et al. (2021, Primer).
+    So one head can find what followed several tokens, and one layer can form induction heads (Olsson et al. 2022).
+    Depthwise convolutions of queries and keys are from So et al. (2021, Primer).
 
     Args:
         x: [N, S, H, C].
@@ -263,8 +267,8 @@ def initial_taps(num_heads: int, width: int, *, of_queries: bool) -> Tensor:
     Args:
         num_heads: H.
         width: taps of a head.
-        of_queries: whether the first heads weight the token itself most (queries) or almost only preceding tokens (keys). A query
-            then matches the keys of tokens that followed the same tokens.
+        of_queries: whether the first heads weight the token itself most (queries) or almost only preceding tokens
+            (keys). A query then matches the keys of tokens that followed the same tokens.
     """
     several = [0.7**back for back in range(width)] if of_queries else [0.1, *(0.7**back for back in range(width - 1))]
     alone = [1.0] + [0.0] * (width - 1)

@@ -28,7 +28,8 @@ class CrossReads(Protocol):
     """What the layers with chunked cross-attention read in a pass."""
 
     def encode(self, encoder: Encoder, table: nn.Embedding, h: Tensor) -> Tensor | None:
-        """Encode the neighbors [B', U, K, R, E], given the stream [B, T, D] after self-attention of the first layer that reads them.
+        """Encode the neighbors [B', U, K, R, E], given the stream [B, T, D] after self-attention of the first layer
+        that reads them.
 
         A cache keeps what it encodes and returns None.
         """
@@ -56,9 +57,12 @@ class NeighborsOfSequences(NamedTuple):
     def of(cls, inputs: Inputs, settings: ModelSettings) -> "NeighborsOfSequences":
         """The neighbors of a batch that has some."""
         neighbors, lengths, documents = inputs.neighbors, inputs.neighbor_lengths, inputs.documents
-        (k, r), m = neighbors.shape[2:], settings.chunk_length
-        # Without a mask attention takes faster kernels. Without lengths the encoder needs none: cross-attention hides neighbors that
-        # belong to another document.
+        (k, r), m = (
+            neighbors.shape[2:],
+            settings.chunk_length,
+        )  # [B', U, K, R]; windows begin at the last token of a chunk
+        # Without a mask attention takes faster kernels. Without lengths the encoder needs none: cross-attention hides
+        # neighbors that belong to another document.
         real = None if lengths is None and documents is None else neighbor_mask(neighbors, lengths, documents)
         positions = positions_of(*settings.cross_scheme, range(m - 1, 2 * m - 1), range(r), neighbors.device, (1, k))
         return cls(neighbors, real, None if lengths is None else real, positions)
@@ -130,7 +134,8 @@ class LayerPass(NamedTuple):
 
 
 def _positions(num_tokens: int, documents: Tensor | None, settings: ModelSettings, device: torch.device) -> Positions:
-    """Positions of self-attention in rows: from the beginning of the row, but of each document if a rotary prefix precedes it."""
+    """Positions of self-attention in rows: from the beginning of the row, but of each document if a rotary prefix
+    precedes it."""
     at = range(num_tokens)
     positions = positions_of(*settings.self_scheme, at, at, device, rope=settings.rope)
     if documents is None or not settings.attention.prefix_tokens or not isinstance(positions, RopePositions):

@@ -1,9 +1,11 @@
 """Positions of queries and keys (Borgeaud et al. 2022, section 2.4), computed once per pass by `positions_of`.
 
-RoPE (our default), Transformer-XL (the paper's) or ALiBi. Learned positions are added to the stream and need nothing here.
+RoPE (our default), Transformer-XL (the paper's) or ALiBi. Learned positions are added to the stream and need nothing
+here.
 
-A scheme is one class with the methods of `Positions`, and one line in `SCHEMES`. Attention and the cache of generation call these
-methods and know no scheme by name. A class without one of them is refused when a model is built (`scheme_of`).
+A scheme is one class with the methods of `Positions`, and one line in `SCHEMES`. Attention and the cache of generation
+call these methods and know no scheme by name. A class without one of them is refused when a model is built
+(`scheme_of`).
 
     whole sequences      `positions_of` ─ all queries, all keys ───────────────────────────────────────┐
     cached text          `positions_of` ─ all positions of a context ─ `in_text` ─ those of a pass ────┼─► `Attention.attend`
@@ -25,7 +27,8 @@ DEFAULT_ROPE = RopeSettings()
 
 
 class Places(NamedTuple):
-    """Where the queries and keys of an attention are. A query at position i and a key at position j have distance i - j.
+    """Where the queries and keys of an attention are. A query at position i and a key at position j have distance i -
+    j.
 
     Attributes:
         query: positions of the queries.
@@ -74,7 +77,8 @@ class Heads(Protocol):
 
 
 class Positions(Protocol):
-    """The positions of queries and keys in one pass, by some scheme. None of the methods has a default: every scheme decides."""
+    """The positions of queries and keys in one pass, by some scheme. None of the methods has a default: every scheme
+    decides."""
 
     @classmethod
     def of(cls, places: Places, width: int, head_dim: int, rope: RopeSettings) -> "Positions":
@@ -95,11 +99,13 @@ class Positions(Protocol):
             distance_keys: from the method of this name, if the caller has them.
 
         Returns:
-            The queries [N, H, Q, C] as they multiply keys, and what is added to the scores, [1 or N, H, Q, S]; None = nothing.
+            The queries [N, H, Q, C] as they multiply keys, and what is added to the scores, [1 or N, H, Q, S]; None =
+            nothing.
         """
 
     def distance_keys(self, heads: Heads, dtype: torch.dtype) -> Tensor | None:
-        """What `score_terms` computes of these positions and the weights alone, so that generation computes it once; None = nothing."""
+        """What `score_terms` computes of these positions and the weights alone, so that generation computes it once;
+        None = nothing."""
 
     def in_text(self, at: Tensor, num_keys: int, dtype: torch.dtype) -> "Positions":
         """Positions of cached text.
@@ -213,8 +219,8 @@ class TransformerXLPositions(NamedTuple):
 class AlibiPositions(NamedTuple):
     """ALiBi (Press et al. 2022): scores fall linearly with the distance of query and key, with a slope per head.
 
-    The score of query i and key j is q_i·k_j - s |i - j|, where the slopes s are 2^(-8/H), 2^(-16/H) … 2^-8 (ALiBi's formula for
-    powers of 2, here for any H).
+    The score of query i and key j is q_i·k_j - s |i - j|, where the slopes s are 2^(-8/H), 2^(-16/H) … 2^-8 (ALiBi's
+    formula for powers of 2, here for any H).
     """
 
     distances: Tensor  # [1 or N, 1, Q, S], not negative
@@ -336,7 +342,8 @@ def positions_of(
 
 
 def distances_in_text(at: Tensor, num_keys: int) -> Tensor:
-    """Distances of queries at positions [N, Q] and the first S keys of a cache, int64 [N, 1, Q, S]; 0 for later keys, which are masked."""
+    """Distances of queries at positions [N, Q] and the first S keys of a cache, int64 [N, 1, Q, S]; 0 for later keys,
+    which are masked."""
     return (at[:, :, None] - torch.arange(num_keys, device=at.device)).clamp(min=0)[:, None]
 
 

@@ -1,19 +1,21 @@
-"""The decoder reads neighbors with its own self-attention, in place of an encoder and cross-attention. Not in the paper.
+"""The decoder reads neighbors with its own self-attention, in place of an encoder and cross-attention. Not in the
+paper.
 
     neighbors of chunk u, each alone ─ the decoder's layers ─ keys and values of every layer
                                                                        │ one softmax with the text's keys
     text ──────────────────────────────── self-attention ◄─────────────┘ from the last token of chunk u on
 
-A window is that of chunked cross-attention (`retro.py`): the last token of chunk u and the first m - 1 of chunk u + 1 read the
-neighbors of chunk u. A trained decoder can read already, so this has no parameters. Neighbors and text are packed into one stream
-of B·T + N·R tokens, so every block runs once.
+A window is that of chunked cross-attention (`retro.py`): the last token of chunk u and the first m - 1 of chunk u + 1
+read the neighbors of chunk u. A trained decoder can read already, so this has no parameters. Neighbors and text are
+packed into one stream of B·T + N·R tokens, so every block runs once.
 
     positions      -R . . . . . . -1 │ 0 . . . . . . . .      The neighbors of a chunk are at the same positions, right before
     keys            neighbor (each)  │ text of the document   the document's first token in the row.
 
-RoPE depends on differences of positions only. So the keys of a neighbor keep the rotations of positions 0 … R - 1 that its own
-attention needs, and queries are rotated by R more tokens to read them. The first token of a neighbor is encoded, but not read:
-trained decoders give it attention that they have no other use for, and its values mean nothing to the text.
+RoPE depends on differences of positions only. So the keys of a neighbor keep the rotations of positions 0 … R - 1 that
+its own attention needs, and queries are rotated by R more tokens to read them. The first token of a neighbor is
+encoded, but not read: trained decoders give it attention that they have no other use for, and its values mean nothing
+to the text.
 
 Letters of the shape comments as in `reads.py`.
 """
@@ -68,7 +70,8 @@ def neighbors_to_read(
 
 
 def readable_tokens(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
-    """True for tokens of the neighbors that the text reads: bool [B', U, K, R]. See `neighbor_mask`; all but the first token."""
+    """True for tokens of the neighbors that the text reads: bool [B', U, K, R]. See `neighbor_mask`; all but the first
+    token."""
     return neighbor_mask(neighbors, lengths, documents) & (
         torch.arange(neighbors.shape[3], device=neighbors.device) > 0
     )
@@ -87,7 +90,8 @@ def neighbor_positions(settings: ModelSettings, r: int, device: torch.device) ->
 
 
 def neighbor_window(settings: ModelSettings, r: int, device: torch.device) -> Tensor | None:
-    """Mask of a neighbor's own attention, bool [R, R], where the sliding window is shorter; None = all preceding tokens."""
+    """Mask of a neighbor's own attention, bool [R, R], where the sliding window is shorter; None = all preceding
+    tokens."""
     at = torch.arange(r, device=device)
     return visible(at, at, settings.attention.sliding_window) if 0 < settings.attention.sliding_window < r else None
 
@@ -111,7 +115,8 @@ class ReadingAttention(Attention):
 
         Args:
             x: stream.
-            reads: of the text's self-attention, with a mask bool [1 or B, 1, T, T] or [T, T]; None = all preceding tokens.
+            reads: of the text's self-attention, with a mask bool [1 or B, 1, T, T] or [T, T]; None = all preceding
+                tokens.
             packed: the neighbors.
         """
         # One product for text and neighbors; then [B, T, H or G, C] of the text and [N, R, H or G, C] of the neighbors.
@@ -135,10 +140,11 @@ class ReadingAttention(Attention):
         return projected
 
     def attend_to_both(self, q: Tensor, k: Tensor, v: Tensor, reads: Reads, neighbors: ReadNeighbors) -> Tensor:
-        """One softmax over the text's keys [B, S, G, C] and those of neighbors, before the output's projection: [B, T, H, C].
+        """One softmax over the text's keys [B, S, G, C] and those of neighbors, before the output's projection:
+        [B, T, H, C].
 
-        Two attentions are merged by the logs of their sums of exponentials. Without a readable neighbor, the result is that of
-        the text to the bit.
+        Two attentions are merged by the logs of their sums of exponentials. Without a readable neighbor, the result is
+        that of the text to the bit.
 
         Args:
             q: projected queries [B, T, H, C].
@@ -158,7 +164,8 @@ class ReadingAttention(Attention):
         readable = neighbors.readable[:, None, None]  # [W, 1, 1, K·R]
         near = by_head(near_q, neighbors.keys, neighbors.values)
         read, lse = dot_product_attention_with_lse(*near, mask=some_key(readable), causal=False, scale=self.scale)
-        # `some_key` shows something to windows without a readable neighbor: a sum of 0 takes it out of the merged softmax.
+        # `some_key` shows something to windows without a readable neighbor: a sum of 0 takes it out of the merged
+        # softmax.
         lse = lse.masked_fill(~readable.any(-1), -torch.inf)
         text, text_lse, read, lse = (part.transpose(1, 2) for part in (text, text_lse, read, lse))  # [B or W, T, H, …]
         if windows is not None:  # back to [B, T, H, …]; -inf where no window is: the sum of no exponentials

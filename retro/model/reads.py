@@ -1,4 +1,5 @@
-"""What attentions read besides their input: values without parameters, which `layer_pass.py` and the cache of generation make.
+"""What attentions read besides their input: values without parameters, which `layer_pass.py` and the cache of
+generation make.
 
     Reads                       of self-attention, and of both attentions of the encoder
         CachedNeighbors         neighbors for all layers of a decoder that reads them itself; `of_layer` gives ReadNeighbors
@@ -6,8 +7,8 @@
     EncodedNeighbors            of cross-attention over whole sequences
     WindowNeighbors             of cross-attention over some tokens of one window
 
-Letters of the shape comments as in `retro.py`; in addition N = B'·U·K neighbors of a batch, S = B·T + N·R tokens of its stream,
-W = B'·U windows, L layers, G heads of keys and values.
+Letters of the shape comments as in `retro.py`; in addition N = B'·U·K neighbors of a batch, S = B·T + N·R tokens of its
+stream, W = B'·U windows, L layers, G heads of keys and values.
 """
 
 from typing import NamedTuple, Protocol
@@ -59,7 +60,8 @@ class CachedNeighbors(NamedTuple):
 
     def of_layer(self, index: int) -> ReadNeighbors:
         """What the attention of a layer reads."""
-        # A cache has heads first, so that one head's keys follow each other; an attention has tokens first, as its projections.
+        # A cache has heads first, so that one head's keys follow each other; an attention has tokens first, as its
+        # projections.
         keys, values = (part[:, index].transpose(1, 2) for part in (self.keys, self.values))
         return ReadNeighbors(keys, values, self.readable, self.rotation, self.windows)
 
@@ -103,7 +105,8 @@ class PackedNeighbors(NamedTuple):
 
 
 class LayerCache(Protocol):
-    """What an attention keeps of tokens that it read before. In training there is none; `inference/cached_layers.py` has them.
+    """What an attention keeps of tokens that it read before. In training there is none; `inference/cached_layers.py`
+    has them.
 
     Attributes:
         distance_keys: of `Attention.attend`; None = they are computed.
@@ -112,7 +115,8 @@ class LayerCache(Protocol):
     distance_keys: Tensor | None
 
     def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The W - 1 projected queries and W keys that precede new ones [N, Q, H, C] and [N, S, G, C]. Stores the new ones.
+        """The W - 1 projected queries and W keys that precede new ones [N, Q, H, C] and [N, S, G, C]. Stores the new
+        ones.
 
         Only smeared tokens need them; W is their number.
         """
@@ -127,12 +131,13 @@ class Reads(NamedTuple):
     Attributes:
         positions: from `positions_of`, for Q queries and S keys.
         source: input of keys and values [N, S, E]; None = x (self-attention).
-        mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs at least one visible key: a
-            softmax over no keys is NaN. In self-attention also `kernels.Bounds`.
+        mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs at least one visible
+            key: a softmax over no keys is NaN. In self-attention also `kernels.Bounds`.
         causal: hide later keys. A mask must hide them too; without a mask, faster kernels are used.
-        starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the first
-            token. Also applies to queries in self-attention.
-        cache: earlier tokens of x, which the queries read too; the S keys of positions and mask are then those of the cache.
+        starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the
+            first token. Also applies to queries in self-attention.
+        cache: earlier tokens of x, which the queries read too; the S keys of positions and mask are then those of the
+            cache.
         neighbors: neighbors that `reader.ReadingAttention` reads too.
     """
 

@@ -8,7 +8,8 @@
 Notable:
     - Retrieval OFF uses the same weights with `neighbors=None`.
     - RMSNorm before each block, no biases, rotary positions by default; the paper has Transformer-XL positions.
-    - A decoder of another family can have LayerNorm, biases and more. Its encoder and cross-attention keep the defaults.
+    - A decoder of another family can have LayerNorm, biases and more. Its encoder and cross-attention keep the
+      defaults.
     - One class implements every attention (`attention.py`). There is no loop over chunks.
     - No buffers: a model created on the meta device needs only `to_empty` and `initialize`.
     - RETROfit trains `encoder.*` and `cross.*` and freezes the rest.
@@ -56,8 +57,8 @@ class ChunkedCrossAttention(nn.Module):
         chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        All tokens of chunk u were used to retrieve its neighbors,
         windows               └─── 0 ────┘└─── 1 ────┘         so only its last token and later ones may read them.
 
-    Windows are the sequence shifted by m - 1 tokens and split every m tokens: no copies, no loop. Token i of a window and token
-    i' of a neighbor have distance i - i' + m - 1. One softmax covers all tokens of all K neighbors.
+    Windows are the sequence shifted by m - 1 tokens and split every m tokens: no copies, no loop. Token i of a window
+    and token i' of a neighbor have distance i - i' + m - 1. One softmax covers all tokens of all K neighbors.
     """
 
     def __init__(self, attention: Attention, chunk_length: int) -> None:
@@ -70,7 +71,8 @@ class ChunkedCrossAttention(nn.Module):
 
         Args:
             x: decoder activations, [B, T, D].
-            neighbors: of whole sequences, or of the one window that the tokens of each row belong to; None = there are none.
+            neighbors: of whole sequences, or of the one window that the tokens of each row belong to; None = there are
+                none.
         """
         if neighbors is None:
             return torch.zeros_like(x)
@@ -82,7 +84,8 @@ class ChunkedCrossAttention(nn.Module):
         """Attend from whole sequences x [B, T, D] to the neighbors of all their chunks: [B, T, D]."""
         positions, encoded, mask = neighbors
         m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
-        # From the first reader on, the tokens that read the neighbors of a chunk follow each other: m tokens are a window.
+        # From the first reader on, the tokens that read the neighbors of a chunk follow each other: m tokens are a
+        # window.
         q = self.attention.project_queries(x[:num_rows, m - 1 :])  # [B', T - m + 1, H, C]
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
@@ -189,8 +192,9 @@ class Retro(CopyingModel):
             self.position_embedding = nn.Embedding(settings.attention.max_positions, width)
         if settings.retrieval_positions == "learned":
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
-        # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the names of
-        # parameters are those in files, of adapters and of metrics, and their order decides which random numbers they get.
+        # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the
+        # names of parameters are those in files, of adapters and of metrics, and their order decides which random
+        # numbers they get.
         self.attention = nn.ModuleDict({str(n): _self_attention(settings) for n in layers})
         self.feed_forward = nn.ModuleDict({str(n): _feed_forward(settings, n + 1) for n in layers})
         self.cross = nn.ModuleDict({str(layer): _cross_attention(settings) for layer in settings.retrieval.cca_layers})
@@ -209,10 +213,10 @@ class Retro(CopyingModel):
     def initialize(self) -> None:
         """Draw all weights. A model created on the meta device needs this after `to_empty`.
 
-        Matrices preserve variance (std 1/sqrt(fan-in)) at any width. Outputs of blocks are scaled down by the number of blocks,
-        so the variance of the residual stream does not grow with depth. Embeddings enter both streams about as large as the
-        outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of the first block,
-        and copying from neighbors took more than twice as many steps to learn.
+        Matrices preserve variance (std 1/sqrt(fan-in)) at any width. Outputs of blocks are scaled down by the number of
+        blocks, so the variance of the residual stream does not grow with depth. Embeddings enter both streams about as
+        large as the outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of
+        the first block, and copying from neighbors took more than twice as many steps to learn.
 
         `init` = mup changes only the std of the output layer here; see `training/optimizer.py`.
         """
@@ -246,7 +250,8 @@ class Retro(CopyingModel):
         return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
+        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows
+        at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
     @property
@@ -322,14 +327,15 @@ class Retro(CopyingModel):
 
         Args:
             h: residual stream [B, T, D].
-            encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
+            encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the
+                encoder.
             inputs: of the model.
-            cached: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
-                them; None = it encodes them.
+            cached: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder
+                reads them; None = it encodes them.
 
         Returns:
-            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
-            summed over the layers with experts (None without experts).
+            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32
+            [B, 3], summed over the layers with experts (None without experts).
         """
         reads = LayerPass.of(h, inputs, self.settings, cached)
         if not isinstance(reads.neighbors, PackedNeighbors):
@@ -371,7 +377,8 @@ class Retro(CopyingModel):
         return h, routed if routing is None else routing + routed
 
     def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C] each.
+        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C]
+        each.
 
         For caches: `run_layers` encodes the neighbors of a batch together with its text.
         """
