@@ -189,9 +189,7 @@ class RetrievalSettings(_Section):
     in the checkpoint."""
     cca_layers: tuple[int, ...] = _setting((3, 6), size=True, with_base="retrieval")
     """Decoder layers with chunked cross-attention, counted from 1 (P in the paper). Empty = a plain decoder."""
-    positions: Literal["", "rope", "transformer-xl", "alibi", "learned"] = _setting(
-        "", changes_function=True, used=EncoderSettings.used
-    )
+    positions: Literal["", PositionScheme] = _setting("", changes_function=True, used=EncoderSettings.used)
     """Positions in encoder and chunked cross-attention; `rope` has theta 10,000 here. Empty = `attention.positions`."""
 
 

@@ -15,7 +15,11 @@ from indexing.corpus import documents, streams
 from indexing.embedding import settings as embedding_settings
 from indexing.index.exact_search import exact_search, in_ranges, recall, rerank
 from indexing.index.floats import to_float32
+from retro.device import choose_placement
+from retro.model import positions
 from tests.indexing.index.vector_files import stored
+from tests.retro.inference.test_decoder import check_steps, retriever, rows, uncached
+from tests.retro.small_model import M, T, Together, build
 
 RECIPES = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
 
@@ -65,3 +69,10 @@ def test_search_recipe_finds_neighbors_and_omits_excluded_chunks(tmp_path: Path)
     assert not (ids == own[0][:, None]).any()
     found, exact = rerank(queries, ids, embeddings)[0][:, :10], exact_search(queries, embeddings, 10, own)[0]
     assert recall(found, exact) > 0.9
+
+
+def test_positions_recipe_gives_the_same_logits_in_generation_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(positions.SCHEMES, "alibi", defined("LogPositions", vars(positions)))
+    model, retrieve = build(**{"attention.positions": "alibi"}), retriever(2)
+    decoder = Together(model, choose_placement("cpu", "float32"), 4 * T, retrieve)
+    check_steps(decoder, lambda row, _: uncached(model, row, retrieve), rows(1, M, 2 * M + 1), M + 1)

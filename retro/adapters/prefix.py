@@ -30,5 +30,6 @@ def initialize_prefix(model: Retro) -> None:
     base.eval().run(base.embed(tokens), LayerPass(positions, caches=caches))
     for layer, cache in zip(model.layers, caches, strict=True):
         prefix = layer.attention.block.prefix
+        assert prefix is not None
         for part, finished in zip((prefix.keys, prefix.values), cache.keys_values, strict=True):
             part.weight.copy_(finished[0].transpose(0, 1))  # [P, G, C] to [G, P, C]

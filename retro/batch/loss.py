@@ -1,12 +1,13 @@
 """Cross-entropy of the next token from the last activations, without the logits of a whole batch in memory.
 
-With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gradient is as large. So the loss processes a
-block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label), so logits
-are neither kept nor recomputed.
+With a 128k vocabulary, 16,384 tokens have 8 GB of float32 logits, and their gradient is as large. So the loss processes
+a block of rows at a time. In training, the forward pass also computes the gradient of the block (softmax minus label),
+so logits are neither kept nor recomputed.
 
-With a copy head the probability of a label is that of a mixture (`CopyHead.losses`), which trains the copy head, and the plain
-cross-entropy trains the vocabulary, as without a copy head. So the mixture needs two numbers of each token (`TokenLosses`). With the mixture's gradient the vocabulary would learn little from
-tokens that can be copied, and be worse with and without copying (docs/explanation/copy-head.md).
+With a copy head the probability of a label is that of a mixture (`CopyHead.losses`), which trains the copy head, and
+the plain cross-entropy trains the vocabulary, as without a copy head. So the mixture needs two numbers of each token
+(`TokenLosses`). With the mixture's gradient the vocabulary would learn little from tokens that can be copied, and be
+worse with and without copying (docs/explanation/copy-head.md).
 """
 
 import functools
@@ -20,9 +21,9 @@ IGNORED_LABEL = -100
 """Label of positions without a loss: padding, and the last token of a document."""
 
 _FLOAT16_SCALE = 2.0**15
-"""Scale of float16 gradients of logits. They are between -1 and 1, most of them about 1 / vocabulary, which underflows in
-float16. The loss scale cannot prevent it: gradients of logits are computed in the forward pass, and the loss scale applies to
-what `backward` returns, which is float32. A power of two below the largest float16."""
+"""Scale of float16 gradients of logits. They are between -1 and 1, most of them about 1 / vocabulary, which underflows
+in float16. The loss scale cannot prevent it: gradients of logits are computed in the forward pass, and the loss scale
+applies to what `backward` returns, which is float32. A power of two below the largest float16."""
 
 
 class TokenLosses(NamedTuple):
@@ -43,8 +44,8 @@ def token_losses(
 ) -> TokenLosses:
     """`TokenLosses` of labels with the vocabulary alone. Without gradients.
 
-    Under autocast, logits are rounded to its dtype, as in generation and `scoring`. In bfloat16 this changes the loss of a token
-    by a few thousandths of a nat, and the mean of many tokens by less than 0.01%.
+    Under autocast, logits are rounded to its dtype, as in generation and `scoring`. In bfloat16 this changes the loss
+    of a token by a few thousandths of a nat, and the mean of many tokens by less than 0.01%.
 
     Args:
         hidden: [B, T, D], from `Retro.hidden`.
@@ -63,7 +64,8 @@ def token_losses(
 
 
 def mixed_losses(nats: Tensor, log_keep: Tensor, copied: Tensor) -> Tensor:
-    """Losses of labels with a mixture p = keep · softmax(logits) + copied, from those with the vocabulary alone; the shapes are equal."""
+    """Losses of labels with a mixture p = keep · softmax(logits) + copied, from those with the vocabulary alone; the
+    shapes are equal."""
     return -torch.logaddexp(log_keep - nats, copied.clamp(min=torch.finfo(torch.float32).tiny).log())
 
 
@@ -85,7 +87,8 @@ def summed_loss(
 def without_ignored(
     hidden: Tensor, labels: Tensor, evidence: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Drop positions with ignored labels, if they are more than half: activations [1, N, D], labels [1, N] and the copy head's evidence.
+    """Drop positions with ignored labels, if they are more than half: activations [1, N, D], labels [1, N] and the copy
+    head's evidence.
 
     In fine-tuning only answers have labels. The summed loss stays the same, for less work. N differs between batches,
     so this is unsuited to compiled code and to GPUs, where the host would wait for N.
@@ -93,6 +96,7 @@ def without_ignored(
     counts = labels != IGNORED_LABEL
     if not 0 < 2 * int(counts.sum()) < labels.numel():
         return hidden, labels, evidence
+    # [B, T, D] to [1, N, D]: rows lose their lengths, which a sum over tokens does not need.
     return hidden[counts][None], labels[counts][None], None if evidence is None else evidence[counts][None]
 
 
@@ -110,6 +114,7 @@ class _SummedLoss(torch.autograd.Function):
         to_weight = torch.zeros(weight.shape if needs_weight else (), device=x.device)  # float32: blocks are summed
         nats, log_top = torch.empty(2, len(x), device=x.device)
         kernel = _compiled_logit_gradients() if compiled else _logit_gradients
+        # A block's logits [rows, V] and their gradient are freed before the next one's: only [B·T, D] and [V, D] stay.
         for rows in _blocks(x, len(weight)):
             nats[rows], log_top[rows], gradients = kernel(x[rows] @ narrow.T, y[rows])
             if needs_hidden:
@@ -152,13 +157,15 @@ def block_rows(device_type: str, vocab_size: int) -> int:
 
 def _losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`TokenLosses` of rows of logits [rows, V], [rows] each, and the log-probabilities [rows, V]; in float32."""
-    log_p = logits.float().log_softmax(-1)
+    log_p = logits.float().log_softmax(-1)  # [rows, V]; in 16 bits the sum of a vocabulary's exponentials is too coarse
+    # Ignored labels are negative: they take column 0, and their loss is set to 0.
     nats = -log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     return nats.masked_fill(labels == IGNORED_LABEL, 0.0), log_p.amax(-1), log_p
 
 
 def _logit_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`TokenLosses` of rows of logits [rows, V], and the gradient of the summed losses for every logit, [rows, V] in the logits' dtype.
+    """`TokenLosses` of rows of logits [rows, V], and the gradient of the summed losses for every logit, [rows, V] in
+    the logits' dtype.
 
     The gradient is softmax minus label. Float16 gradients are multiplied by `_FLOAT16_SCALE`; `_product` divides by it.
     """
@@ -170,7 +177,8 @@ def _logit_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _product(gradients: Tensor, other: Tensor) -> Tensor:
-    """Gradients of logits times a matrix, in their dtype; in float32 if they are float16, where sums of many rows overflow."""
+    """Gradients of logits times a matrix, in their dtype; in float32 if they are float16, where sums of many rows
+    overflow."""
     if gradients.dtype != torch.float16:
         return gradients @ other
     with torch.autocast(gradients.device.type, enabled=False):

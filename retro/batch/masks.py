@@ -40,8 +40,8 @@ def document_positions(documents: Tensor, chunk_length: int, num_tokens: int) ->
 def neighbor_mask(neighbors: Tensor, lengths: Tensor | None, documents: Tensor | None) -> Tensor:
     """True for tokens of the neighbors [B', U, K, R] that may be read: bool [B', U, K, R].
 
-    These are real tokens, unless the next chunk begins another document, which most of the window then belongs to. The first
-    token of that window, the last of chunk u, reads no neighbors, but its document has no next token to predict.
+    These are real tokens, unless the next chunk begins another document, which most of the window then belongs to. The
+    first token of that window, the last of chunk u, reads no neighbors, but its document has no next token to predict.
     """
     mask = torch.ones_like(neighbors, dtype=torch.bool)
     if lengths is not None:

@@ -1,4 +1,5 @@
-"""Tensors that a decoder keeps of the tokens that its rows have read. Each row has a slot, the first dimension of all of them.
+"""Tensors that a decoder keeps of the tokens that its rows have read. Each row has a slot, the first dimension of all
+of them.
 
 Slots, tokens of a slot and neighbors are enlarged on demand. The letters of the shape comments are those of
 `model/retro.py`; in addition, B is the number of slots.
@@ -24,7 +25,8 @@ class Cache:
 
     keys: Tensor  # [B, L, G, S, C] of every layer, with positions applied
     values: Tensor  # same shape
-    # The last W projected keys are mixed into the next ones. Tokens of drafts are more, since they may be removed again.
+    # The last W projected keys are mixed into the next ones. Tokens of drafts are more, since they may be removed
+    # again.
     last_keys: Tensor  # [B, L, W + draft, G, C]; without smeared tokens [B, L, 0, G, C]
     last_queries: Tensor  # [B, L, W - 1 + draft, H, C] of projected queries; 0 tokens if W < 2
     chunk: Tensor  # [B, M, D], input of the encoder: activations of token t of the current chunk are at t % m
@@ -34,7 +36,8 @@ class Cache:
 
     @classmethod
     def of(cls, model: Retro, dtype: torch.dtype) -> "Cache":
-        """Create one slot without tokens. Memory is always zeros at first: masked values are multiplied by 0, not by NaN."""
+        """Create one slot without tokens. Memory is always zeros at first: masked values are multiplied by 0, not by
+        NaN."""
         s, device = model.settings, model.embedding.weight.device
         # On a CPU a single query takes six times as long with bfloat16 keys.
         dtype = torch.float32 if device.type == "cpu" else dtype
@@ -89,7 +92,8 @@ class Cache:
         self.readable = F.pad(self.readable, (0, r - self.readable.shape[2], 0, more))
 
     def remove_last(self, slot: int, num_tokens: int) -> None:
-        """Remove the last tokens of a slot, at most `LONGEST_DRAFT`. Their keys and values are overwritten by later tokens."""
+        """Remove the last tokens of a slot, at most `LONGEST_DRAFT`. Their keys and values are overwritten by later
+        tokens."""
         for last in (self.last_keys, self.last_queries):
             if last.shape[2]:
                 last[slot] = last[slot].roll(num_tokens, dims=1)

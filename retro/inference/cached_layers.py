@@ -5,19 +5,19 @@
                            ▼                    │
       cache: keys and values of the tokens so far, and of the encoded neighbors of the last complete chunk
 
-Rows can be at different positions, and each has its own mask, so no row depends on the others. The tokens of a row in a pass lie in
-one window if its activations depend on neighbors (`ChunkedCrossAttention`). The first token of a window is the last token of its
-chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the chunk's activations. Letters of the
-shape comments as in `decoder.py`.
+Rows can be at different positions, and each has its own mask, so no row depends on the others. The tokens of a row in a
+pass lie in one window if its activations depend on neighbors (`ChunkedCrossAttention`). The first token of a window is
+the last token of its chunk. The pass that reads it also encodes the chunk's neighbors, because the encoder needs the
+chunk's activations. Letters of the shape comments as in `decoder.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retro.batch.masks import neighbor_mask, visible
 from retro.copying.rows import Row
@@ -26,16 +26,11 @@ from retro.inference.cache import Cache
 from retro.inference.drafts import LONGEST_DRAFT
 from retro.inference.neighbor_cache import NeighborCache
 from retro.model.attention import Attention
+from retro.model.encoder import Encoder
 from retro.model.layer_pass import LayerPass
-from retro.model.positions import (
-    AlibiPositions,
-    NoPositions,
-    Positions,
-    RopePositions,
-    TransformerXLPositions,
-    positions_of,
-)
-from retro.model.reader import CachedNeighbors, readable_tokens, rotation_at
+from retro.model.positions import Positions, positions_of
+from retro.model.reader import readable_tokens, rotation_at
+from retro.model.reads import CachedNeighbors, WindowNeighbors
 from retro.model.retro import Retro
 
 
@@ -63,7 +58,8 @@ class Span(NamedTuple):
             return None
         before = stored[self.at, layer].to(new.dtype).masked_fill(self.begins, 0)
         rows, offsets = torch.arange(len(new), device=new.device)[:, None], torch.arange(width, device=new.device)
-        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier ones too.
+        # Those up to the last token of each row, not the padding after it. Since a draft can be removed, some earlier
+        # ones too.
         last = torch.cat((before, new), dim=1)[rows, self.last[:, None] + 1 + offsets]
         stored[self.at, layer] = last.to(stored.dtype)
         return before[:, LONGEST_DRAFT:]
@@ -92,26 +88,9 @@ class TokensOfLayer:
                 stored[span.rows[0].slot, self.layer, :, columns] = new[0].transpose(0, 1)
             else:
                 stored[span.at[:, None], self.layer, :, span.columns] = new.to(stored.dtype)
+        # [N, G, S, C] of the cache to [N, S, G, C]. Keys after a row's last token are those of other rows' lengths:
+        # masked.
         k, v = (stored[span.slots, self.layer, :, : span.stop].transpose(1, 2) for stored in both)
-        return k, v
-
-
-@dataclass
-class NeighborsOfLayer:
-    """The neighbors that a layer's cross-attention reads; a `CrossCache`."""
-
-    cache: Cache
-    layer: int
-    span: Span
-    distance_keys: Tensor | None
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """See `CrossCache`."""
-        num_keys = self.span.num_neighbors * self.cache.readable.shape[2]
-        k, v = (
-            stored[self.span.slots, self.layer, :, :num_keys].transpose(1, 2)
-            for stored in (self.cache.neighbor_keys, self.cache.neighbor_values)
-        )
         return k, v
 
 
@@ -130,9 +109,10 @@ class CachedLayers:
         )
         self._window_positions: Positions | None = None  # None until the size of the neighbors is known
         self._reading_rotation: Tensor | None = None  # of queries that read them with self-attention, by position
-        layers: list[Any] = model.layers
-        self._crosses: dict[str, Any] = {layer.name: layer.cross for layer in layers if layer.cross is not None}
-        self._distance_keys = self._keys_of_distances(self._positions, [layer.attention.block for layer in layers])
+        self._crosses = {layer.name: layer.cross.block for layer in model.layers if layer.cross is not None}
+        self._distance_keys = self._keys_of_distances(
+            self._positions, [layer.attention.block for layer in model.layers]
+        )
         self._cross_distance_keys: Sequence[Tensor | None] = ()
         self.cache = self._empty()
 
@@ -155,6 +135,8 @@ class CachedLayers:
         """
         width = tokens.shape[1]
         stop = self.cache.make_tokens(int(starts.max()) + width, self.context)
+        # Rows with fewer new tokens are padded to n, as one pass needs one shape; the padding's columns follow the
+        # tokens.
         columns, at = self._put(starts[:, None] + np.arange(width)), [row.slot for row in rows]
         begins = starts == 0
         self.cache.readable[self._put(np.array(at)[begins])] = False
@@ -182,12 +164,13 @@ class CachedLayers:
             for layer, distance_keys in enumerate(self._distance_keys)
         ]
         crosses = settings.retrieval.cca_layers and any(row.retrieve for row in span.rows)
+        # Rows have different positions, so each has its own mask over all keys that any row reads.
         mask = visible(span.positions, self._keys_at(span.stop), settings.attention.sliding_window)
         reads = LayerPass(
-            positions=self._self_positions(span),
+            positions=self._positions.in_text(span.positions, span.stop, self.cache.keys.dtype),
             mask=mask[:, None],  # [N, 1, n, stop]
             causal=False,  # the keys of a row begin before its queries, so the mask is not a triangle
-            reading=self._neighbors_to_read(span),
+            neighbors=self._neighbors_to_read(span),
             cross=_NeighborsOfSpan(self, span) if crosses else None,
             caches=tokens,
         )
@@ -232,9 +215,10 @@ class CachedLayers:
             for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
                 cached[at, :, :, : rows.shape[3]] = rows.to(cached.dtype)
             return
+        assert self._window_positions is not None
         encoded = model.encoder(tokens, readable, cache.chunk[at], model.embedding)[:, 0]  # [A, K, R, E]
         for layer, cross in enumerate(self._crosses.values()):
-            new = cross.block.keys_values(encoded, self._window_positions)
+            new = cross.keys_values(encoded, self._window_positions)
             for cached, rows in zip((cache.neighbor_keys, cache.neighbor_values), new, strict=True):
                 cached[at, layer, :, : rows.shape[1]] = rows.transpose(1, 2).to(cached.dtype)
 
@@ -250,7 +234,7 @@ class CachedLayers:
         window, scheme = range(self.m - 1, 2 * self.m - 1), self.model.settings.cross_scheme
         self._window_positions = positions_of(*scheme, window, range(r), self.placement.device, (1, k))
         self._cross_distance_keys = self._keys_of_distances(
-            self._window_positions, [cross.block.attention for cross in self._crosses.values()]
+            self._window_positions, [cross.attention for cross in self._crosses.values()]
         )
 
     def store_chunk(self, h: Tensor, span: Span) -> None:
@@ -267,50 +251,32 @@ class CachedLayers:
         self.encode_completed(span)
         chunk[at, offsets[:, 1:]] = h[:, 1:]
 
-    def of_cross(self, name: str, span: Span) -> tuple[Any, ...]:
-        """Arguments of the cross-attention of a layer, by name: positions in the window, nothing to encode, mask [N, K, R], cache."""
-        layer, mask = list(self._crosses).index(name), self.cache.readable[span.slots, : span.num_neighbors]
-        distance_keys = self._cross_distance_keys[layer] if self._cross_distance_keys else None
-        return self._cross_positions(span), None, mask, NeighborsOfLayer(self.cache, layer, span, distance_keys)
+    def of_cross(self, name: str, span: Span) -> WindowNeighbors | None:
+        """What the cross-attention of a layer reads, by its name; None if there is nothing to read."""
+        layer, mask = (
+            list(self._crosses).index(name),
+            self.cache.readable[span.slots, : span.num_neighbors],
+        )  # [N, K, R]
+        num_keys = mask[0].numel()
+        if not num_keys:
+            return None
+        assert self._window_positions is not None
+        # The last token of a chunk is the first of its window.
+        positions = self._window_positions.in_window((span.positions + 1) % self.m, num_keys)
+        # A slot has room for the most neighbors of any row so far; those of this pass are the first ones.
+        # [N, K·R, G, C]
+        keys, values = (
+            stored[span.slots, layer, :, :num_keys].transpose(1, 2)
+            for stored in (self.cache.neighbor_keys, self.cache.neighbor_values)
+        )
+        return WindowNeighbors(positions, keys, values, mask, self._cross_distance_keys[layer])
 
     # --- positions ----------------------------------------------------------------------------------------------------
 
-    def _self_positions(self, span: Span) -> Positions:
-        if isinstance(self._positions, RopePositions):
-            rotations = self._positions.query[:, span.positions].to(self.cache.keys.dtype)  # [2, N, n, 1, C/2]
-            return RopePositions(rotations, rotations)
-        if isinstance(self._positions, NoPositions):
-            return self._positions
-        distances = span.positions[:, :, None] - self._keys_at(span.stop)
-        distances = distances.clamp(min=0)[:, None]  # [N, 1, n, stop]; later keys are masked
-        if isinstance(self._positions, AlibiPositions):
-            return AlibiPositions(distances)
-        return TransformerXLPositions(self._positions.waves, distances)
-
-    def _cross_positions(self, span: Span) -> Positions | None:
-        """Positions of cross-attention in a pass; None if there is nothing to read.
-
-        The last token of a chunk is the first of its window.
-        """
-        num_keys = self.cache.readable[0, : span.num_neighbors].numel()
-        if not num_keys:
-            return None
-        offsets = (span.positions + 1) % self.m
-        if isinstance(self._window_positions, RopePositions):
-            return RopePositions(self._window_positions.query[:, offsets], self._window_positions.key)
-        if isinstance(self._window_positions, AlibiPositions):
-            return AlibiPositions(self._window_positions.distances[0, 0, offsets, :num_keys][:, None])
-        if isinstance(self._window_positions, TransformerXLPositions):
-            lookup = self._window_positions.lookup[offsets, :num_keys][:, None]
-            return TransformerXLPositions(self._window_positions.waves, lookup)
-        return self._window_positions
-
     def _keys_of_distances(self, positions: Positions, attentions: Sequence[Attention]) -> Sequence[Tensor | None]:
-        """Each attention's keys of distances, the same in every pass; None except for Transformer-XL."""
-        if not isinstance(positions, TransformerXLPositions):
-            return [None] * len(attentions)
+        """Each attention's `Positions.distance_keys`, the same in every pass."""
         with torch.inference_mode(), self.placement.autocast():
-            return [attention.distance_keys(positions.waves.to(self.placement.dtype)) for attention in attentions]
+            return [positions.distance_keys(attention, self.placement.dtype) for attention in attentions]
 
     def _keys_at(self, stop: int) -> Tensor:
         """Positions of the first keys of the cache."""
@@ -326,11 +292,11 @@ class _NeighborsOfSpan(NamedTuple):
     layers: CachedLayers
     span: Span
 
-    def encode(self, _: Any, h: Tensor) -> bool:
-        """See `CrossReads`: the cache has the encoded neighbors."""
+    def encode(self, encoder: Encoder, table: nn.Embedding, h: Tensor) -> None:
+        """See `CrossReads`: neighbors are encoded when their chunk is complete, and the cache keeps their keys and
+        values."""
         self.layers.store_chunk(h, self.span)
-        return True
 
-    def of_layer(self, name: str, _: Any) -> tuple[Any, ...]:
+    def of_layer(self, name: str, encoded: Tensor | None) -> WindowNeighbors | None:
         """See `CrossReads`."""
         return self.layers.of_cross(name, self.span)

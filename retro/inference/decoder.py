@@ -2,14 +2,14 @@
 
     tokens of a row ─ (complete chunks → neighbors) ─ the layers, with a cache (`cached_layers.py`) ─ logits of the next token
 
-Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one token
-of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads up to `WINDOW_TOKENS` tokens of
-rows that have more left: the prompts. So a long prompt delays the other rows by a part of it per step, not by its length. Where
-activations depend on neighbors, the part of a row is one window (`ChunkedCrossAttention`): the tokens of a window attend to the
-neighbors of one chunk.
+Rows join with `add` and leave with `remove` between any two steps. A step has up to two passes. The first reads one
+token of every row that has one left, the rows that generate, and the tokens of their drafts. The second reads up to
+`WINDOW_TOKENS` tokens of rows that have more left: the prompts. So a long prompt delays the other rows by a part of it
+per step, not by its length. Where activations depend on neighbors, the part of a row is one window
+(`ChunkedCrossAttention`): the tokens of a window attend to the neighbors of one chunk.
 
-The letters of the shape comments are those of `model/retro.py`. In addition, N is the number of rows in a pass, B the number of
-slots in the cache, and n the number of tokens per row.
+The letters of the shape comments are those of `model/retro.py`. In addition, N is the number of rows in a pass, B the
+number of slots in the cache, and n the number of tokens per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,22 +35,23 @@ WINDOW_TOKENS = 512
 """Largest number of tokens of prompts that a step reads, unless a single window has more."""
 
 INTERLEAVED_TOKENS = 128
-"""Largest number of tokens of one prompt that a step reads while other rows generate, since these wait for it. On a CPU, passes over
-more tokens are hardly faster per token."""
+"""Largest number of tokens of one prompt that a step reads while other rows generate, since these wait for it. On a
+CPU, passes over more tokens are hardly faster per token."""
 
 DRAFTED_TOKENS = 32
 """Largest number of tokens, drafts included, of the rows that generate: wrong drafts save nothing."""
 
 
 Propose = Callable[[Row, int, int], np.ndarray]
-"""A row that has one token left, a number of tokens, and the number of rows of the pass → its draft of at most this many tokens, int64."""
+"""A row that has one token left, a number of tokens, and the number of rows of the pass → its draft of at most this
+many tokens, int64."""
 
 
 class Decoder:
     """Reads prompts and generated tokens: `add` rows, then `step`, `append` a token to each row that was read, `step` …
 
-    A step can read a draft of next tokens too. `append` then takes as many of them as are right, and one more token; the others
-    are removed from the cache.
+    A step can read a draft of next tokens too. `append` then takes as many of them as are right, and one more token;
+    the others are removed from the cache.
 
     If a row exceeds the context, the decoder drops its oldest tokens, a quarter of the context in whole chunks, and
     reads the others again. Dropping one chunk at a time would spend most of the time on rereading.
@@ -112,8 +113,8 @@ class Decoder:
     ) -> Row:
         """Add a row for a prompt [t], t ≥ 1. Rows with equal `retrieve` are searched together.
 
-        `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is learned.
-        `copy_strength` is that of `GenerationSettings`.
+        `trust` is what an earlier row with the same prompt earned, if tokens were generated since; None = it is
+        learned. `copy_strength` is that of `GenerationSettings`.
         """
         row = Row(np.array(tokens, np.int64), retrieve, slot=len(self.rows), copy_strength=copy_strength)
         if trust is not None:
@@ -169,9 +170,9 @@ class Decoder:
             propose: returns the draft of a row, of at most the given number of tokens; None = no drafts.
 
         Returns:
-            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32: for a row
-                with a draft of d tokens 1 + d of them, after its last token and after each token of the draft. With a copy
-                head they are log-probabilities.
+            rows that were read to their end by this step, and the logits of their next tokens, [rows, V] float32: for a
+                row with a draft of d tokens 1 + d of them, after its last token and after each token of the draft. With
+                a copy head they are log-probabilities.
         """
         unread = [row for row in self.rows if row.num_unread]
         single = [row for row in unread if row.num_unread == 1]
@@ -196,15 +197,18 @@ class Decoder:
                         self._learn_trust(row, read[: row.num_read - start])
                         if not row.num_unread:
                             rows.append(row)
+                            # [1 + d, D]: the last token and its draft. Only these need logits, which are V wide.
                             hidden.append(read[last - len(row.draft) : last + 1])
             if not rows:
                 return rows, torch.empty(0, self.model.settings.vocab_size)
+            # Activations of all rows in one product with [V, D], which takes as long to read for one row.
             read = self.model.finish(torch.cat(hidden).float())
             logits = self.output(read).float()
             return rows, logits if self.votes is None else self.votes.mixed(rows, logits)
 
     def _learn_trust(self, row: Row, read: Tensor) -> None:
-        """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in retrieval from all."""
+        """Keep the activations [n, D] of the next part of a prompt; after the last one, learn the trust in retrieval
+        from all."""
         if row.prompt is None or self.votes is None or row.retrieve is None:
             return
         row.prompt = torch.cat((row.prompt, read)) if len(row.prompt) else read

@@ -1,8 +1,8 @@
 """Keys and values of neighbors that the decoder has read lately (`RetrievalSettings.reader` = decoder).
 
-A neighbor is encoded alone, so its keys and values depend on its tokens only. Chunks that retrieve it again, in this text or in
-another request, find them here. Entries are kept by tokens, not by chunk id: equal text has equal keys and values, whatever
-datastore it is from. Letters of the shape comments as in `model/reader.py`.
+A neighbor is encoded alone, so its keys and values depend on its tokens only. Chunks that retrieve it again, in this
+text or in another request, find them here. Entries are kept by tokens, not by chunk id: equal text has equal keys and
+values, whatever datastore it is from. Letters of the shape comments as in `model/reader.py`.
 """
 
 import threading
@@ -19,7 +19,8 @@ _Key = tuple[int, bytes]
 
 
 class NeighborCache:
-    """Encodes neighbors, and keeps the results up to a number of bytes; those that were not read for longest leave first.
+    """Encodes neighbors, and keeps the results up to a number of bytes; those that were not read for longest leave
+    first.
 
     Threads can share it.
 

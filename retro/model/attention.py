@@ -1,18 +1,22 @@
-"""Attention with relative positions (Borgeaud et al. 2022, section 2.4). One class implements every attention of the model.
+"""Attention with relative positions (Borgeaud et al. 2022, section 2.4). One class implements every attention of the
+model.
 
-Letters of the shape comments as in `retro.py`; in addition, G heads of keys and values, each shared by H / G heads of queries
-(grouped-query attention, Ainslie et al. 2023).
+Letters of the shape comments as in `retro.py`; in addition, G heads of keys and values, each shared by H / G heads of
+queries (grouped-query attention, Ainslie et al. 2023).
 """
 
 import math
-from typing import Any, Protocol
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retro.model.kernels import Bounds, dot_product_attention
-from retro.model.positions import AlibiPositions, Positions, RopePositions, TransformerXLPositions, rotate
+from retro.model.positions import Positions, scheme_of
+from retro.model.reads import Reads
+
+Bias = TypeVar("Bias", bound=Tensor | Bounds | None)
 
 
 class PerHead(nn.Module):
@@ -30,8 +34,8 @@ class PerHead(nn.Module):
 class Prefix(nn.Module):
     """Learned keys and values that every query reads in addition to those of the text (prefix tuning, Li & Liang 2021).
 
-    They are finished: no position is applied to them. With RoPE they can equal P tokens at the positions -P … -1; the other schemes
-    add nothing to their scores.
+    They are finished: no position is applied to them. With RoPE they can equal P tokens at the positions -P … -1; the
+    other schemes add nothing to their scores.
     """
 
     def __init__(self, num_tokens: int, num_kv_heads: int, head_dim: int) -> None:
@@ -66,30 +70,11 @@ class Prefix(nn.Module):
             nn.init.normal_(part.weight)
 
 
-class LayerCache(Protocol):
-    """What an attention keeps of tokens that it read before. In training there is none; `inference/cached_layers.py` has them.
-
-    Attributes:
-        distance_keys: of `Attention.attend`; None = they are computed.
-    """
-
-    distance_keys: Tensor | None
-
-    def before(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The W - 1 projected queries and W keys that precede new ones [N, Q, H, C] and [N, S, G, C]. Stores the new ones.
-
-        Only smeared tokens need them; W is their number.
-        """
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new finished keys and values [N, S, G, C]; return all that the queries can read."""
-
-
 class Attention(nn.Module):
     """Multi-head self- or cross-attention with relative positions (section 2.4), for decoder and encoder.
 
-    With Transformer-XL positions, the score of query i and key j is (q_i + u)·k_j + (q_i + v)·W_kR R_{i-j}. With ALiBi, it is
-    q_i·k_j - s |i - j|, where the slopes s are 2^(-8/H), 2^(-16/H) … 2^-8 (ALiBi's formula for powers of 2, here for any H).
+    In the order of the data: `project_queries` and `project_keys_values`, preceding tokens mixed in (`weighted_sums`),
+    positions, one softmax (`attend`), and the projection of the output.
 
     Attributes:
         first_head: index of this process's first head among all H heads. Tensor parallelism sets it.
@@ -126,8 +111,12 @@ class Attention(nn.Module):
             scale: factor of the products of queries and keys; None = 1/sqrt(C).
             bias: one of `settings.Biases`.
             norm_eps: epsilon of the norms of queries and keys.
+
+        Raises:
+            NotImplementedError: the scheme lacks a method of `Positions`.
         """
         super().__init__()
+        scheme_of(scheme)  # a scheme that generation cannot use is an error here, before any training
         self.head_dim, self.num_heads, self.first_head, self.scale = head_dim, num_heads, 0, scale
         width, num_kv_heads = num_heads * head_dim, num_kv_heads or num_heads
         self.q_proj = nn.Linear(query_width, width, bias=bias != "none")
@@ -144,48 +133,24 @@ class Attention(nn.Module):
             self.content_bias = PerHead(num_heads, 1, head_dim)  # u
             self.distance_bias = PerHead(num_heads, 1, head_dim)  # v
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Positions,
-        source: Tensor | None = None,
-        mask: Tensor | Bounds | None = None,
-        causal: bool = False,
-        starts: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Attend from x [N, Q, D] to source [N, S, E]: [N, Q, D].
+    def forward(self, x: Tensor, reads: Reads) -> Tensor:
+        """Attend from x [N, Q, D] to the source [N, S, E], x itself in self-attention: [N, Q, D]."""
+        q, k, v = self.queries_keys_values(x, reads)
+        distance_keys = None if reads.cache is None else reads.cache.distance_keys
+        return self.attend(q, reads.positions, k, v, reads.mask, reads.causal, distance_keys)
 
-        Args:
-            x: input of the queries.
-            positions: from `positions_of`, for Q queries and S keys.
-            source: input of keys and values; None = x (self-attention).
-            mask: bool, broadcastable to [N, 1, Q, S], True where the query may look. Every query needs at least one visible
-                key: a softmax over no keys is NaN. In self-attention also `kernels.Bounds`.
-            causal: hide later keys. A mask must hide them too; without a mask, faster kernels are used.
-            starts: bool [1 or N, S], True for the first tokens of documents: smearing does not cross them. None = only the
-                first token. Also applies to queries in self-attention.
-            cache: earlier tokens of x, which the queries read too; the S keys of positions and mask are then those of the cache.
-        """
-        q, k, v = self.queries_keys_values(x, positions, source, starts, cache)
-        return self.attend(q, positions, k, v, mask, causal, None if cache is None else cache.distance_keys)
-
-    def queries_keys_values(
-        self,
-        x: Tensor,
-        positions: Positions,
-        source: Tensor | None = None,
-        starts: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Smeared queries [N, Q, H, C], and finished keys and values [N, S, G, C], as `attend` reads them. See `forward`."""
-        q, (k, v) = self.project_queries(x), self.project_keys_values(x if source is None else source)
+    def queries_keys_values(self, x: Tensor, reads: Reads) -> tuple[Tensor, Tensor, Tensor]:
+        """Smeared queries [N, Q, H, C], and finished keys and values [N, S, G, C], as `attend` reads them."""
+        q, (k, v) = self.project_queries(x), self.project_keys_values(x if reads.source is None else reads.source)
         if self.query_taps is not None and self.key_taps is not None:
-            q_before, k_before = (None, None) if cache is None else cache.before(q, k)
-            q = weighted_sums(q, self.query_taps().to(q.dtype), starts, q_before)
-            k = weighted_sums(k, self.key_taps().to(k.dtype), starts, k_before)
-        k = self.rotate_keys(k, positions)
-        return (q, k, v) if cache is None else (q, *cache.extend(k, v))
+            q_before, k_before = (None, None) if reads.cache is None else reads.cache.before(q, k)
+            q = weighted_sums(q, self.query_taps().to(q.dtype), reads.starts, q_before)
+            k = weighted_sums(k, self.key_taps().to(k.dtype), reads.starts, k_before)
+        # Keys are stored with their positions: those of a cached key never change, so they are applied once.
+        k = reads.positions.finish_keys(k)
+        return (
+            (q, k, v) if reads.cache is None else (q, *reads.cache.extend(k, v))
+        )  # with a cache, S keys from the first token on
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [N, Q, D] to queries [N, Q, H, C], normalized with `qk_norm`."""
@@ -202,11 +167,6 @@ class Attention(nn.Module):
         """Reshape [..., H·C] to [..., H, C], for the heads of this process."""
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def rotate_keys(self, k: Tensor, positions: Positions) -> Tensor:
-        """Rotate keys [N, S, G, C] with RoPE: finished keys, as `attend` and caches need them."""
-        # A decoder prepares the positions of cross-attention for the most neighbors of a batch; each has the same ones.
-        return rotate(k, positions.key[..., : k.shape[1], :, :]) if isinstance(positions, RopePositions) else k
-
     def attend(
         self,
         q: Tensor,
@@ -219,27 +179,22 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from smeared queries [N, Q, H, C] to finished keys and values [N, S, G, C], and project: [N, Q, D].
 
-        Mask and causal are those of `forward`. A caller that attends repeatedly can pass the `distance_keys` of the same
+        Mask and causal are those of `Reads`. A caller that attends repeatedly can pass the `distance_keys` of the same
         positions, which are computed otherwise.
         """
-        bias = mask  # what is added to the scores; a bool mask can stay as it is
-        if isinstance(positions, RopePositions):
-            q = rotate(q, positions.query)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [N, H, Q, C], [N, G, S, C] twice
-        if isinstance(positions, TransformerXLPositions):
-            if distance_keys is None:
-                distance_keys = self.distance_keys(positions.waves.to(q.dtype))
-            bias = masked_bias(self.distance_scores(q, distance_keys, positions.lookup), mask, causal)
-            q = q + self.content_bias().to(q.dtype)  # after the scores of distances, which have a bias of their own
-        elif isinstance(positions, AlibiPositions):
-            bias = masked_bias((positions.distances * -self.slopes(q)).to(q.dtype), mask, causal)
+        q = positions.finish_queries(q)
+        q, k, v = by_head(q, k, v)
+        q, scores = positions.score_terms(q, self, distance_keys)
+        # A bool mask stays as it is, for kernels that take one. Scores that are added hide keys by -inf.
+        bias = mask if scores is None else masked_bias(scores, mask, causal)
         y = dot_product_attention(q, *self.with_prefix(k, v, bias, causal), self.scale)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # [N, H, Q, C] to [N, Q, H·C], and to [N, Q, D]
 
     def with_prefix(
-        self, k: Tensor, v: Tensor, bias: Tensor | Bounds | None, causal: bool
-    ) -> tuple[Tensor, Tensor, Any, bool]:
-        """Keys, values, bias and causal of `dot_product_attention`, with the prefix if there is one: see `Prefix.forward`."""
+        self, k: Tensor, v: Tensor, bias: Bias, causal: bool
+    ) -> tuple[Tensor, Tensor, Bias | Tensor | None, bool]:
+        """Keys, values, bias and causal of `dot_product_attention`, with the prefix if there is one: see
+        `Prefix.forward`."""
         if self.prefix is None:
             return k, v, bias, causal
         assert not isinstance(bias, Bounds), "kernels that take bounds read no keys before the text"
@@ -248,10 +203,11 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def initialize_copying(self) -> None:
-        """Initialize smeared self-attention to copy: queries match keys of the same content, and the output repeats the value.
+        """Initialize smeared self-attention to copy: queries match keys of the same content, and the output repeats the
+        value.
 
-        The weights are tied only at initialization and keep their standard deviations. Trockman & Kolter (2023) found this
-        structure in trained attentions.
+        The weights are tied only at initialization and keep their standard deviations. Trockman & Kolter (2023) found
+        this structure in trained attentions.
         """
         assert self.key_taps is not None
         assert self.query_taps is not None
@@ -265,22 +221,10 @@ class Attention(nn.Module):
         self.key_taps.weight.copy_(initial_taps(*self.key_taps.weight.shape, of_queries=False))
         self.query_taps.weight.copy_(initial_taps(*self.query_taps.weight.shape, of_queries=True))
 
-    def slopes(self, q: Tensor) -> Tensor:
-        """ALiBi's decrease of the scores per token of distance, for each head of q [N, H, Q, C]: [H, 1, 1]."""
-        heads = torch.arange(self.first_head + 1, self.first_head + 1 + q.shape[1], device=q.device)
-        return (heads * (-8 / self.num_heads)).exp2()[:, None, None]
 
-    def distance_keys(self, waves: Tensor) -> Tensor:
-        """Project the sinusoids [X, D] of all distances: W_kR R, [H, C, X]."""
-        return self._split_heads(self.distance_proj(waves)).permute(1, 2, 0)
-
-    def distance_scores(self, q: Tensor, keys: Tensor, lookup: Tensor) -> Tensor:
-        """The term (q_i + v)·W_kR R_{i-j} of the scores of q [N, H, Q, C], scaled: [N, H, Q, S].
-
-        The lookup [Q, S] or [N, 1, Q, S] holds, for each query and key, the index X of their distance in the keys [H, C, X].
-        """
-        scores = (q + self.distance_bias().to(q.dtype)) @ keys * (self.scale or self.head_dim**-0.5)  # [N, H, Q, X]
-        return scores.gather(-1, lookup.expand(*scores.shape[:2], -1, -1))
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, S, H, C] with heads first, as products of attention need them: [N, H, S, C]."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def masked_bias(scores: Tensor, mask: Tensor | Bounds | None, causal: bool) -> Tensor:
@@ -292,10 +236,11 @@ def masked_bias(scores: Tensor, mask: Tensor | Bounds | None, causal: bool) -> T
 
 
 def weighted_sums(x: Tensor, taps: Tensor, starts: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-    """Replace each vector by a weighted sum of itself and the preceding ones: a causal depthwise convolution over tokens.
+    """Replace each vector by a weighted sum of itself and the preceding ones: a causal depthwise convolution over
+    tokens.
 
-    So one head can find what followed several tokens, and one layer can form induction heads (Olsson et al. 2022). Depthwise
-    convolutions of queries and keys are from So et al. (2021, Primer).
+    So one head can find what followed several tokens, and one layer can form induction heads (Olsson et al. 2022).
+    Depthwise convolutions of queries and keys are from So et al. (2021, Primer).
 
     Args:
         x: [N, S, H, C].
@@ -322,8 +267,8 @@ def initial_taps(num_heads: int, width: int, *, of_queries: bool) -> Tensor:
     Args:
         num_heads: H.
         width: taps of a head.
-        of_queries: whether the first heads weight the token itself most (queries) or almost only preceding tokens (keys). A query
-            then matches the keys of tokens that followed the same tokens.
+        of_queries: whether the first heads weight the token itself most (queries) or almost only preceding tokens
+            (keys). A query then matches the keys of tokens that followed the same tokens.
     """
     several = [0.7**back for back in range(width)] if of_queries else [0.1, *(0.7**back for back in range(width - 1))]
     alone = [1.0] + [0.0] * (width - 1)

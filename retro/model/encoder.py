@@ -1,4 +1,5 @@
-"""The encoder of neighbors (Borgeaud et al. 2022, sections 2.3 and 2.5). Letters of the shape comments as in `retro.py`."""
+"""The encoder of neighbors (Borgeaud et al. 2022, sections 2.3 and 2.5). Letters of the shape comments as in
+`retro.py`."""
 
 import torch.nn.functional as F
 from einops import rearrange
@@ -9,6 +10,7 @@ from retro.batch.masks import some_key
 from retro.model.attention import Attention
 from retro.model.feed_forward import FEED_FORWARD
 from retro.model.positions import positions_of
+from retro.model.reads import Reads
 from retro.model.residual_block import Residual, rms_norm
 from retro.model_settings import ModelSettings
 
@@ -73,7 +75,7 @@ class Encoder(nn.Module):
             InputError: neighbors are longer than the table of learned positions.
         """
         num_rows, num_chunks, k, r = tokens.shape
-        tokens = rearrange(tokens, "b u k r -> (b u k) r")
+        tokens = rearrange(tokens, "b u k r -> (b u k) r")  # self-attention stays within a neighbor: each is a row
         if self.shared:
             # Normalized, so the scale of the table does not matter. The stream keeps its dtype under autocast.
             e = self.project(F.rms_norm(table(tokens), table.weight.shape[1:])).to(table.weight.dtype)
@@ -93,13 +95,14 @@ class Encoder(nn.Module):
         if self.cross:
             m = self.chunk_length
             outer = positions_of(*self.scheme, range(r), range(m), tokens.device, (k, 1))
+            # The stream is not normalized between blocks, and this is a source of keys, not the input of a block.
             chunks = rearrange(self.query_norm(h[:num_rows, : num_chunks * m]), "b (u m) d -> (b u) m d", m=m)
         for layer, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True), start=1):
-            e = attention(e, inner, mask=mask)
+            e = attention(e, Reads(inner, mask=mask))
             if str(layer) in self.cross:
                 # The K neighbors of a chunk read the same chunk, so together they are the queries of one attention.
                 e = rearrange(e, "(b u k) r e -> (b u) (k r) e", u=num_chunks, k=k)
-                e = self.cross[str(layer)](e, outer, source=chunks)
+                e = self.cross[str(layer)](e, Reads(outer, source=chunks))
                 e = rearrange(e, "(b u) (k r) e -> (b u k) r e", u=num_chunks, k=k)
             e = feed_forward(e)
         return self.norm(rearrange(e, "(b u k) r e -> b u k r e", u=num_chunks, k=k))

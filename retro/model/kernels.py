@@ -5,8 +5,8 @@
     documents, window         flash, by `Bounds`       memory-efficient    as above
     padding, score bias       memory-efficient         memory-efficient    as above
 
-`scaled_dot_product_attention` chooses among the kernels that `device.choose_attention_kernels` leaves enabled. Letters of the shape
-comments as in `attention.py`.
+`scaled_dot_product_attention` chooses among the kernels that `device.choose_attention_kernels` leaves enabled. Letters
+of the shape comments as in `attention.py`.
 """
 
 import math
@@ -26,8 +26,9 @@ class Bounds(NamedTuple):
     """Documents that are packed into rows, in place of a mask [B, 1, T, T]: no score between two documents is computed.
 
     Attributes:
-        ends: where the documents of all rows begin, one row after another, and the end: int32 [B·U + 1], from 0 to B·T. The size
-            does not depend on the number of documents, so the host reads nothing; documents left over are empty, at the end.
+        ends: where the documents of all rows begin, one row after another, and the end: int32 [B·U + 1], from 0 to B·T.
+            The size does not depend on the number of documents, so the host reads nothing; documents left over are
+            empty, at the end.
         window: tokens that a token sees, including itself; 0 = all preceding tokens of its document.
     """
 
@@ -43,7 +44,8 @@ def self_attention_mask(
     *,
     bounds: bool = True,
 ) -> Tensor | Bounds | None:
-    """What the queries of self-attention may read: `Bounds` where a kernel takes them, else a mask; None = all preceding tokens.
+    """What the queries of self-attention may read: `Bounds` where a kernel takes them, else a mask; None = all
+    preceding tokens.
 
     Args:
         h: residual stream [B, T, D].
@@ -72,20 +74,23 @@ def self_attention_mask(
 
 
 def fits_bounds(settings: AttentionSettings, dtype: torch.dtype) -> bool:
-    """True if flash attention can compute self-attention in this dtype: it multiplies in 16 bits, and adds no bias to scores."""
+    """True if flash attention can compute self-attention in this dtype: it multiplies in 16 bits, and adds no bias to
+    scores."""
     head_dim = settings.head_dim % 8 == 0 and settings.head_dim <= 256
     return head_dim and settings.positions in ("rope", "learned") and dtype in (torch.bfloat16, torch.float16)
 
 
 def _has_flash_for_bounds(device: str) -> bool:
-    """True on NVIDIA GPUs since Ampere, with PyTorch 2.12 or later: earlier releases cannot share keys among heads there."""
+    """True on NVIDIA GPUs since Ampere, with PyTorch 2.12 or later: earlier releases cannot share keys among heads
+    there."""
     if device != "cuda" or torch.version.hip is not None or torch.__version__ < "2.12":
         return False
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-# All that `torch.compiler.assume_constant_result` does, but it imports torch._dynamo, which takes longer than the rest of this package.
+# All that `torch.compiler.assume_constant_result` does, but it imports torch._dynamo, which takes longer than the rest
+# of this package.
 _has_flash_for_bounds._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -119,8 +124,8 @@ def dot_product_attention(
         q: queries [N, H, Q, C].
         k: keys [N, G, S, C].
         v: values [N, G, S, C].
-        bias: broadcastable to [N, H, Q, S]; a bool bias is True where the query may look. Or `Bounds` (Q = S), which hide later
-            keys.
+        bias: broadcastable to [N, H, Q, S]; a bool bias is True where the query may look. Or `Bounds` (Q = S), which
+            hide later keys.
         causal: hide later keys (Q = S). A bias must hide them too; without one the triangular mask is added.
         scale: None = 1/sqrt(C).
     """
@@ -147,10 +152,11 @@ def dot_product_attention(
 def dot_product_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `dot_product_attention`, and the log of the sum of exp(scores) of each query: [N, H, Q, C] and float32 [N, H, Q].
+    """As `dot_product_attention`, and the log of the sum of exp(scores) of each query: [N, H, Q, C] and float32
+    [N, H, Q].
 
-    With it, attentions to two sets of keys can be merged. Without gradients a CPU takes the kernel of `dot_product_attention`. Otherwise
-    these are own products, since autograd has no derivative of a fused kernel's log.
+    With it, attentions to two sets of keys can be merged. Without gradients a CPU takes the kernel of
+    `dot_product_attention`. Otherwise these are own products, since autograd has no derivative of a fused kernel's log.
 
     Args:
         q: queries [N, H, Q, C].
@@ -184,7 +190,9 @@ def _within_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
 
     num_rows, _, num_tokens, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [N·T, H, C], [N·T, G, C] twice
+    # Documents of variable length follow each other in one row, so rows of the batch do too: [N·T, H, C], [N·T, G, C]
+    # twice.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     y = varlen_attn(
         q,
         k,
@@ -206,7 +214,8 @@ _LEAST_QUERIES = 4
 
 
 def _is_generation(q: Tensor, k: Tensor, bias: Tensor) -> bool:
-    """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and a mask for each query."""
+    """True for the last tokens of one text that is generated on a CPU: few queries, many keys, and a mask for each
+    query."""
     alone = q.device.type == "cpu" and len(q) == 1 and q.dtype == torch.float32 and not q.requires_grad
     return alone and q.shape[2] <= _FEW_QUERIES < k.shape[2] and bias.shape[:3] == (1, 1, q.shape[2])
 
@@ -214,8 +223,8 @@ def _is_generation(q: Tensor, k: Tensor, bias: Tensor) -> bool:
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
     """Attention of few queries of one text, without the blocks of the fused kernels, which are made for many.
 
-    BLAS sums products of less than `_LEAST_QUERIES` rows in another order, so they are repeated. A token then gets the same
-    bits alone and in a draft.
+    BLAS sums products of less than `_LEAST_QUERIES` rows in another order, so they are repeated. A token then gets the
+    same bits alone and in a draft.
     """
     num_groups, num_queries = k.shape[1], q.shape[2]
     queries = q[0].unflatten(0, (num_groups, -1)).flatten(1, 2)  # [G, (H / G)·Q, C]
@@ -241,7 +250,8 @@ def _heads_as_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scal
 
 
 _BLOCK_QUERIES = 64
-"""Queries whose scores are in memory at a time: they stay in the CPU's cache. The backward pass is faster with larger blocks."""
+"""Queries whose scores are in memory at a time: they stay in the CPU's cache. The backward pass is faster with larger
+blocks."""
 
 
 def _unfused(

@@ -7,16 +7,17 @@
                                                                               │
     y [B, T, D] = sum over the choices of a token of gate · output  ◄─────────┘
 
-Queues are filled in the order of the tokens, all choices of a token before those of the next one. (GShard places the first
-choices of all tokens first, so later tokens influence earlier ones.) A document's queues have slots in proportion to its
-chunks in the row. So whether a choice is dropped depends only on earlier tokens and on the number of chunks of the same
-document: not on other documents, on other rows, or on how a batch is divided. Padding is sent to no expert. Choices are dropped
-only in training. In evaluation, queues are as long as needed, so tokens are independent and incremental decoding gives the
-same result.
+Queues are filled in the order of the tokens, all choices of a token before those of the next one. (GShard places the
+first choices of all tokens first, so later tokens influence earlier ones.) A document's queues have slots in proportion
+to its chunks in the row. So whether a choice is dropped depends only on earlier tokens and on the number of chunks of
+the same document: not on other documents, on other rows, or on how a batch is divided. Padding is sent to no expert.
+Choices are dropped only in training. In evaluation, queues are as long as needed, so tokens are independent and
+incremental decoding gives the same result.
 
-Routing statistics of each sequence (`ROUTING`) are returned with y as a tensor, so compilation, activation checkpointing and
-pipeline stages handle them like any other value. Letters of the shape comments: E experts, k choices of a token, C slots of a
-row in an expert's queue, the rest as in `retro.py`; here U = ceil(T / M), an incomplete chunk included.
+Routing statistics of each sequence (`ROUTING`) are returned with y as a tensor, so compilation, activation
+checkpointing and pipeline stages handle them like any other value. Letters of the shape comments: E experts, k choices
+of a token, C slots of a row in an expert's queue, the rest as in `retro.py`; here U = ceil(T / M), an incomplete chunk
+included.
 """
 
 import math
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ROUTING = ("balance_loss", "dropped_choices", "busiest_expert")
-"""Columns of the routing statistics: Switch Transformer's balance loss (Fedus et al. 2022, equations 4 to 6), from 1 (balanced)
-to E / k; the fraction of choices that were dropped; and the load of the busiest expert relative to an even load. With a capacity
-factor f, load above f is dropped."""
+"""Columns of the routing statistics: Switch Transformer's balance loss (Fedus et al. 2022, equations 4 to 6), from 1
+(balanced) to E / k; the fraction of choices that were dropped; and the load of the busiest expert relative to an even
+load. With a capacity factor f, load above f is dropped."""
 
 
 class ExpertLinear(nn.Module):
@@ -100,8 +101,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, queues: Queues | None = None) -> tuple[Tensor, Tensor]:
         """Send tokens [B, T, D] to experts: [B, T, D] and `ROUTING`, float32 [B, 3].
 
-        The output is 0 for padding and for tokens whose choices were all dropped. Without queues, every row is one document
-        without padding.
+        The output is 0 for padding and for tokens whose choices were all dropped. Without queues, every row is one
+        document without padding.
         """
         gates, choices, logits = self.route(x)
         queues = queues_of(x, self.chunk_length, None, None) if queues is None else queues
@@ -115,7 +116,8 @@ class Experts(nn.Module):
         num_slots = self.num_experts * length
         slots = (chosen * length + slots).masked_fill(~queued, num_slots).flatten()  # [B·T·k]
 
-        # Queues of equal length, so that one batched product serves all experts. Dropped choices share the slot after the last one.
+        # Queues of equal length, so that one batched product serves all experts. Dropped choices share the slot after
+        # the last one.
         tokens = x.to(product_dtype(x)).flatten(0, 1).repeat_interleave(self.experts_per_token, 0)  # [B·T·k, D]
         sent = tokens.new_zeros(num_slots + 1, x.shape[-1]).index_copy(0, slots, tokens)[:-1]
         outputs = self.run_experts(sent.unflatten(0, (self.num_experts, -1))).flatten(0, 1)
@@ -126,8 +128,8 @@ class Experts(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts: gates float32 [B, T, k], experts int64 [B, T, k], and router logits [B, T, E].
 
-        Gates of several choices sum to 1. The gate of a single choice is its probability (Switch Transformer): with 1, the router
-        would receive no gradient.
+        Gates of several choices sum to 1. The gate of a single choice is its probability (Switch Transformer): with 1,
+        the router would receive no gradient.
         """
         with torch.autocast(x.device.type, enabled=False):  # Switch Transformer, section 2.4: bfloat16 is too coarse
             logits = nn.functional.linear(x.float(), self.router.weight.float())
@@ -137,10 +139,11 @@ class Experts(nn.Module):
         return gates, chosen, logits
 
     def slots_by_document(self, chosen: Tensor, so_far: Tensor, queues: Queues) -> tuple[Tensor, Tensor, int]:
-        """Slots of training: slot of each choice in its expert's queue, whether it exists, both [B, T·k]; and queue length B·C.
+        """Slots of training: slot of each choice in its expert's queue, whether it exists, both [B, T·k]; and queue
+        length B·C.
 
-        A document has `slots_per_chunk` slots for each of its chunks, rounded up once per document. A row has room for as many
-        documents as chunks, so C is equal for all rows and devices, and all queues have the same length.
+        A document has `slots_per_chunk` slots for each of its chunks, rounded up once per document. A row has room for
+        as many documents as chunks, so C is equal for all rows and devices, and all queues have the same length.
         """
         num_rows, num_choices = chosen.shape
         of_chunk, per_chunk = self.chunk_length * self.experts_per_token, math.ceil(self.slots_per_chunk)
@@ -226,9 +229,9 @@ def _exchange(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 def share_experts(model: nn.Module, mesh: "DeviceMesh") -> set[nn.Parameter]:
     """Shard the experts over the devices of a mesh. Each device trains on its own sequences (expert parallelism).
 
-    The stacks of matrices become DTensors, sharded by expert. Every device keeps its shard of its values, so all devices must
-    have equal values (or meta tensors). After the backward pass, gradients are already summed over the mesh. Only devices with
-    the same experts still need to sum them.
+    The stacks of matrices become DTensors, sharded by expert. Every device keeps its shard of its values, so all
+    devices must have equal values (or meta tensors). After the backward pass, gradients are already summed over the
+    mesh. Only devices with the same experts still need to sum them.
 
     Args:
         model: its `Experts` are changed in place.

@@ -1,33 +1,45 @@
 """Pre-norm residual connection around every block of decoder and encoder."""
 
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
+Block = TypeVar("Block", bound=nn.Module)
 
-class Residual(nn.Module):
-    """x + dropout(block(norm(x)))."""
 
-    def __init__(self, norm: nn.Module, block: nn.Module, dropout: float) -> None:
+class PreNorm(nn.Module, Generic[Block]):
+    """A block with the norm before it and the dropout after it."""
+
+    block: Block
+
+    def __init__(self, norm: nn.Module, block: Block, dropout: float) -> None:
         super().__init__()
         self.norm = norm
         self.block = block
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *args: Any, reads: Tensor | None = None, **kwargs: Any) -> Any:
-        """Apply the block to x [..., D]; further arguments are passed to the block.
+
+class Residual(PreNorm[Block]):
+    """x + dropout(block(norm(x)))."""
+
+    def forward(self, x: Tensor, *reads: object, before: Tensor | None = None) -> Tensor:
+        """Add the output of the block to the residual stream x [..., D].
 
         Args:
             x: residual stream.
-            args: of the block.
-            reads: input of the block in place of x (parallel residual), [..., D].
-            kwargs: of the block.
-
-        Returns:
-            [..., D]; if the block returns a tuple, followed by its other items.
+            reads: what the block takes besides its input, such as `reads.Reads`.
+            before: input of the block in place of x (parallel residual), [..., D].
         """
-        y = self.block(self.norm(x if reads is None else reads), *args, **kwargs)
-        return (x + self.dropout(y[0]), *y[1:]) if isinstance(y, tuple) else x + self.dropout(y)
+        return x + self.dropout(self.block(self.norm(x if before is None else before), *reads))
+
+
+class RoutedResidual(PreNorm[Block]):
+    """A `Residual` of experts, which return their routing too."""
+
+    def forward(self, x: Tensor, *reads: object, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `Residual.forward`, with `mixture_of_experts.ROUTING`, float32 [B, 3]."""
+        y, routing = self.block(self.norm(x if before is None else before), *reads)
+        return x + self.dropout(y), routing
 
 
 def rms_norm(width: int) -> nn.Module:

@@ -8,7 +8,8 @@
 Notable:
     - Retrieval OFF uses the same weights with `neighbors=None`.
     - RMSNorm before each block, no biases, rotary positions by default; the paper has Transformer-XL positions.
-    - A decoder of another family can have LayerNorm, biases and more. Its encoder and cross-attention keep the defaults.
+    - A decoder of another family can have LayerNorm, biases and more. Its encoder and cross-attention keep the
+      defaults.
     - One class implements every attention (`attention.py`). There is no loop over chunks.
     - No buffers: a model created on the meta device needs only `to_empty` and `initialize`.
     - RETROfit trains `encoder.*` and `cross.*` and freezes the rest.
@@ -21,7 +22,8 @@ Letters of the shape comments:
     N batch of an attention      Q queries    S keys    H heads    C features of a head    X distances
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,24 +42,12 @@ from retro.model.feed_forward import FEED_FORWARD, affine, linear
 from retro.model.layer_pass import CrossReads, LayerPass
 from retro.model.mixture_of_experts import ExpertLinear, Experts, Queues
 from retro.model.positions import Positions
-from retro.model.reader import PackedNeighbors, ReadingAttention, StoredKeysValues, neighbor_positions, neighbor_window
-from retro.model.residual_block import NORMS, Residual, rms_norm
+from retro.model.reader import ReadingAttention, StoredKeysValues, neighbor_positions, neighbor_window
+from retro.model.reads import EncodedNeighbors, PackedNeighbors, WindowNeighbors
+from retro.model.residual_block import NORMS, PreNorm, Residual, RoutedResidual, rms_norm
 from retro.model_settings import ModelSettings
 
 # ------------------------------------------------------------------------- chunked cross-attention (sections 2.3-2.4)
-
-
-class CrossCache(Protocol):
-    """Neighbors of the chunks before some tokens, with their finished keys and values (`inference/cached_layers.py`).
-
-    Attributes:
-        distance_keys: as in `LayerCache`.
-    """
-
-    distance_keys: Tensor | None
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K·R, H, C]."""
 
 
 class ChunkedCrossAttention(nn.Module):
@@ -67,8 +57,8 @@ class ChunkedCrossAttention(nn.Module):
         chunks      └─── 0 ───┘  └──── 1 ────┘  └── 2 …        All tokens of chunk u were used to retrieve its neighbors,
         windows               └─── 0 ────┘└─── 1 ────┘         so only its last token and later ones may read them.
 
-    Windows are the sequence shifted by m - 1 tokens and split every m tokens: no copies, no loop. Token i of a window and token
-    i' of a neighbor have distance i - i' + m - 1. One softmax covers all tokens of all K neighbors.
+    Windows are the sequence shifted by m - 1 tokens and split every m tokens: no copies, no loop. Token i of a window
+    and token i' of a neighbor have distance i - i' + m - 1. One softmax covers all tokens of all K neighbors.
     """
 
     def __init__(self, attention: Attention, chunk_length: int) -> None:
@@ -76,60 +66,46 @@ class ChunkedCrossAttention(nn.Module):
         self.attention = attention
         self.chunk_length = chunk_length
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Positions | None,
-        encoded: Tensor | None,
-        mask: Tensor | None,
-        cache: "CrossCache | None" = None,
-    ) -> Tensor:
-        """Attend from x [B, T, D] to encoded neighbors: [B, T, D], exactly 0 for tokens without neighbors.
+    def forward(self, x: Tensor, neighbors: EncodedNeighbors | WindowNeighbors | None) -> Tensor:
+        """Attend from x [B, T, D] to neighbors: [B, T, D], exactly 0 for tokens without neighbors.
 
         Args:
             x: decoder activations, [B, T, D].
-            positions: of the window's m tokens from m - 1 on, and K times those of a neighbor from 0 on.
-            encoded: encoded neighbors of the complete chunks, [B', U, K, R, E].
-            mask: bool, which of their tokens are real, [B', U, K, R]; None = all.
-            cache: instead of `encoded`; the tokens of each row are then some of one window, the positions theirs (None = there are
-                no neighbors), and the mask is [B, K, R].
+            neighbors: of whole sequences, or of the one window that the tokens of each row belong to; None = there are
+                none.
         """
-        if positions is None:
+        if neighbors is None:
             return torch.zeros_like(x)
-        if cache is not None:
-            q = self.attention.project_queries(x)
-            return self.attend(q, positions, *cache.keys_values(), mask, cache.distance_keys)
-        assert encoded is not None
+        if isinstance(neighbors, WindowNeighbors):
+            return self.attend(self.attention.project_queries(x), neighbors)
+        return self.attend_in_windows(x, neighbors)
+
+    def attend_in_windows(self, x: Tensor, neighbors: EncodedNeighbors) -> Tensor:
+        """Attend from whole sequences x [B, T, D] to the neighbors of all their chunks: [B, T, D]."""
+        positions, encoded, mask = neighbors
         m, (num_rows, num_chunks) = self.chunk_length, encoded.shape[:2]
-        # From the first reader on, the tokens that read the neighbors of a chunk follow each other: m tokens are a window.
-        q = self.attention.project_queries(x[:num_rows, m - 1 :])
+        # From the first reader on, the tokens that read the neighbors of a chunk follow each other: m tokens are a
+        # window.
+        q = self.attention.project_queries(x[:num_rows, m - 1 :])  # [B', T - m + 1, H, C]
         num_readers = q.shape[1]  # the end of the sequence cuts the last window short
         q = F.pad(q, (0, 0, 0, 0, 0, num_chunks * m - num_readers))
+        # A window is a row of the attention, with the neighbors of its chunk, which were encoded for this.
         windows = rearrange(q, "b (u m) h c -> (b u) m h c", m=m)
-        mask = None if mask is None else mask.flatten(0, 1)
-        read = self.attend(windows, positions, *self.keys_values(encoded.flatten(0, 1), positions), mask)
+        k, v = self.keys_values(encoded.flatten(0, 1), positions)
+        read = self.attend(windows, WindowNeighbors(positions, k, v, None if mask is None else mask.flatten(0, 1)))
         read = rearrange(read, "(b u) m d -> b (u m) d", u=num_chunks)
         # The first m - 1 tokens read nothing, and neither do the rows without neighbors.
         return F.pad(read[:, :num_readers], (0, 0, m - 1, 0, 0, len(x) - num_rows))
 
     def keys_values(self, encoded: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Encoded neighbors of some chunks [N, K, R, E] to keys and values [N, K·R, H, C]."""
+        # One softmax for all neighbors of a chunk, so their tokens are one row of keys.
         k, v = self.attention.project_keys_values(encoded.flatten(1, 2))
-        return self.attention.rotate_keys(k, positions), v
+        return positions.finish_keys(k), v
 
-    def attend(
-        self,
-        q: Tensor,
-        positions: Positions,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        distance_keys: Tensor | None = None,
-    ) -> Tensor:
-        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors.
-
-        The mask is [N, K, R], or None if all tokens are real; the rest as in `Attention`.
-        """
+    def attend(self, q: Tensor, neighbors: WindowNeighbors) -> Tensor:
+        """Queries of windows [N, Q, H, C] read keys and values of their chunks' neighbors: [N, Q, D]."""
+        positions, k, v, mask, distance_keys = neighbors
         if mask is None:
             return self.attention.attend(q, positions, k, v, distance_keys=distance_keys)
         mask = mask.flatten(1)[:, None, None]  # [N, 1, 1, K·R]
@@ -145,17 +121,12 @@ class Layer(NamedTuple):
     """The blocks of a layer, in the order in which they run, with the name of its attention and feed-forward: 0, 1 …"""
 
     name: str
-    attention: Any  # `Residual` of self-attention
-    cross: Any  # `Residual` of cross-attention, or None
-    feed_forward: Any  # `Residual` of a feed-forward block or of experts
-
-    @property
-    def has_experts(self) -> bool:
-        """True if the feed-forward block also takes queues and returns `mixture_of_experts.ROUTING`."""
-        return isinstance(self.feed_forward.block, Experts)
+    attention: Residual[Attention]
+    cross: Residual[ChunkedCrossAttention] | None
+    feed_forward: Residual[nn.Module] | RoutedResidual[Experts]
 
 
-def _self_attention(settings: ModelSettings) -> Residual:
+def _self_attention(settings: ModelSettings) -> Residual[Attention]:
     heads = settings.attention
     block = (ReadingAttention if settings.decoder_reads else Attention)(
         settings.d_model,
@@ -174,7 +145,7 @@ def _self_attention(settings: ModelSettings) -> Residual:
     return Residual(_norm(settings), block, settings.dropout)
 
 
-def _cross_attention(settings: ModelSettings) -> Residual:
+def _cross_attention(settings: ModelSettings) -> Residual[ChunkedCrossAttention]:
     heads = settings.attention
     attention = Attention(
         settings.d_model,
@@ -190,16 +161,16 @@ def _cross_attention(settings: ModelSettings) -> Residual:
     return Residual(rms_norm(settings.d_model), block, settings.dropout)
 
 
-def _feed_forward(settings: ModelSettings, layer: int) -> Residual:
+def _feed_forward(settings: ModelSettings, layer: int) -> Residual[nn.Module] | RoutedResidual[Experts]:
     """Experts or a dense block, by the number of the layer from 1."""
+    if layer in settings.expert_layers:
+        return RoutedResidual(_norm(settings), Experts(settings), settings.dropout)
     matrix = affine if settings.feed_forward_bias else linear
-    dense = FEED_FORWARD[settings.activation]
-    is_mixture = layer in settings.expert_layers
-    block = Experts(settings) if is_mixture else dense(settings.d_model, settings.d_ffw, matrix)
+    block = FEED_FORWARD[settings.activation](settings.d_model, settings.d_ffw, matrix)
     return Residual(_norm(settings), block, settings.dropout)
 
 
-def _norm(settings: ModelSettings) -> Any:
+def _norm(settings: ModelSettings) -> nn.Module:
     return NORMS[settings.norm](settings.d_model, eps=settings.norm_eps)
 
 
@@ -221,8 +192,9 @@ class Retro(CopyingModel):
             self.position_embedding = nn.Embedding(settings.attention.max_positions, width)
         if settings.retrieval_positions == "learned":
             self.chunk_embedding = nn.Embedding(settings.chunk_length, width)
-        # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the names of
-        # parameters are those in files, of adapters and of metrics, and their order decides which random numbers they get.
+        # By number, since with pipeline parallelism a device holds only some of the layers; and by kind, since the
+        # names of parameters are those in files, of adapters and of metrics, and their order decides which random
+        # numbers they get.
         self.attention = nn.ModuleDict({str(n): _self_attention(settings) for n in layers})
         self.feed_forward = nn.ModuleDict({str(n): _feed_forward(settings, n + 1) for n in layers})
         self.cross = nn.ModuleDict({str(layer): _cross_attention(settings) for layer in settings.retrieval.cca_layers})
@@ -232,17 +204,18 @@ class Retro(CopyingModel):
         self.head = None if settings.tied_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         names = settings.copy_head.names
         self.copy_head = CopyHead(names, settings.chunk_length) if names else None
-        self.packed_output: Any = None  # a faster product with `output_weight`, from `inference/packed_weights.py`
+        # A faster product with `output_weight`, from `inference/packed_weights.py`.
+        self.packed_output: Callable[[Tensor], Tensor] | None = None
         self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
         """Draw all weights. A model created on the meta device needs this after `to_empty`.
 
-        Matrices preserve variance (std 1/sqrt(fan-in)) at any width. Outputs of blocks are scaled down by the number of blocks,
-        so the variance of the residual stream does not grow with depth. Embeddings enter both streams about as large as the
-        outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of the first block,
-        and copying from neighbors took more than twice as many steps to learn.
+        Matrices preserve variance (std 1/sqrt(fan-in)) at any width. Outputs of blocks are scaled down by the number of
+        blocks, so the variance of the residual stream does not grow with depth. Embeddings enter both streams about as
+        large as the outputs of blocks: with a std of 0.02 (GPT-2's choice) they would be far smaller than the output of
+        the first block, and copying from neighbors took more than twice as many steps to learn.
 
         `init` = mup changes only the std of the output layer here; see `training/optimizer.py`.
         """
@@ -266,8 +239,8 @@ class Retro(CopyingModel):
         for layer in self.layers:  # after all other weights are drawn
             if self.settings.attention.smeared_tokens:
                 layer.attention.block.initialize_copying()
-            if self.settings.attention.prefix_tokens:
-                layer.attention.block.prefix.initialize()
+            if (prefix := layer.attention.block.prefix) is not None:
+                prefix.initialize()
 
     def hidden(self, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the input of the output layer, [B, T, D], and the routing of experts, see `run_layers`."""
@@ -276,7 +249,8 @@ class Retro(CopyingModel):
         return self.finish(h), routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows at a time."""
+        """Compute the vocabulary's logits [..., V] from hidden [..., D]. They are large, so callers can pass a few rows
+        at a time."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
     @property
@@ -298,7 +272,7 @@ class Retro(CopyingModel):
         """The layers that this device holds."""
         layers, crosses = [], dict(self.cross.items())
         for name, attention in self.attention.items():  # torch.compile cannot trace a comprehension here
-            layers.append(Layer(name, attention, crosses.get(str(int(name) + 1)), self.feed_forward[name]))
+            layers.append(Layer(name, attention, crosses.get(str(int(name) + 1)), self.feed_forward[name]))  # type: ignore[arg-type]
         return layers
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -339,10 +313,11 @@ class Retro(CopyingModel):
         return h if self.base_width == self.settings.d_model else h * (self.base_width / self.settings.d_model)
 
     @property
-    def blocks(self) -> dict[str, Any]:
+    def blocks(self) -> dict[str, PreNorm[nn.Module]]:
         """All blocks of these layers, by name."""
-        kinds: Any = {"attention": self.attention, "cross": self.cross, "feed_forward": self.feed_forward}
-        return {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
+        kinds = {"attention": self.attention, "cross": self.cross, "feed_forward": self.feed_forward}
+        blocks = {f"{kind}.{name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
+        return cast(dict[str, PreNorm[nn.Module]], blocks)
 
     def run_layers(
         self, h: Tensor, encoded: Tensor | None, inputs: Inputs, cached: tuple[Tensor, Tensor] | None = None
@@ -351,22 +326,23 @@ class Retro(CopyingModel):
 
         Args:
             h: residual stream [B, T, D].
-            encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the encoder.
+            encoded: encoded neighbors [B', U, K, R, E]; None in or before the first layer with CCA, which runs the
+                encoder.
             inputs: of the model.
-            cached: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder reads
-                them; None = it encodes them.
+            cached: keys and values of the neighbors from `encode_neighbors`, [B'·U, L, G, K·R, C] each, if the decoder
+                reads them; None = it encodes them.
 
         Returns:
-            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32 [B, 3],
-            summed over the layers with experts (None without experts).
+            The residual stream, the encoded neighbors, and `mixture_of_experts.ROUTING` of each sequence, float32
+            [B, 3], summed over the layers with experts (None without experts).
         """
         reads = LayerPass.of(h, inputs, self.settings, cached)
-        if not isinstance(reads.reading, PackedNeighbors):
+        if not isinstance(reads.neighbors, PackedNeighbors):
             return self.run(h, reads, encoded)
         # Every block but attention is the same for text and neighbors, so both are one stream.
-        packed = reads.reading.pack(h, self.embed_at(inputs.neighbors.flatten(0, 2), None))
+        packed = reads.neighbors.pack(h, self.embed_at(inputs.neighbors.flatten(0, 2), None))  # [S, D]
         h, encoded, routing = self.run(packed, reads)
-        return reads.reading.unpack(h)[0], encoded, routing
+        return reads.neighbors.unpack(h)[0], encoded, routing
 
     def run(
         self, h: Tensor, reads: LayerPass, encoded: Tensor | None = None
@@ -375,29 +351,33 @@ class Retro(CopyingModel):
         routing = None
         for index, layer in enumerate(self.layers):
             before = h if self.settings.parallel_residual else None
-            h = layer.attention(h, reads.positions, **reads.of_attention(index))
+            h = layer.attention(h, reads.of_attention(index))
             h, encoded = self._read_neighbors(layer, h, reads.cross, encoded)
             h, routing = self._feed_forward(layer, h, before, reads.queues, routing)
         return h, encoded, routing
 
-    def _read_neighbors(self, layer: Layer, h: Tensor, cross: CrossReads | None, encoded: Any) -> tuple[Tensor, Any]:
+    def _read_neighbors(
+        self, layer: Layer, h: Tensor, cross: CrossReads | None, encoded: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Cross-attention of a layer that has one. The first one runs the encoder, which needs the stream before it."""
         if layer.cross is None or cross is None:
             return h, encoded
-        encoded = cross.encode(self, h) if encoded is None else encoded
-        return layer.cross(h, *cross.of_layer(layer.name, encoded)), encoded
+        if int(layer.name) + 1 == self.settings.retrieval.cca_layers[0]:  # names count from 0, settings from 1
+            encoded = cross.encode(self.encoder, self.embedding, h)
+        return layer.cross(h, cross.of_layer(layer.name, encoded)), encoded
 
     def _feed_forward(
         self, layer: Layer, h: Tensor, before: Tensor | None, queues: Queues | None, routing: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The feed-forward block or the experts of a layer, and the routing summed so far. `before`: see `Residual`."""
-        if not layer.has_experts:
-            return layer.feed_forward(h, reads=before), routing
-        h, routed = layer.feed_forward(h, queues, reads=before)
+        if not isinstance(layer.feed_forward, RoutedResidual):
+            return layer.feed_forward(h, before=before), routing
+        h, routed = layer.feed_forward(h, queues, before=before)
         return h, routed if routing is None else routing + routed
 
     def encode_neighbors(self, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C] each.
+        """Keys and values of every layer with which the decoder reads neighbors: [N, K, R] tokens to [N, L, G, K·R, C]
+        each.
 
         For caches: `run_layers` encodes the neighbors of a batch together with its text.
         """

@@ -16,7 +16,8 @@ def shapes_only() -> Iterator[None]:
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Initial values are not computed. For random ones on `meta` PyTorch imports torch._dynamo, which takes longer than this package."""
+    """Initial values are not computed. For random ones on `meta` PyTorch imports torch._dynamo, which takes longer than
+    this package."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Coordination of processes: the first one decides for all, and an error on one is an error on all.
 
-Without a group there is one process, and functions are simply called. With several, all must call the same functions in the
-same order, or they wait for each other forever.
+Without a group there is one process, and functions are simply called. With several, all must call the same functions in
+the same order, or they wait for each other forever.
 """
 
 import contextlib
@@ -27,10 +27,11 @@ _KINDS: tuple[type[Exception], ...] = (InputError, OSError, RuntimeError)
 
 @contextlib.contextmanager
 def joined() -> Iterator[int]:
-    """Form a process group of the processes that torchrun or Slurm started; yields the rank of this one, 0 if it is alone.
+    """Form a process group of the processes that torchrun or Slurm started; yields the rank of this one, 0 if it is
+    alone.
 
-    Ranks above 0 log only errors. If several processes raise the same error, only one prints it. An existing group, for example
-    Ray's, is used as it is.
+    Ranks above 0 log only errors. If several processes raise the same error, only one prints it. An existing group, for
+    example Ray's, is used as it is.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     store = None
@@ -38,8 +39,9 @@ def joined() -> Iterator[int]:
         # A key-value store shared by all processes; the group uses it for rendezvous too.
         store, rank, size = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun's store survives a restart with addresses of dead processes (pytorch/pytorch#167288). The restart count is
-            # per node, so several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
+            # torchrun's store survives a restart with addresses of dead processes (pytorch/pytorch#167288). The restart
+            # count is per node, so several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of
+            # torchrun.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -67,7 +69,8 @@ def _is_reported(store: dist.Store, error: BaseException) -> bool:
 
 
 def open_group() -> dist.ProcessGroup | None:
-    """Create a gloo group of all processes, separate from the communication of the training loop; None without processes.
+    """Create a gloo group of all processes, separate from the communication of the training loop; None without
+    processes.
 
     Every call creates a new group. Threads must not share one.
     """
@@ -83,7 +86,8 @@ def on_first(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Resu
     """Call a function in the first process and return its result in all of them.
 
     Raises:
-        Exception: what the function raised; in other processes an `InputError`, OSError or RuntimeError with its message.
+        Exception: what the function raised; in other processes an `InputError`, OSError or RuntimeError with its
+            message.
     """
     if group is None:
         return act()
@@ -108,7 +112,8 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], Result]) -> Result
     """Call a function in every process, and return only if none has failed.
 
     Raises:
-        Exception: what the function raised here; if only others failed, the error of the first of them, as in `on_first`.
+        Exception: what the function raised here; if only others failed, the error of the first of them, as in
+            `on_first`.
     """
     if group is None:
         return act()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +24,15 @@ from retro.parallel.settings import ParallelSettings
 def share_data(model: Retro, root: nn.Module, processes: Processes, dtype: torch.dtype) -> None:
     """Sum gradients over data-parallel processes, and shard what ZeRO shards.
 
-    Units of gathering and reduction are the matrices of attention and feed-forward of a layer, of a CCA, and of the encoder (a
-    batch without neighbors uses neither of the last two), a table of the encoder's own, and the rest. Matrices are gathered in
-    the dtype in which autocast multiplies them, so results are those of gathering float32. Gradients are reduced in float32.
+    Units of gathering and reduction are the matrices of attention and feed-forward of a layer, of a CCA, and of the
+    encoder (a batch without neighbors uses neither of the last two), a table of the encoder's own, and the rest.
+    Matrices are gathered in the dtype in which autocast multiplies them, so results are those of gathering float32.
+    Gradients are reduced in float32.
     """
     settings, mesh = processes.settings, processes.mesh("data")
     if settings.zero:
         offload = CPUOffloadPolicy(mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
-        share: Callable[..., Any] = partial(
+        share: Callable[..., object] = partial(
             fully_shard, mesh=mesh, offload_policy=offload, reshard_after_forward=settings.zero == 3
         )
     else:
@@ -47,8 +47,8 @@ def share_data(model: Retro, root: nn.Module, processes: Processes, dtype: torch
     units += [[layer.cross] for layer in model.layers if layer.cross is not None]
     units += [[model.encoder]] if hasattr(model, "encoder") else []
     multiplied = {parameter for unit in units for module in unit for parameter in matrices(module).values()}
-    # The root comes first, because a unit that is shared hides all its modules from it. The loss uses the output layer after the
-    # model has run.
+    # The root comes first, because a unit that is shared hides all its modules from it. The loss uses the output layer
+    # after the model has run.
     share(root, ignored_params=multiplied, **({"reshard_after_forward": False} if settings.zero else {}))
     for unit in units:
         others = {parameter for module in unit for parameter in module.parameters()} - multiplied

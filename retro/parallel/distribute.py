@@ -8,8 +8,8 @@
     data_parallel.py             divides the sequences of a batch; with ZeRO also optimizer states, gradients, parameters
     model/mixture_of_experts.py  divides the experts over data-parallel processes
 
-Activation checkpointing, below, recomputes activations instead of keeping them. A step computes the same in every mode: the mean over the labels of all its batches. Parallelism is applied to the modules of a
-plain model from outside.
+Activation checkpointing, below, recomputes activations instead of keeping them. A step computes the same in every mode:
+the mean over the labels of all its batches. Parallelism is applied to the modules of a plain model from outside.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,9 @@ def distribute(
         share_experts(model, mesh)
     checkpoint_activations(model, settings.activation_checkpointing)
     if compiled:
-        # There is one graph per shape of batch (number of neighbors, document boundaries), and per kind of block if blocks are
-        # compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole model is an error.
+        # There is one graph per shape of batch (number of neighbors, document boundaries), and per kind of block if
+        # blocks are compiled. The settings bound their number. With the default limit of 8, a ninth graph of a whole
+        # model is an error.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     if compiled and processes.count > 1:
         for block in model.blocks.values():
@@ -89,15 +90,15 @@ _KEPT = {
 """Operations whose results selective checkpointing keeps."""
 
 
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
     """Keep only the input of every block, and with `selective` the results of its matrix products.
 
-    This wraps `forward`: Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapper module would
-    change the names of parameters.
+    This wraps `forward`: Dynamo cannot trace the hooks of `torch.distributed._composable.checkpoint`, and a wrapper
+    module would change the names of parameters.
     """
     contexts: dict[str, Any] = {}
     if how == "selective":
@@ -110,7 +111,7 @@ def checkpoint_activations(model: Retro, how: Checkpointing) -> None:
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     """Wrap `forward` in a function of this file: compilation silently skips `partial(checkpoint, forward)`."""
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: object, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return checkpointed

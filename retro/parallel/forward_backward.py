@@ -5,9 +5,9 @@
 `pipeline_parallel.py` does the same with the layers divided over processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from retro.parallel.distribute import distribute
 from retro.parallel.gradient_norms import squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.tensor_parallel import local_tokens, of_all_tokens, own_part, token_losses_of
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""Hidden states, `ROUTING` and the copy head's evidence."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class DistributedModel(Protocol):
         """The parts of the model in this process."""
 
     def forward_backward(self, inputs: Inputs, context: StepContext) -> Tensor:
-        """Accumulate gradients of this process's rows; returns their part of cross-entropy and `ROUTING`: float32 [1 + 3]."""
+        """Accumulate gradients of this process's rows; returns their part of cross-entropy and `ROUTING`: float32
+        [1 + 3]."""
 
     def token_losses(self, inputs: Inputs) -> Tensor:
         """`Retro.token_losses` of inputs that all processes have: float32 [B, T] in all of them. Without gradients."""
@@ -76,8 +80,8 @@ class WholeModel:
             model: equal in all processes.
             processes: with their settings.
             placement: device and precision.
-            compiled: use `torch.compile`. A single process compiles the whole model, so a graph break is an error and not a slow
-                step. Several processes compile block by block, since they communicate in between.
+            compiled: use `torch.compile`. A single process compiles the whole model, so a graph break is an error and
+                not a slow step. Several processes compile block by block, since they communicate in between.
         """
         self.processes, self.placement, self.compiled = processes, placement, compiled
         self.mesh = processes.along("tensor")
@@ -86,7 +90,9 @@ class WholeModel:
         self.model = model if processes.count > 1 else model.to(placement.device)
         # There are few shapes: one per number of neighbors, with and without document boundaries. Each compiles once.
         whole = compiled and processes.count == 1
-        self.run: Any = torch.compile(self._run, fullgraph=True, dynamic=False) if whole else self._run
+        self.run: Callable[[Inputs], Outputs] = (
+            torch.compile(self._run, fullgraph=True, dynamic=False) if whole else self._run
+        )
 
     @property
     def model_parts(self) -> Sequence[Retro]:
@@ -107,7 +113,7 @@ class WholeModel:
             reshard(self.model)
         return parts
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _run(self, inputs: Inputs) -> Outputs:
         """Hidden states, `ROUTING` and the copy head's evidence."""
         hidden, routing = self.model.hidden(inputs)
         return hidden, routing, self.model.evidence(inputs)
@@ -156,8 +162,9 @@ def part_of_loss(
         hidden, labels, evidence = without_ignored(hidden, labels, evidence)
     total, vocabulary = summed_loss(*local_tokens(mesh, hidden, model.output_weight, labels), compiled=compiled)
     if evidence is not None and model.copy_head is not None:
-        # The loss is that of the mixture. Its gradient trains the copy head, and the vocabulary's own cross-entropy the vocabulary.
-        # Gradients of the copy head, like those of embeddings, are equal in all processes of a mesh, and are not summed over it.
+        # The loss is that of the mixture. Its gradient trains the copy head, and the vocabulary's own cross-entropy the
+        # vocabulary. Gradients of the copy head, like those of embeddings, are equal in all processes of a mesh, and
+        # are not summed over it.
         mixed = model.copy_head.losses(of_all_tokens(vocabulary, mesh), labels, evidence)
         trained = total + mixed.sum()
         total = trained - trained.detach() + own_part(mixed, mesh).sum().detach()
@@ -182,7 +189,7 @@ def local_rows(inputs: Inputs, processes: Processes, multiple: int) -> tuple[Inp
     return inputs.map(local), num_rows
 
 
-def gradients(parameters: Any) -> list[Tensor]:
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 

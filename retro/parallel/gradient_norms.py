@@ -3,8 +3,8 @@
     tensors ─ local shards, grouped by the mesh dimensions that shard them ─ measure ─ one all-reduce per group ─ sum
 
 A plain tensor is whole. For a `DTensor`, every process measures its local shard, and results are summed over the mesh
-dimensions that shard the tensor, not over those that replicate it. So the result is equal in all processes and independent of
-their number.
+dimensions that shard the tensor, not over those that replicate it. So the result is equal in all processes and
+independent of their number.
 """
 
 import math
@@ -27,8 +27,8 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
 def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
     """Scale gradients down to a total norm of at most `max_norm`, in place; returns the norm before, [].
 
-    For plain tensors on one device the result is bit-identical to `torch.nn.utils.clip_grad_norm_`, which does not support
-    several meshes.
+    For plain tensors on one device the result is bit-identical to `torch.nn.utils.clip_grad_norm_`, which does not
+    support several meshes.
 
     Args:
         parameters: those without a gradient are skipped.

@@ -4,13 +4,14 @@
     stage 1    h ─ layers, encoder in the one with the first CCA ─ h, encoded neighbors ─┐
     stage 2    h, encoded ─ layers ─ norm ─ copy head ─ loss
 
-With experts, routing statistics are sent along. Every process reads the whole batch and computes masks and positions itself.
-Schedules are PyTorch's. They need the shapes of what is sent, so there is one schedule per shape of batch, with the same stages.
+With experts, routing statistics are sent along. Every process reads the whole batch and computes masks and positions
+itself. Schedules are PyTorch's. They need the shapes of what is sent, so there is one schedule per shape of batch, with
+the same stages.
 """
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from retro.parallel.gradient_norms import local, squared_norm
 from retro.parallel.process_mesh import Processes
 from retro.parallel.settings import check_reader, num_microbatches, num_stages
 from retro.parallel.tensor_parallel import token_losses_of
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.pipelining import PipelineStage
 
 
 class Stage(nn.Module):
@@ -63,8 +67,9 @@ class Stage(nn.Module):
         The other arguments are the values of `Inputs` that are not None.
 
         Returns:
-            The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last stage: the
-            hidden states, followed by the copy head's evidence if there is something to copy from, and by the routing statistics.
+            The stream, followed by encoded neighbors and routing statistics if later stages need them. Of the last
+            stage: the hidden states, followed by the copy head's evidence if there is something to copy from, and by
+            the routing statistics.
         """
         batch, tensors = Inputs(**inputs), list(received)
         routing_before = tensors.pop() if self.receives_routing else None
@@ -86,7 +91,7 @@ class Stage(nn.Module):
         return (h, *sent, *([] if routing is None else [routing]))
 
 
-def _outputs(out: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Hidden states, evidence [B, T, 3, L, 4] and routing statistics [B, 3] from what the last stage returns."""
     hidden, *others = out if isinstance(out, tuple) else (out,)
     of_dimensions = {part.ndim: part for part in others}
@@ -114,7 +119,8 @@ def _prune(model: Retro, layers: range, is_first: bool, is_last: bool) -> None:
     if not (is_first or (is_last and settings.tied_embeddings) or (encodes and settings.shared_embeddings)):
         model.embedding = None  # type: ignore[assignment]
     if not is_last:
-        model.norm = model.head = model.copy_head = None
+        model.norm = None  # type: ignore[assignment]
+        model.head = model.copy_head = None
     if not is_first and settings.attention.positions == "learned":
         del model.position_embedding
     if not is_first and settings.retrieval_positions == "learned":
@@ -160,7 +166,7 @@ class Pipeline:
             distribute(stage.model, processes, root=stage, compiled=compiled, dtype=placement.dtype)
             self.stages.append(stage)
         self._holders = self._embedding_holders()
-        self._schedules: dict[Any, Any] = {}
+        self._schedules: dict[object, Any] = {}  # PyTorch types their arguments for lists and dicts of one kind
 
     @property
     def model_parts(self) -> Sequence[Retro]:
@@ -232,16 +238,15 @@ class Pipeline:
         key = inputs.tokens.shape, neighbors, inputs.votes is None, training
         if key not in self._schedules:
             indexed = zip(self.stages, self.indexes, strict=True)
-            stages = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
+            stages: list[Any] = [self._pipeline_stage(stage, index, inputs) for stage, index in indexed]
             loss = self._loss if training else None
             if len(stages) > 1:
-                schedule: Any = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
+                self._schedules[key] = ScheduleInterleaved1F1B(stages, self.num_microbatches, loss, scale_grads=False)
             else:
-                schedule = Schedule1F1B(stages[0], self.num_microbatches, loss, scale_grads=False)
-            self._schedules[key] = schedule
+                self._schedules[key] = Schedule1F1B(stages[0], self.num_microbatches, loss, scale_grads=False)
         return self._schedules[key]
 
-    def _pipeline_stage(self, stage: Stage, index: int, inputs: Inputs) -> Any:
+    def _pipeline_stage(self, stage: Stage, index: int, inputs: Inputs) -> "PipelineStage":
         """PyTorch's wrapper of a stage, with its inputs and outputs for a microbatch as meta tensors."""
         from torch.distributed.pipelining import PipelineStage
 
@@ -276,10 +281,11 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ tied embeddings
 
-    def _embedding_holders(self) -> Any:
-        """Group of the processes of this pipeline that hold the embedding table; None for a process without it, or the only one."""
+    def _embedding_holders(self) -> dist.ProcessGroup | None:
+        """Group of the processes of this pipeline that hold the embedding table; None for a process without it, or the
+        only one."""
         holds = any(part.embedding is not None for part in self.model_parts)
-        gathered: list[Any] = [None] * self.processes.count
+        gathered: list[tuple[bool, list[int]]] = [(False, [])] * self.processes.count
         dist.all_gather_object(gathered, (holds, self.mesh.mesh.tolist()))
         joined = None
         for ranks in sorted({tuple(pipeline) for _, pipeline in gathered}):

@@ -18,22 +18,28 @@ class ParallelSettings:
     data: NonNegativeInt = 0
     """Number of processes that share the sequences of a batch; 0 = all processes / (tensor * pipeline)."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
-    """Tensors that data-parallel processes shard (ZeRO): 0 none, 1 the optimizer's moments, 2 also gradients, 3 also parameters."""
+    """Tensors that data-parallel processes shard (ZeRO): 0 none, 1 the optimizer's moments, 2 also gradients, 3 also
+    parameters."""
     cpu_offload: bool = False
-    """Keep sharded parameters, gradients and moments in the host's memory and run the optimizer there. Needs `zero` 1 or more."""
+    """Keep sharded parameters, gradients and moments in the host's memory and run the optimizer there. Needs `zero` 1
+    or more."""
     tensor: PositiveInt = 1
-    """Number of processes that share heads and feed-forward features of every layer, and the sequence between blocks."""
+    """Number of processes that share heads and feed-forward features of every layer, and the sequence between
+    blocks."""
     pipeline: PositiveInt = 1
     """Number of processes (stages) that share the layers, one after another."""
     pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """Pipeline schedule: `1f1b`, one stage per process; `interleaved`, two stages per process (less waiting, more communication)."""
+    """Pipeline schedule: `1f1b`, one stage per process; `interleaved`, two stages per process (less waiting, more
+    communication)."""
     microbatches: NonNegativeInt = 0
-    """Parts of a batch that pass through a pipeline one after another; 0 = 2 * pipeline, if the batch is divisible by it."""
+    """Parts of a batch that pass through a pipeline one after another; 0 = 2 * pipeline, if the batch is divisible by
+    it."""
     expert: PositiveInt = 1
-    """Number of data-parallel processes that share the experts of a layer. Tokens are sent to the process with their experts."""
+    """Number of data-parallel processes that share the experts of a layer. Tokens are sent to the process with their
+    experts."""
     activation_checkpointing: Checkpointing = "none"
-    """Activations that the backward pass recomputes: `none`; `selective`, all but those of matrix products and attention; `full`,
-    all within a block."""
+    """Activations that the backward pass recomputes: `none`; `selective`, all but those of matrix products and
+    attention; `full`, all within a block."""
 
     def __post_init__(self) -> None:
         if self.cpu_offload and not self.zero:
@@ -70,7 +76,8 @@ def divided(model: ModelSettings, tensor: int) -> ModelSettings:
 
 
 def check_reader(model: ModelSettings, **sizes: int) -> None:
-    """Raise InputError if a dimension divides the stream of a decoder that reads neighbors, which are packed into it."""
+    """Raise InputError if a dimension divides the stream of a decoder that reads neighbors, which are packed into
+    it."""
     for key, size in sizes.items():
         if size > 1 and model.decoder_reads:
             raise InputError(f"parallel.{key} = {size}: must be 1 with model.retrieval.reader = 'decoder'.")

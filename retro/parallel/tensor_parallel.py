@@ -1,11 +1,10 @@
 """Tensor and sequence parallelism with DTensor: processes hold some heads and features of every layer."""
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from retro.batch.inputs import Inputs
@@ -13,14 +12,17 @@ from retro.batch.loss import TokenLosses, token_losses
 from retro.model.attention import Attention, PerHead
 from retro.model.retro import ChunkedCrossAttention, Retro
 
+Reads = tuple[object, ...]
+"""What a block takes besides its input."""
+
 
 def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
     """Divide every block of decoder and encoder by heads or features, and the decoder's stream between blocks by token.
 
     Every process computes embeddings, and the encoder outside its blocks, in full.
     """
-    for residual in model.encoder.blocks if hasattr(model, "encoder") else ():
-        _divide_block(residual.block, mesh, Replicate(), local=True)
+    for of_encoder in model.encoder.blocks if hasattr(model, "encoder") else ():
+        _divide_block(of_encoder.block, mesh, Replicate(), local=True)
     for name, residual in model.blocks.items():
         parallelize_module(residual.norm, mesh, SequenceParallel(use_local_output=False))
         if isinstance(residual.block, ChunkedCrossAttention):
@@ -39,8 +41,9 @@ def divide_layers(model: Retro, mesh: DeviceMesh) -> None:
         model.encoder.register_forward_pre_hook(partial(_gather_encoder_input, mesh))
 
 
-def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) -> None:
-    """Divide input matrices by rows (heads or features), output matrices by columns, and parameters per head by head."""
+def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Placement, local: bool) -> None:
+    """Divide input matrices by rows (heads or features), output matrices by columns, and parameters per head by
+    head."""
     if isinstance(block, Attention):
         block.first_head = mesh.get_local_rank() * (block.num_heads // mesh.size())
     for name, module in block.named_modules():
@@ -55,20 +58,20 @@ def _divide_block(block: nn.Module, mesh: DeviceMesh, output: Any, local: bool) 
             parallelize_module(module, mesh, style)
 
 
-def _gather_input(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_input(mesh: DeviceMesh, local: bool, _: nn.Module, inputs: tuple[DTensor, *Reads]) -> tuple[Tensor, *Reads]:
     """Gather the input of a block, [B, T / tensor, D] to [B, T, D]."""
     x = inputs[0].redistribute(mesh, [Replicate()])
     return (x.to_local() if local else x, *inputs[1:])
 
 
-def _scatter_output(mesh: DeviceMesh, _: nn.Module, __: Any, added: Tensor) -> DTensor:
+def _scatter_output(mesh: DeviceMesh, _: nn.Module, __: object, added: Tensor) -> DTensor:
     """Sum the outputs of all processes [B, T, D] and keep the tokens of each: reduce-scatter."""
     return DTensor.from_local(added, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(1)])
 
 
 def _scatter_first_input(
-    mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, *Reads], kwargs: dict[str, Tensor | None]
+) -> tuple[tuple[Tensor | None, *Reads], dict[str, Tensor | None]]:
     """Divide the embedded tokens, which every process has in full, by token, as input of the first layer's blocks."""
 
     def divide(h: Tensor | None) -> Tensor | None:
@@ -76,12 +79,14 @@ def _scatter_first_input(
             return h
         return _by_token(h, mesh)
 
-    if "reads" in kwargs:
-        kwargs = {**kwargs, "reads": divide(kwargs["reads"])}
+    if "before" in kwargs:
+        kwargs = {**kwargs, "before": divide(kwargs["before"])}
     return (divide(inputs[0]), *inputs[1:]), kwargs
 
 
-def _gather_encoder_input(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_encoder_input(
+    mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, Tensor | None, DTensor, nn.Embedding]
+) -> tuple[Tensor, Tensor | None, Tensor, nn.Embedding]:
     """Gather the stream, the encoder's third input."""
     tokens, mask, h, table = inputs
     return tokens, mask, h.redistribute(mesh, [Replicate()]).to_local(), table
@@ -120,7 +125,8 @@ def of_all_tokens(vocabulary: TokenLosses, mesh: DeviceMesh | None) -> TokenLoss
 
 
 def token_losses_of(model: Retro, mesh: DeviceMesh | None, hidden: Tensor, inputs: Inputs) -> Tensor:
-    """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; copying needs all tokens in every process."""
+    """`Retro.token_losses` of the tokens of this process [B, T'], from hidden states; copying needs all tokens in every
+    process."""
     vocabulary = token_losses(*local_tokens(mesh, hidden, model.output_weight, model.scored_tokens(inputs)))
     return own_part(model.with_copying(of_all_tokens(vocabulary, mesh), inputs)[0], mesh)
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retro.model.attention import Attention, dot_product_attention, initial_taps, weighted_sums
-from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of
+from retro.model.positions import AlibiPositions, NoPositions, Positions, RopePositions, positions_of, slopes
+from retro.model.reads import Reads
 from tests.retro.small_model import M, R, batch, build, logits
 
 
@@ -86,14 +87,14 @@ def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
     record: dict[str, Any] = {"lengths": torch.tensor([[R, 3], [0, 0], [0, 5]])}
 
     def keep(name: str) -> Any:
-        def hook(block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-            record[name] = (block, inputs, named, output)
+        def hook(block: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            record[name] = (block, inputs, output)
 
         return hook
 
     for name, block in model.named_modules():
         if name.endswith(".block"):
-            block.register_forward_hook(keep(name.removesuffix(".block")), with_kwargs=True)
+            block.register_forward_hook(keep(name.removesuffix(".block")))
     tokens, neighbors, _ = batch()
     logits(model, tokens[:1, : 3 * M + 2], None, neighbors[:1, :3], record["lengths"][None])
     return record
@@ -101,15 +102,15 @@ def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @torch.no_grad()
 def test_self_attention_equals_the_papers_formula(recorded):
-    attention, (x, places), _, output = recorded["attention.1"]
-    slow = slow_attention(attention, places, x[0], x[0], lambda i, j: i - j if j <= i else None)
+    attention, (x, reads), output = recorded["attention.1"]
+    slow = slow_attention(attention, reads.positions, x[0], x[0], lambda i, j: i - j if j <= i else None)
     torch.testing.assert_close(output[0], slow, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 def test_chunked_cross_attention_equals_the_papers_formula(recorded):
     """Section 2.4: token i of chunk u's window is at distance i - i' + m - 1 from token i' of chunk u's neighbors."""
-    cross, (x, places, encoded, _), _, output = recorded["cross.4"]
+    cross, (x, (places, encoded, _)), output = recorded["cross.4"]
     assert (output[0, : M - 1] == 0).all()
     for chunk in range(3):
         window = slice((chunk + 1) * M - 1, (chunk + 2) * M - 1)
@@ -124,23 +125,23 @@ def test_chunked_cross_attention_equals_the_papers_formula(recorded):
 
 @torch.no_grad()
 def test_the_encoder_is_bidirectional_over_the_real_tokens_of_a_neighbor(recorded):
-    attention, (x, places), _, output = recorded["encoder.attention.1"]
+    attention, (x, reads), output = recorded["encoder.attention.1"]
     for row, length in enumerate(recorded["lengths"].flatten().tolist()):
         if length:
 
             def distance(i: int, j: int, length: int = length) -> int | None:
                 return i - j if j < length else None
 
-            slow = slow_attention(attention, places, x[row], x[row], distance)
+            slow = slow_attention(attention, reads.positions, x[row], x[row], distance)
             torch.testing.assert_close(output[row], slow, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 def test_encoded_neighbors_read_the_chunk_that_retrieved_them(recorded):
     """Token i' of a neighbor and token j of the chunk are at distance i' - j, in each of the K neighbors."""
-    attention, (x, places), named, output = recorded["encoder.cross.1"]
+    attention, (x, reads), output = recorded["encoder.cross.1"]
     for chunk in range(3):
-        slow = slow_attention(attention, places, x[chunk], named["source"][chunk], lambda i, j: i % R - j)
+        slow = slow_attention(attention, reads.positions, x[chunk], reads.source[chunk], lambda i, j: i % R - j)
         torch.testing.assert_close(output[chunk], slow, rtol=1e-4, atol=1e-4)
 
 
@@ -166,8 +167,8 @@ def test_heads_are_independent(scheme):
                 one.distance_proj.weight.copy_(both.distance_proj.weight[rows])
                 one.content_bias.weight.copy_(both.content_bias.weight[head : head + 1])
                 one.distance_bias.weight.copy_(both.distance_bias.weight[head : head + 1])
-            expected += one(x, places, source)
-        torch.testing.assert_close(both(x, places, source), expected, rtol=1e-4, atol=1e-5)
+            expected += one(x, Reads(places, source))
+        torch.testing.assert_close(both(x, Reads(places, source)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_alibi_slopes_halve_from_head_to_head_on_every_tensor_parallel_rank():
@@ -175,9 +176,9 @@ def test_alibi_slopes_halve_from_head_to_head_on_every_tensor_parallel_rank():
     torch.manual_seed(2)
     attention = Attention(12, 12, 8, 4, "alibi")
     q = torch.zeros(1, 8, 3, 4)
-    assert attention.slopes(q).flatten().tolist() == [2.0**-n for n in range(1, 9)]
+    assert slopes(q, attention).flatten().tolist() == [2.0**-n for n in range(1, 9)]
     attention.first_head = 6
-    assert attention.slopes(q[:, :2]).flatten().tolist() == [1 / 128, 1 / 256]
+    assert slopes(q[:, :2], attention).flatten().tolist() == [1 / 128, 1 / 256]
 
 
 @pytest.mark.parametrize("scheme", ["rope", "transformer-xl"])
@@ -193,7 +194,8 @@ def test_grouped_queries_equal_heads_with_repeated_keys_and_values(scheme):
         weights[name] = weights[name].unflatten(0, (2, rows)).repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(weights)
     x, places = torch.randn(2, 5, 12), positions_of(scheme, 12, 8, range(5), range(5), torch.device("cpu"))
-    torch.testing.assert_close(grouped(x, places, causal=True), full(x, places, causal=True))
+    reads = Reads(places, causal=True)
+    torch.testing.assert_close(grouped(x, reads), full(x, reads))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -14,6 +14,7 @@ from retro.device import choose_placement
 from retro.model.attention import Attention
 from retro.model.kernels import Bounds, self_attention_mask
 from retro.model.positions import positions_of
+from retro.model.reads import Reads
 from retro.model_settings import AttentionSettings, PositionScheme
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -100,7 +101,8 @@ def gradients(attention: Attention, case: Case, inputs: list[Tensor], upstream: 
     queries, keys = range(last - case.num_queries, last), range(num_keys)
     positions = positions_of(case.scheme, x.shape[-1], attention.head_dim, queries, keys, x.device)
     causal = not case.num_keys and case.mask != "padding"
-    y = attention(x, positions, source, mask_of(case, x, num_keys, attention.head_dim), causal)
+    mask = mask_of(case, x, num_keys, attention.head_dim)
+    y = attention(x, Reads(positions, source, mask, causal))
     y.backward(upstream.to(y.dtype))
     named = {"output": y.detach(), **{f"input {index}": leaf.grad for index, leaf in enumerate(leaves)}}
     named |= {name: parameter.grad for name, parameter in attention.named_parameters()}
