@@ -234,13 +234,13 @@ class Service:
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
-        """Return the token ids [t] int64 of texts, without beginning and end of document.
+        """Return the token ids [t] int64 of texts (a string is one), without beginning and end of document.
 
         Raises:
             ApiError: the texts have more characters or tokens than allowed for one request.
         """
         self.limits.characters(texts, param)
-        rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
+        rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, texts)
         self.limits.tokens(rows, param)
         return [row.astype(np.int64) for row in rows]
 
