@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import DamagedFile, InputError
 from retro.inference.chat_template import ChatTemplate, read_template, stored_template
@@ -126,13 +125,6 @@ class Service:
             read = {"hit": lambda: cache.hits, "miss": lambda: cache.misses}
             gauge("retro_neighbors_read", "Neighbors found in the cache, or encoded.", read, "cache")
             gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors in the cache.", lambda: cache.bytes)
-
-    def warm_up(self) -> None:
-        """Run one search and one scoring, so that the first request does not wait for initialization."""
-        retrieval: Retrieval = "hybrid" if self.retriever.chunks.has_terms else "dense"
-        self.retriever.search(["warm up"], 1, retrieval=retrieval)
-        if self.language_model is not None:
-            self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
 
     async def cut_off(self) -> int:
         """Stop all requests under way when the time for shutdown is over.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from indexing.machine import (
+    _copy_read_only_cache,
     choose_blas_kernels,
     compiled,
     for_each,
@@ -116,6 +117,20 @@ def test_compiled_code_needs_no_folder_to_write_to(monkeypatch: pytest.MonkeyPat
     values = np.arange(3)
     compiled(double)(values)
     assert values.tolist() == [0, 2, 4]
+
+
+def test_a_read_only_cache_of_compiled_code_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba import config
+
+    (tmp_path / "suffixes_1").mkdir()
+    (tmp_path / "suffixes_1" / "find.nbi").write_bytes(b"index")
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    _copy_read_only_cache.__wrapped__()
+    assert str(tmp_path) == config.CACHE_DIR  # it can be written to
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    _copy_read_only_cache.__wrapped__()
+    assert str(tmp_path) != config.CACHE_DIR
+    assert (Path(config.CACHE_DIR) / "suffixes_1" / "find.nbi").read_bytes() == b"index"
 
 
 def test_error_is_raised_at_the_position_of_its_item() -> None:
