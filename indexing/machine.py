@@ -114,7 +114,10 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 @functools.cache
 def _copy_read_only_cache() -> None:
-    """Let numba use a copy of its cache in `NUMBA_CACHE_DIR` if that is read-only, as in a container: it ignores one that it cannot write to."""
+    """Let numba use a copy of its cache in `NUMBA_CACHE_DIR` if that is read-only, as in a container.
+
+    It ignores a cache that it cannot write to.
+    """
     from numba import config
 
     stored = Path(config.CACHE_DIR)

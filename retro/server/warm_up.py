@@ -90,12 +90,12 @@ def first_uses(service: "Service") -> Iterator[FirstUse]:
 
 
 def _traces(service: "Service") -> bool:
-    """Whether verbatim runs are found without a download: the first trace of a datastore at a URL fetches its sorted prefixes."""
+    """Whether verbatim runs are found without a download: of a datastore at a URL, sorted prefixes are fetched first."""
     return service.traces and not any(url_of(split.folder) for split in service.retriever.retrieval.splits)
 
 
 def _stored_text(service: "Service") -> np.ndarray:
-    """The beginning of a document of the datastore, int64 [t], with more tokens than the longest match if a document has as many."""
+    """The beginning of a document, int64 [t], with more tokens than the longest match if a document has as many."""
     split = service.retriever.retrieval.own
     deleted = set(split.deleted_documents.tolist())
     documents = [number for number in range(min(_DOCUMENTS, split.num_documents)) if number not in deleted]

@@ -1,4 +1,4 @@
-"""Plan of a datastore: bytes of every artifact from the file formats, and times of every step from one sample, linearly.
+"""Plan of a datastore: bytes of artifacts from the file formats, and times of every step from one sample, linearly.
 
     Sample (a build on this machine) ─┐
     Workload (the planned datastore) ─┴─► artifact_bytes, seconds_of, memory_bytes ──► Plan
@@ -206,9 +206,9 @@ def scaling(plan: Plan, sample: Sample) -> str:
     factor = plan.size.chunks / sample.size.chunks
     cpu, idle = (human_seconds(sum(times.values())) for times in (sample.cpu_seconds, sample.seconds))
     return (
-        f"Times are those of the sample, scaled to {factor:,.3g} times the chunks. CPU time is that of all processors together ({cpu} for the "
-        f"sample).\nTime when idle is that of a machine like this one without other work: at most the CPU time, and at most the time that the "
-        f"sample took here ({idle})."
+        f"Times are those of the sample, scaled to {factor:,.3g} times the chunks. CPU time: of all processors together, "
+        f"{cpu} for the sample.\nTime when idle: of a machine like this one without other work, at most the CPU time and the "
+        f"time that the sample took here, {idle}."
     )
 
 

@@ -266,7 +266,7 @@ def _with_text(config: Config, valid: Sequence[Document], documents: Sequence[Do
 
 
 def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[EmbedderSettings, Step | None]:
-    """The lexical embedder in place of the configured one, and a transformer's step with a few chunks (None without one).
+    """The lexical embedder in place of the configured one, and the step of a transformer (None without one).
 
     Search and index depend only on the dimension of embeddings.
     """
@@ -332,8 +332,8 @@ def last_steps(steps: Sequence[Step]) -> dict[str, Step]:
 def idle_seconds(step: Step) -> float:
     """Time of a step on this machine without other work, at most.
 
-    While others use the processors, a step waits for them, and takes longer than its CPU seconds. On several free processors it
-    takes less than these.
+    While others use the processors, a step waits for them, and takes longer than its CPU seconds. On several free
+    processors it takes less than these.
     """
     return min(step.seconds, step.cpu_seconds)
 
