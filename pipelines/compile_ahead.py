@@ -28,6 +28,9 @@ d_ffw = 64
 num_layers = 2
 copy_head = {{context = true, neighbors = true, datastore = true}}
 
+[model.retrieval]
+cca_layers = [2]
+
 [model.attention]
 num_heads = 2
 head_dim = 16
