@@ -21,6 +21,9 @@ RUN pip install --no-deps --force-reinstall .
 FROM python:${PYTHON}-slim-bookworm
 COPY --from=build /opt/retro /opt/retro
 ENV PATH=/opt/retro/bin:$PATH
+# Loops of searches and generation, compiled for the processor of this machine, so that no server compiles them at its start.
+ENV NUMBA_CACHE_DIR=/opt/retro/compiled
+RUN python -m pipelines.compile_ahead
 RUN useradd --uid 10001 --no-create-home retro
 USER 10001
 EXPOSE 8080

@@ -1,10 +1,13 @@
 """What the machine offers and how to use it: memory, threads, and devices. torch is imported inside functions."""
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import logging
 import os
+import shutil
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,6 +110,7 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
     import numba
 
     _log_compilations()
+    _copy_read_only_cache()
     options = {"nogil": True, "error_model": "numpy"}
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
@@ -146,6 +150,26 @@ def _log_compilation(module: str, kept: bool) -> None:
             "in every process, since no folder for the results can be written (set NUMBA_CACHE_DIR to one that can)"
         )
     log.info("Compiling the loops of %s, %s: up to half a minute.", module, how_often)
+
+
+@functools.cache
+def _copy_read_only_cache() -> None:
+    """Let numba use a copy of its cache in `NUMBA_CACHE_DIR` if that is read-only, as in a container.
+
+    It ignores a cache that it cannot write to.
+    """
+    from numba import config
+
+    stored = Path(config.CACHE_DIR)
+    if config.CACHE_DIR and stored.is_dir() and not os.access(stored, os.W_OK):
+        with contextlib.suppress(OSError):  # without room for the copy, this process compiles for itself
+            copy = Path(tempfile.mkdtemp(prefix="retro-compiled-"))
+            atexit.register(shutil.rmtree, copy, ignore_errors=True)
+            for file in filter(Path.is_file, stored.rglob("*")):
+                target = copy / file.relative_to(stored)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+            config.CACHE_DIR = str(copy)
 
 
 def map_ahead(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:

@@ -90,6 +90,11 @@ class Placement:
         """Copy inputs to the device; copies of pinned tensors are asynchronous."""
         return inputs.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
+    def wait(self) -> None:
+        """Wait until the device has finished its work, to measure its time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 def choose_placement(device: str, precision: Precision) -> Placement:
     """Resolve device and precision.

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["retro"]
 DATASTORE = "/srv/datastore"
+ORDER = (ROOT / "Dockerfile").read_text().splitlines()
 
 
 def instructions(name: str) -> list[str]:
@@ -64,6 +65,14 @@ def test_the_image_runs_the_command_line_as_an_ordinary_user() -> None:
     (user,) = instructions("USER")
     assert user != "0"
     assert any(f"useradd --uid {user} " in each for each in instructions("RUN"))
+
+
+def test_the_image_compiles_where_the_server_looks_for_it() -> None:
+    compiling = [number for number, each in enumerate(ORDER) if each == "RUN python -m pipelines.compile_ahead"]
+    cache = [number for number, each in enumerate(ORDER) if each.startswith("ENV NUMBA_CACHE_DIR=")]
+    (last_stage,) = [number for number, each in enumerate(ORDER) if each.startswith("COPY --from=build")]
+    assert last_stage < cache[0] < compiling[0]
+    assert (ROOT / "pipelines" / "compile_ahead.py").exists()
 
 
 def test_the_default_command_can_be_reached_from_outside_the_container() -> None:

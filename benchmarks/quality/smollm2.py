@@ -12,12 +12,11 @@ a window. Rows of finished windows are kept in FOLDER, so the script resumes. `s
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.common import budget, markdown, measured_on, model_parser, percent, placement, say, write
 from benchmarks.quality.other_text import add_texts, scored_texts, texts_table
@@ -31,7 +30,6 @@ from pipelines.cli.main import main as retro
 from pipelines.cli.results import Table
 from pipelines.cli.settings.toml_file import to_toml
 from pipelines.config import Config
-from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.data.neighbor_choice import NeighborUse
 from retro.device import Placement
@@ -78,28 +76,12 @@ def build(
     return file
 
 
-def cached_losses(model: Retro, place: Placement) -> Callable[[Inputs], Tensor]:
-    """`Retro.token_losses` of a model without cross-attention: its activations are computed once for each batch of tokens."""
-    assert not model.settings.activations_read, "these activations depend on neighbors"
-    known: dict[bytes, Tensor] = {}
-
-    def losses_of(inputs: Inputs) -> Tensor:
-        key = inputs.tokens.numpy().tobytes()
-        with torch.inference_mode(), place.autocast():
-            if key not in known:
-                known[key], _ = model.hidden(inputs.off())
-            return model.token_losses(inputs, known[key])
-
-    return losses_of
-
-
 def measure(
     model: Retro, held_out: EvaluationSet, uses: Iterable[NeighborUse], window: int, tokens: int, place: Placement
 ) -> list[SetResult]:
-    """Score the first held-out documents with each choice of neighbors."""
+    """Score held-out documents with each choice of neighbors."""
     settings = EvaluationSettings(window=window, stride=window * 3 // 4, max_tokens=tokens, batch_size=4)
-    evaluator = Evaluator(model, place, settings, token_losses_of=cached_losses(model, place))
-    return [evaluator.score(held_out, use) for use in uses]
+    return Evaluator(model, place, settings).score_each(held_out, list(uses))
 
 
 def rows_of(results: dict[str, SetResult], reference: SetResult) -> list[dict[str, Any]]:

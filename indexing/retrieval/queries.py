@@ -8,10 +8,11 @@ import numpy as np
 
 from indexing.embedding.settings import Embedder
 from indexing.store.errors import InputError
+from indexing.tokenization.texts import as_texts
 from indexing.tokenization.tokenizer import Tokenizer
 
-Queries = Sequence[str] | Sequence[np.ndarray] | np.ndarray
-"""Texts, token ids [t] of each, or vectors [n, d] float."""
+Queries = str | Sequence[str] | Sequence[np.ndarray] | np.ndarray
+"""Texts (a string is one), token ids [t] of each, or vectors [n, d] float."""
 
 Retrieval = Literal["dense", "sparse", "hybrid"]
 """How chunks are found: by embeddings, by terms (BM25), or by both."""
@@ -34,6 +35,7 @@ class QueryEmbedder:
         """
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             return self._unit(queries)
+        queries = as_texts(queries)
         if not len(queries):
             return np.empty((0, self.embedder.dimension), dtype=np.float32)
         texts = [query for query in queries if isinstance(query, str)]
@@ -53,7 +55,7 @@ class QueryEmbedder:
         """
         if isinstance(queries, np.ndarray) and queries.dtype.kind == "f":
             raise InputError("sparse and hybrid retrieval need texts or token ids: vectors have no terms.")
-        return [query if isinstance(query, str) else self.tokenizer.decode(query) for query in queries]
+        return [query if isinstance(query, str) else self.tokenizer.decode(query) for query in as_texts(queries)]
 
     def _embed(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Token ids [t] of each query → unit vectors [n, d] float32."""
@@ -71,6 +73,8 @@ class QueryEmbedder:
 
     def _checked(self, row: np.ndarray) -> np.ndarray:
         """The token ids [t] of a query, if all are in the vocabulary."""
+        if row.ndim != 1:
+            raise InputError("token ids to search for are a list for each query, for example [[5, 6, 7]].")
         if not len(row):
             raise InputError("a list of token ids to search for is empty.")
         outside = row[(row < 0) | (row >= self.tokenizer.vocab_size)]

@@ -73,7 +73,8 @@ class Retriever:
         """Find the k nearest chunks of each query, nearest first.
 
         Args:
-            queries: texts, token ids [t] of each, or vectors [n, d] float, which are scaled to unit length.
+            queries: texts (a string is one query), token ids [t] of each, or vectors [n, d] float, which are scaled to
+                unit length.
             k: hits per query; fewer with `sparse` if fewer chunks contain a term of the query.
             filters: column of the documents' metadata → the required value, or a list of accepted values.
             retrieval: `dense` searches by embeddings, `sparse` by terms (BM25), `hybrid` by both.

@@ -24,6 +24,7 @@ from indexing.store.errors import InputError
 from indexing.store.remote import fetch_manifest, present
 from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
 from indexing.store.sharded_array import open_array
+from indexing.tokenization.texts import as_texts
 
 FOLDER = "sparse"  # of a datastore
 _K1 = 1.2  # tantivy's saturation: how soon more occurrences of a term stop counting
@@ -152,7 +153,7 @@ class SparseIndex:
         passages with the highest BM25. Of equal scores the smallest id is first.
 
         Args:
-            queries: the terms of n queries; a repeated term counts as often.
+            queries: the terms of n queries; a string is one term, and a repeated term counts as often.
             k: chunks for each query.
             among: chunk ids to search, in every split; None searches all chunks.
 
@@ -162,14 +163,14 @@ class SparseIndex:
         ids, scores = np.full((len(queries), k), -1, dtype=np.int64), np.zeros((len(queries), k), dtype=np.float32)
         allowed = None if among is None else np.unique(np.asarray(among, dtype=np.int64))
         for row, query in enumerate(queries):
-            hits, best = self._search(Counter(query), max(k, _PASSAGES), allowed)
+            hits, best = self._search(Counter(as_texts(query)), max(k, _PASSAGES), allowed)
             order = np.lexsort((hits, -best))[:k]
             ids[row, : len(order)], scores[row, : len(order)] = hits[order], best[order]
         return ids, scores
 
     def largest(self, query: Sequence[str]) -> float:
         """The score that a chunk would have if it and its passage repeated all terms of the query endlessly; 0 without terms."""
-        counts = Counter(query)
+        counts = Counter(as_texts(query))
         return self.chunks.largest(counts) + _passage_weight(counts) * self.passages.largest(counts)
 
     def _search(self, query: Counter[str], count: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

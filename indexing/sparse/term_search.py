@@ -14,6 +14,7 @@ from indexing.sparse.terms import query_terms
 from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore
 from indexing.store.retrieval_set import RetrievalSet
+from indexing.tokenization.texts import as_texts
 
 # Weight of the cosines of the lexical embedder. They repeat the terms less exactly, so they only decide between equals.
 _LEXICAL_WEIGHT = 0.02
@@ -63,7 +64,7 @@ class TermSearch:
         """Find the chunks with the highest BM25.
 
         Args:
-            texts: n queries.
+            texts: n queries; a string is one.
             vectors: their embeddings [n, d] float32, for the distances.
             k: candidates for each query.
             condition: which candidates count.
@@ -72,7 +73,7 @@ class TermSearch:
         Returns:
             ids [n, k] int64, best first (-1 = none), BM25 [n, k] float32 (-inf) and squared distances [n, k] float32 (+inf).
         """
-        ids, scores = find_by_terms([query_terms(text) for text in texts], self.index, k, condition, among)
+        ids, scores = find_by_terms([query_terms(text) for text in as_texts(texts)], self.index, k, condition, among)
         return ids, np.where(ids >= 0, scores, np.float32(-np.inf)), distances_to(vectors, ids, self.retrieval)
 
     def hybrid(
@@ -89,6 +90,7 @@ class TermSearch:
         The weight of a transformer's cosines is the agreement of both searches for the query: an embedder for another language finds
         chunks that have nothing to do with it.
         """
+        texts = as_texts(texts)
         sparse = self.search(texts, vectors, k, condition, among)
         largest = np.array([self.index.largest(query_terms(text)) for text in texts], dtype=np.float32)
         weights = np.full(len(texts), _LEXICAL_WEIGHT, dtype=np.float32)

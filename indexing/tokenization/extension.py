@@ -22,6 +22,7 @@ from indexing.tokenization.extension_sentencepiece import SentencePieceBase
 from indexing.tokenization.installation import install_tokenizer
 from indexing.tokenization.metadata import HUGGINGFACE_MODEL, META, MODEL, SENTENCEPIECE_NAMES
 from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.texts import as_texts
 from indexing.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger("retro")
@@ -111,7 +112,8 @@ def extend(
     Raises:
         InputError: the sample has nothing that the base lacks, or the result is not as lossless as the base.
     """
-    candidates: list[Any] = [*base.learn(sample, num_pieces, ascii=ascii)]
+    kept = as_texts(kept)
+    candidates: list[Any] = [*base.learn(as_texts(sample), num_pieces, ascii=ascii)]
     while chosen := candidates[:num_pieces]:
         path = base.write(chosen, folder)
         unfit = base.unreachable(chosen, path) | _used(base, chosen, path, kept)
@@ -175,7 +177,8 @@ def compare(extension: Extension, texts: Sequence[str]) -> Comparison:
     Raises:
         InputError: the base decodes a text correctly, and the extended tokenizer does not.
     """
-    before, after = (tokenizer.encode_batch(list(texts)) for tokenizer in (extension.old, extension.tokenizer))
+    texts = as_texts(texts)
+    before, after = (tokenizer.encode_batch(texts) for tokenizer in (extension.old, extension.tokenizer))
     for text, old, new in zip(texts, before, after, strict=True):
         if extension.tokenizer.decode(new) != text and extension.old.decode(old) == text:
             raise InputError(f"The tokenizer cannot be extended: it would no longer decode {text[:60]!r} correctly.")

@@ -22,6 +22,7 @@ from indexing.tokenization.metadata import (
     read_token_bytes,
 )
 from indexing.tokenization.pieces import pieces
+from indexing.tokenization.texts import as_texts
 
 PIECE = 2**19  # characters of a piece of a long text
 _LONG = 2 * PIECE  # longer texts are tokenized in pieces
@@ -80,8 +81,9 @@ class Tokenizer:
         """Token ids [tokens] of `dtype`, without begin and end of document. Lone surrogates count as U+FFFD."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, as `encode`, on several threads."""
+    def encode_batch(self, texts: str | Iterable[str]) -> list[np.ndarray]:
+        """Token ids of each text, as `encode`, on several threads. A string is one text."""
+        texts = list(as_texts(texts))
         if any(len(text) > _LONG for text in texts):
             return [self._encode_long(text) if len(text) > _LONG else self._encode([text])[0] for text in texts]
         return self._encode(texts)
@@ -93,13 +95,15 @@ class Tokenizer:
     def _encode_long(self, text: str) -> np.ndarray:
         return np.concatenate([*self.encode_blocks(text[i : i + PIECE] for i in range(0, len(text), PIECE))])
 
-    def encode_blocks(self, blocks: Iterable[str]) -> Iterator[np.ndarray]:
+    def encode_blocks(self, blocks: str | Iterable[str]) -> Iterator[np.ndarray]:
         """Token ids of one long text that is given in blocks, in parts: together those of `encode`, in memory for a few pieces.
 
         With a SentencePiece model of the kind unigram they can differ from tokens of the whole text, which SentencePiece finds by
         sums in float32 that grow with the text.
         """
-        cut = pieces(map(_without_surrogates, blocks), lambda texts: self._model.encode_batch(texts, 1), PIECE)
+        cut = pieces(
+            map(_without_surrogates, as_texts(blocks)), lambda texts: self._model.encode_batch(texts, 1), PIECE
+        )
         while group := list(itertools.islice(cut, _PIECES_AT_A_TIME)):
             yield from self._encode(group)
 

@@ -19,6 +19,7 @@ from indexing.store.files import write_bytes
 from indexing.tokenization.backends import META_SYMBOL, SentencePiece
 from indexing.tokenization.metadata import MODEL, write_metadata
 from indexing.tokenization.settings import TokenizerSettings
+from indexing.tokenization.texts import as_texts
 
 # SentencePiece learns no piece with tabs and no piece with several line ends, so runs of them are declared.
 WHITESPACE_PIECES = [*("\n" * n for n in range(1, 5)), *("\t" * n for n in range(1, 5)), "\r\n", "\r\n\r\n"]
@@ -41,7 +42,7 @@ def train_sentencepiece(texts: Iterable[str], settings: TokenizerSettings, folde
     """
     assert settings.is_trained
     passages = TextSample(settings.sample_bytes, settings.seed)
-    for text in texts:
+    for text in as_texts(texts):
         passages.add(text)
     if not (sample := passages.pieces()):
         raise InputError(

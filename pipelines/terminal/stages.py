@@ -11,6 +11,8 @@ step ends. Both log a summary of all steps with their rates at the end: `view.st
 
 import contextlib
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +38,7 @@ class Step:
         units: number of finished units.
         unit: plural name of the units; empty for a stage that was finished before.
         seconds: duration.
+        cpu_seconds: time that this process and its finished children spent on processors, all threads together.
     """
 
     stage: str
@@ -43,6 +46,7 @@ class Step:
     units: int = 0
     unit: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 class StagesView:
@@ -110,12 +114,13 @@ class StagesView:
             self._display.reset(
                 self._rows[stage], total=total, description=description, unit=unit, note=None, detail=""
             )
-        work = Work(name, total, unit, silence.clock(), row)
+        work, cpu = Work(name, total, unit, silence.clock(), row), _cpu_seconds()
         if self.quiet:
             silence.set_note(name)
         with contextlib.nullcontext() if self.quiet else silence.during(work):
             yield work.advance
-        self.steps.append(Step(stage, name, work.done, unit, silence.clock() - work.started))
+        took = silence.clock() - work.started
+        self.steps.append(Step(stage, name, work.done, unit, took, _cpu_seconds() - cpu))
         self._say("%s: %s", name, finished(work.done, unit, self.steps[-1].seconds))
 
     def _say(self, message: str, *arguments: object) -> None:
@@ -140,6 +145,12 @@ def summary_rows(steps: Iterable[Step]) -> list[list[str]]:
             row[4] = human_count(step.units / max(step.seconds, 1e-9), step.unit) + "/s"
         rows.append(row)
     return [*rows, ["all", "", "", human_seconds(sum(step.seconds for step in steps)), ""]]
+
+
+def _cpu_seconds() -> float:
+    """Seconds that this process and its finished children have spent on processors."""
+    children = os.times()
+    return time.process_time() + children.children_user + children.children_system
 
 
 def _time_of(step: Step) -> str:

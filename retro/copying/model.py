@@ -9,6 +9,7 @@ Two models: `retro/model/retro.py`, and any decoder of transformers (`transforme
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,17 @@ class CopyingModel(nn.Module, ABC):
         `hidden` [B, T, D] are the hidden states of these inputs, which are computed otherwise.
         """
         return self.scored(inputs, hidden)[0]
+
+    @torch.no_grad()
+    def read(self, ways: Sequence[Inputs]) -> TokenLosses:
+        """The vocabulary's losses for `with_copying`, of the same text with different neighbors and votes.
+
+        The text is read once, with the neighbors of the first one: the activations must be equal for all.
+        """
+        hidden, _ = self.hidden(ways[0])
+        # The losses of labels are among those of all next tokens.
+        learns = next((inputs for inputs in ways if self.copy_head and self.copy_head.learns_trust(inputs)), ways[0])
+        return self.vocabulary_losses(hidden, self.scored_tokens(learns))
 
     @torch.no_grad()
     def scored(self, inputs: Inputs, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None, TokenLosses]:

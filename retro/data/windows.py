@@ -1,8 +1,11 @@
 """Sliding windows over texts, and batches of windows over held-out documents. Each token is scored once."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from indexing.store.datastore import Split
 from indexing.store.retrieval_set import RetrievalSet
@@ -59,6 +62,53 @@ def document_windows(split: Split, num_chunks: int, stride: int) -> Iterator[Sco
     deleted = set(split.deleted_documents.tolist())
     for document in itertools.filterfalse(deleted.__contains__, range(split.num_documents)):
         yield from sliding_windows(document, *split.chunk_range(document), size=num_chunks, stride=stride)
+
+
+def sampled_windows(
+    split: Split, num_chunks: int, stride: int, num_tokens: int, num_documents: int, seed: int
+) -> Iterator[ScoringWindow]:
+    """Draw windows of `document_windows` that score at most `num_tokens` tokens, but one chunk at least.
+
+    Documents come in random order, each with one random window; then each with another one. A window scores at most an
+    equal part for `num_documents`, so that a low limit is not used up by fewer documents.
+
+    Args:
+        split: usually `valid`.
+        num_chunks: chunks in a window.
+        stride: chunks between the starts of two windows.
+        num_tokens: the limit.
+        num_documents: documents to score at least, if the split has as many.
+        seed: of the order.
+    """
+    random, left = np.random.default_rng(seed), num_tokens
+    most = max(num_tokens // num_documents, split.chunk_length)
+    deleted = set(split.deleted_documents.tolist())
+    waiting = deque(
+        document for document in random.permutation(split.num_documents).tolist() if document not in deleted
+    )
+    windows: dict[int, list[ScoringWindow]] = {}
+    while waiting and left > 0:
+        document = waiting.popleft()
+        if document not in windows:
+            chunks = split.chunk_range(document)
+            windows[document] = list(sliding_windows(document, *chunks, size=num_chunks, stride=stride))
+            random.shuffle(windows[document])  # type: ignore[arg-type]
+        window = windows[document].pop()
+        sizes = scored_tokens(split, window)
+        fitting = int(np.searchsorted(sizes, min(most, left), side="right"))
+        if not fitting and left < num_tokens:
+            return
+        fitting = max(1, fitting)
+        left -= int(sizes[fitting - 1])
+        yield replace(window, stop=window.scored + fitting)
+        if windows[document]:
+            waiting.append(document)
+
+
+def scored_tokens(split: Split, window: ScoringWindow) -> np.ndarray:
+    """How many tokens a window of a document scores up to each of its scored chunks, int64 [chunks]."""
+    sizes = np.cumsum(split.lengths.read(window.scored, window.stop).astype(np.int64))
+    return sizes - (window.scored == window.start)  # the first token of a window has no text before it
 
 
 def window_batches(

@@ -17,6 +17,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenization.language import Language
+from indexing.tokenization.texts import as_texts
 from retro.evaluation.bits_per_byte import ratio_with_interval
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -25,7 +26,7 @@ _ENGLISH_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(answer: str, right: Sequence[str], language: Language) -> float:
-    """Return 1 if the normalized answer equals a right answer, else 0.
+    """Return 1 if the normalized answer equals a right answer, else 0. A string is one right answer.
 
     Raises:
         InputError: `right` is empty.
@@ -53,7 +54,7 @@ def mean_with_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float,
 def _best(score: Callable[[str], float], right: Sequence[str]) -> float:
     if not right:
         raise InputError('a question has no answers to compare with; list them in its "answers".')
-    return max(map(score, right))
+    return max(map(score, as_texts(right)))
 
 
 def _normalized_english(text: str) -> str:

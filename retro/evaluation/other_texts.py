@@ -1,6 +1,6 @@
 """Bits per byte of texts that are not in the datastore, retrieval OFF and ON: does retrieval harm other text?
 
-    files ─readers─► a sample of their documents ─tokenizer─► a window of each ─LanguageModel.score─► OFF and ON ─► rows (JSON)
+    files ─readers─► a sample of documents ─tokenizer─► a random window of each ─LanguageModel─► OFF and ON ─► rows (JSON)
 
 Neighbors and votes are searched live, as in generation.
 """
@@ -9,7 +9,7 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from indexing.corpus.scan import list_files
 from indexing.progress import Advance, Progress, percentage
 from indexing.splitmix64 import mix
 from indexing.store.errors import InputError
-from indexing.tokenization.tokenizer import Tokenizer
+from indexing.tokenization.tokenizer import PIECE, Tokenizer
 from retro.checkpoints.checkpoint import Checkpoint
 from retro.evaluation.bits_per_byte import SetResult, mode_of
 from retro.evaluation.perplexity import Row, level
@@ -37,10 +37,17 @@ MOST_TOKENS = 20_000
 
 
 class SampledText(NamedTuple):
-    """A document that is scored: its id, and its first tokens [t], the beginning-of-document token first."""
+    """A document that is scored.
+
+    Attributes:
+        id: of the document.
+        tokens: [t] int64 of a window; if it is the beginning, the beginning-of-document token comes first.
+        begins: whether the window is the beginning of the document.
+    """
 
     id: str
     tokens: np.ndarray
+    begins: bool
 
 
 def check_texts(checkpoint: Checkpoint, settings: PerplexitySettings) -> None:
@@ -69,17 +76,19 @@ def evaluate_texts(
     files: Mapping[str, Sequence[CorpusFile]],
     settings: PerplexitySettings,
     progress: Progress = percentage,
+    on_result: Callable[[SetResult], None] = lambda _: None,
 ) -> list[Row]:
     """Measure texts with a model that was opened with its datastore: a row for each path, as plain values.
 
-    A row has `set`, `path`, the fingerprint of the searched `datastore`, `results` (OFF, and ON with the largest k) and `changes` as
-    those of held-out sets, and `worst`, the document whose bits grow most in percent.
+    A row has `set`, `path`, where its `windows` are from, the fingerprint of the searched `datastore`, `results` (OFF, and ON
+    with the largest k) and `changes` as those of held-out sets, and `worst`, the document whose bits grow most in percent.
 
     Args:
         model: a model with retrieval.
         files: see `text_files`.
         settings: k, window, number of tokens of each path, documents in a batch, seed.
         progress: shows the work.
+        on_result: receives each measurement as soon as it is finished.
 
     Raises:
         InputError: a path has no document with text.
@@ -89,8 +98,11 @@ def evaluate_texts(
     for name, path in zip(short_names([Path(path) for path in files]), files, strict=True):
         with progress(f"read {name}", total=None, unit="documents") as advance:
             texts = sample_texts(path, files[path], model, settings, advance)
-        off, on = (score_texts(model, name, texts, k, settings.batch_size, progress) for k in (0, max(settings.k)))
-        labels = {"set": name, "path": path, "datastore": model.retriever.datastore.fingerprint}
+        off, on = score_texts(model, name, texts, max(settings.k), settings.batch_size, progress)
+        on_result(off)
+        on_result(on)
+        labels = {"set": name, "path": path, "windows": settings.text_windows}
+        labels["datastore"] = model.retriever.datastore.fingerprint
         rows.append(level(labels | {"worst": _worst(texts, off, on)}, [off, on], settings.seed))
     return rows
 
@@ -119,7 +131,8 @@ def sample_texts(
         for document in read_documents(file, CorpusSettings(), on_problem=note):
             point, number = mix(mix(settings.seed) ^ number), number + 1
             if point < limit:
-                text = SampledText(document.id, _first_tokens(document, file.path, model.tokenizer, window))
+                at = (0, 0) if settings.text_windows == "beginning" else (mix(point), mix(point + 1))
+                text = _window(document, file.path, model.tokenizer, window, *at)
                 if _num_bytes(text, model.tokenizer):
                     heapq.heappush(sample, (-point, number, text))
                     tokens += len(text.tokens) - 1
@@ -135,20 +148,48 @@ def sample_texts(
     return [text for _, _, text in sorted(sample, key=lambda entry: entry[1])]
 
 
-def _first_tokens(document: Document, path: str, tokenizer: Tokenizer, count: int) -> np.ndarray:
-    """The first tokens of a document, at most `count`, int64."""
+def _window(document: Document, path: str, tokenizer: Tokenizer, count: int, part: int, place: int) -> SampledText:
+    """At most `count` tokens of a document.
+
+    Args:
+        document: the document.
+        path: of its file.
+        tokenizer: of the datastore.
+        count: tokens of the window, at least 2.
+        part: a random number below 2^64, for the part of a long text; 0 = the first.
+        place: another one, for the place in this part; 0 = its beginning.
+    """
+    begins = True
     if document.tokens is None:
-        # The first piece of a long text has half a million characters.
-        tokens = next(tokenizer.encode_blocks(document.blocks()), np.zeros(0, tokenizer.dtype))
+        text, begins = _part(document, part * document.size >> 64)
+        tokens = tokenizer.encode(text)
     else:
         with_text([document], path, tokenizer)  # raises InputError if they are not of this tokenizer
         tokens = document.tokens
-    return np.concatenate([[tokenizer.bos_id], tokens[: count - 1]]).astype(np.int64)
+    tokens = np.concatenate([np.full(int(begins), tokenizer.bos_id), tokens]).astype(np.int64)
+    start = place * (max(0, len(tokens) - count) + 1) >> 64
+    return SampledText(document.id, tokens[start : start + count], begins and start == 0)
+
+
+def _part(document: Document, byte: int) -> tuple[str, bool]:
+    """The part of a text that has a byte, of at most `PIECE` characters, and whether it is the beginning.
+
+    To tokenize a whole book takes long.
+    """
+    read, text = 0, ""
+    for block in document.blocks():
+        for first in range(0, len(block), PIECE):
+            text, before = block[first : first + PIECE], read
+            read += len(text.encode())
+            if read > byte:
+                return text, before == 0
+    return text, False
 
 
 def _num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the text of the scored tokens, without those that the tokenizer adds."""
-    return max(0, int(tokenizer.token_bytes[text.tokens].sum()) - tokenizer.meta.added_bytes)
+    """UTF-8 bytes of the text of the scored tokens, all but the first, without those that the tokenizer adds."""
+    added = tokenizer.meta.added_bytes if text.begins else 0
+    return max(0, int(tokenizer.token_bytes[text.tokens[1:]].sum()) - added)
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
@@ -156,25 +197,30 @@ def _num_bytes(text: SampledText, tokenizer: Tokenizer) -> int:
 
 def score_texts(
     model: LanguageModel, name: str, texts: Sequence[SampledText], k: int, batch_size: int, progress: Progress
-) -> SetResult:
-    """Score texts with k neighbors and, if k is not 0, the votes of the datastore."""
+) -> tuple[SetResult, SetResult]:
+    """Score texts with retrieval OFF, and with k neighbors and the votes of the datastore. The speed is of both together."""
     settings, tokens = model.model.settings, sum(len(text.tokens) - 1 for text in texts)
-    k_read, votes = k if settings.retrieves else 0, bool(k) and bool(settings.copy_head.datastore)
-    started, nats = time.perf_counter(), list[float]()
-    with progress(f"eval {name} {mode_of(k_read, votes)}", total=tokens, unit="tokens") as advance:
+    ways = (0, False), (k if settings.retrieves else 0, bool(settings.copy_head.datastore))
+    started, nats = time.perf_counter(), (list[float](), list[float]())
+    with progress(f"eval {name} {mode_of(*ways[0])}, {mode_of(*ways[1])}", total=tokens, unit="tokens") as advance:
         for first in range(0, len(texts), batch_size):
-            scores = model.score([text.tokens for text in texts[first : first + batch_size]], k)
-            nats += [-float(log_p.sum()) for log_p in scores]
-            advance(sum(map(len, scores)))
-    return SetResult(
-        set=name,
-        k=k_read,
-        tokens=tokens,
-        tokens_per_second=tokens / (time.perf_counter() - started),
-        nats_by_document=np.array(nats),
-        bytes_by_document=np.array([_num_bytes(text, model.tokenizer) for text in texts], dtype=np.float64),
-        votes=votes,
+            part = [text.tokens for text in texts[first : first + batch_size]]
+            for of_way, scores in zip(nats, model.score_off_and_on(part, k), strict=True):
+                of_way += [-float(log_p.sum()) for log_p in scores]
+            advance(sum(map(len, part)) - len(part))
+    off, on = (
+        SetResult(
+            set=name,
+            k=k_read,
+            tokens=tokens,
+            tokens_per_second=tokens / (time.perf_counter() - started),
+            nats_by_document=np.array(of_way),
+            bytes_by_document=np.array([_num_bytes(text, model.tokenizer) for text in texts], dtype=np.float64),
+            votes=votes,
+        )
+        for (k_read, votes), of_way in zip(ways, nats, strict=True)
     )
+    return off, on
 
 
 def _worst(texts: Sequence[SampledText], off: SetResult, on: SetResult) -> Row:

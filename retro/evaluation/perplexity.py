@@ -5,8 +5,9 @@ longest matches, or leakage r(C) ────┼→ bands of documents, tokens o
 fractions of the datastore → results ┴→ ON with neighbors from a fraction ────┘
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def evaluate_checkpoints(
     device: str,
     source: Datastore | None = None,
     progress: Progress = percentage,
+    on_result: Callable[[SetResult], None] = lambda _: None,
 ) -> Row:
     """Everything that `retro eval perplexity` measures, as plain values.
 
@@ -51,6 +53,7 @@ def evaluate_checkpoints(
         device: `auto`, `cpu`, `cuda` …
         source: datastore whose votes or neighbors define leakage; None: the datastore of each set, if it has them.
         progress: shows the work.
+        on_result: receives each measurement of a whole set as soon as it is finished.
 
     Raises:
         InputError: a model or the source does not fit a set, or the second model is the first one.
@@ -65,14 +68,15 @@ def evaluate_checkpoints(
     windows = settings.in_windows_of(checkpoints[0].settings["data"]["sequence_length"])
 
     def open_evaluator(checkpoint: Checkpoint, name: str) -> Evaluator:
-        return Evaluator(load_scorer(checkpoint, placement), placement, windows, name, progress=progress)
+        model = load_scorer(checkpoint, placement)
+        return Evaluator(model, placement, windows, name, progress=progress, on_result=on_result)
 
     measured: list[list[SetResult]] = [[] for _ in sets]
     uses = [neighbor_use_of(checkpoint, settings) for checkpoint in checkpoints]
     for checkpoint, name, use in zip(checkpoints, names, uses, strict=True):
         evaluator = open_evaluator(checkpoint, name)
         for evaluation_set, results in zip(sets, measured, strict=True):
-            results += [evaluator.score(evaluation_set, one) for one in uses_of(checkpoint.model, use, settings.k)]
+            results += evaluator.score_each(evaluation_set, uses_of(checkpoint.model, use, settings.k))
         del evaluator  # a device may have room for one model only
     out: Row = {
         name: [] for name in ("results", "changes", "matches", "longest_matches", "leakage", "datastore_fractions")
@@ -207,13 +211,18 @@ def _by_fraction(
     """Measure retrieval ON with neighbors and votes from each fraction of the datastore, in ascending order, and add OFF."""
     off = [result for result in results if result.retrieval == "OFF"]
     num_chunks = evaluation_set.split.chunk_range(int(off[0].token_scores.documents[-1]))[1]
-    for part in _search(evaluation_set, num_chunks, models, settings, device):
-        rows = []
-        for (evaluator, use), without in zip(models, off, strict=True):
-            found = replace(use, found=part.found, found_votes=part.votes)
-            note = f"{evaluator.name} {part.fraction:g}".strip()
-            uses = uses_of(evaluator.model.settings, found, settings.k)[1:]  # without OFF
-            rows += [without, *(evaluator.score(evaluation_set, one, note=note) for one in uses)]
+    parts = _search(evaluation_set, num_chunks, models, settings, device)
+    measured: list[list[SetResult]] = [[] for _ in parts]
+    for (evaluator, use), without in zip(models, off, strict=True):
+        found = [replace(use, found=part.found, found_votes=part.votes) for part in parts]
+        uses = [uses_of(evaluator.model.settings, one, settings.k)[1:] for one in found]  # without OFF
+        silent = replace(evaluator, on_result=lambda _: None)  # which fraction it is, the table says
+        each = iter(
+            silent.score_each(evaluation_set, [*chain.from_iterable(uses)], note=f"{evaluator.name} fractions".strip())
+        )
+        for rows, of_part in zip(measured, uses, strict=True):
+            rows += [without, *islice(each, len(of_part))]
+    for part, rows in zip(parts, measured, strict=True):
         sizes = {"documents": part.documents, "chunks": part.chunks}
         labels = {"datastore_fraction": part.fraction} | {f"datastore_{key}": size for key, size in sizes.items()}
         yield level({"set": evaluation_set.name} | labels, rows, settings.seed)

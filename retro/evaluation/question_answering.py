@@ -24,6 +24,7 @@ from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.tokenization.language import Language, language_of
+from indexing.tokenization.texts import as_texts
 from retro.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from retro.evaluation.answer_metrics import exact_match, f1, mean_with_interval
 from retro.evaluation.neighbor_prompts import Passage, QuestionFormat, find_passages
@@ -371,7 +372,7 @@ def answer(
 def answer_in_passages(questions: Sequence[Question], passages: Sequence[Sequence[str]]) -> float:
     """Fraction of the questions with a right answer in one of their passages."""
     held = [
-        any(right.lower() in text.lower() for right in question.answers for text in texts)
+        any(right.lower() in text.lower() for right in as_texts(question.answers) for text in as_texts(texts))
         for question, texts in zip(questions, passages, strict=True)
     ]
     return float(np.mean(held))

@@ -11,7 +11,11 @@ from indexing.store.settings import Fraction, PositiveFraction, Text, settings
 from retro.evaluation.sets import check_entries
 
 LEAST_DOCUMENTS = 5
-"""Held-out documents from which an interval over documents means something."""
+"""Held-out documents from which an interval over documents means something. Of fewer, no sentence says that retrieval
+saves or costs bits."""
+
+
+TextWindows = Literal["random", "beginning"]
 
 
 @settings
@@ -26,7 +30,8 @@ class EvaluationSettings:
     stride: NonNegativeInt = 0
     """Tokens between two windows; 0 = half a window (the paper's 2048/1024)."""
     max_tokens: NonNegativeInt = 0
-    """Approximate number of tokens of a set to score; 0 = all held-out documents."""
+    """Largest number of tokens of a set to score, from random windows of as many documents as possible (`seed`), at least
+    one chunk; 0 = all held-out documents."""
     batch_size: PositiveInt = 8
     """Windows in a batch."""
     leakage_tokens: tuple[NonNegativeInt, ...] = (4, 8, 16, 32, 64)
@@ -38,7 +43,8 @@ class EvaluationSettings:
     """Also measure retrieval ON with a new search in these fractions of the datastore's documents, for example 0.01 0.1 0.5 1.
     A larger fraction contains the smaller ones. Not during training."""
     seed: int = 0
-    """Seed of the bootstrap over documents, and of the fractions of the datastore."""
+    """Seed of the bootstrap over documents, of the windows that `max_tokens` and `--texts` draw, and of the fractions of the
+    datastore."""
 
     def __post_init__(self) -> None:
         check_entries(self.sets)
@@ -58,6 +64,8 @@ class PerplexitySettings(EvaluationSettings):
     """Used in place of the run's `data.max_overlap`; None = the run's."""
     texts: tuple[Text, ...] = ()
     """Files, folders or globs of texts that are not in the datastore, as in `corpus.paths`."""
+    text_windows: TextWindows = "random"
+    """Score a `random` window of each text, or its `beginning`."""
 
 
 @settings

@@ -18,6 +18,7 @@ import numpy as np
 
 from indexing.store.errors import InputError
 from indexing.tokenization.language import Language
+from indexing.tokenization.texts import as_texts
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.evaluation.question_sets import Question
 
@@ -79,13 +80,13 @@ class PromptBuilder:
                 "the longest answer. Shorten the question or lower max_tokens."
             )
         shots = [
-            self._encoded(template.question.format(s.question) + template.answer.format(s.answers[0]))
+            self._encoded(template.question.format(s.question) + template.answer.format(as_texts(s.answers)[0]))
             for s in self.shots
         ]
         while sum(map(len, shots)) > room:
             shots.pop(0)
         room -= sum(map(len, shots))
-        read = self._read("".join(template.passage.format(" ".join(text.split())) for text in passages), room)
+        read = self._read("".join(template.passage.format(" ".join(text.split())) for text in as_texts(passages)), room)
         tokens = [token for part in (read, *shots, final) for token in part]
         if self.opening is not None:
             return np.array(tokens, dtype=np.int64)

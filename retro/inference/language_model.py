@@ -133,6 +133,19 @@ class LanguageModel:
         """
         return [scores.log_probabilities for scores in self.score_with_likeliest(sequences, k, top=0)]
 
+    def score_off_and_on(self, sequences: Sequence[np.ndarray], k: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """As `score`, with retrieval OFF and with k neighbors.
+
+        The model reads the text once if its activations do not depend on neighbors.
+        """
+        if self.model.settings.activations_read:
+            return self.score(sequences), self.score(sequences, k)
+        begun = self.to_score(sequences, top=0)
+        for sequence in begun:
+            sequence.off = np.zeros_like(sequence.scores.log_probabilities)
+        self.score_windows([window for sequence in begun for window in sequence.windows], k, top=0)
+        return [s.off for s in begun if s.off is not None], [s.scores.log_probabilities for s in begun]
+
     def score_with_likeliest(
         self,
         sequences: Sequence[np.ndarray],

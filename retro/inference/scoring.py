@@ -66,6 +66,7 @@ class ScoredSequence:
             predicts nothing, so it completes no chunk.
         votes: of the datastore for all tokens but the last, [t - 1, 32] int64, as the neighbors.
         windows: all of them, in order.
+        off: log-probabilities with retrieval OFF, [t - 1] float64, if they are computed together with those of ON.
     """
 
     tokens: np.ndarray
@@ -73,6 +74,7 @@ class ScoredSequence:
     neighbors: Neighbors | None = None
     votes: np.ndarray | None = None
     windows: list["Window"] = field(default_factory=list)
+    off: np.ndarray | None = None
 
     def chunks(self, m: int) -> np.ndarray:
         """Return its complete chunks [n, m]."""
@@ -158,11 +160,16 @@ def score_windows(
             losses, trust, vocabulary = model.scored(inputs, hidden)
             origins = origins_of(model, vocabulary, losses, inputs, trust) if sources else None
             losses = losses.cpu()
+            without = None
+            if group[0].sequence.off is not None:
+                without = model.with_copying(vocabulary, inputs.off())[0].cpu()
         for row, window in enumerate(group):
             # A token is predicted at the position before it.
             of_window = slice(window.scored - window.start - 1, window.stop - window.start - 1)
             of_sequence, scored = slice(window.scored - 1, window.stop - 1), window.sequence.scores
             scored.log_probabilities[of_sequence] = -losses[row, of_window].double().numpy()
+            if without is not None and window.sequence.off is not None:
+                window.sequence.off[of_sequence] = -without[row, of_window].double().numpy()
             if sources:
                 scored.copied.extend([None] * (len(scored.log_probabilities) - len(scored.copied)))
             if origins is not None:

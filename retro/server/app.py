@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.security import HTTPBearer
@@ -42,6 +41,7 @@ from retro.server.openai.schemas import ChatChunk
 from retro.server.routes import JsonRoute, ServiceDependency
 from retro.server.service import Service
 from retro.server.settings import ServeSettings
+from retro.server.warm_up import before_ready
 
 PAGE = Path(__file__).parent / "page"
 
@@ -80,7 +80,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await run_in_threadpool(service.warm_up)
+        await before_ready(service)
         yield
         await finish_measuring(service)
 

@@ -11,6 +11,7 @@ from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.retrieval.search import CANDIDATES
 from indexing.store.remote import datastore_name
+from indexing.tokenization.texts import as_texts
 from retro.inference.language_model import LanguageModel
 from retro.server.errors import InvalidRequest
 from retro.server.settings import ServeSettings
@@ -33,7 +34,7 @@ class RequestLimits:
 
     def characters(self, texts: Iterable[str], param: str) -> None:
         """Limit the characters of all texts."""
-        self.within("max_characters", sum(map(len, texts)), param, "characters")
+        self.within("max_characters", sum(map(len, as_texts(texts))), param, "characters")
 
     def tokens(self, rows: Iterable[Sized], param: str) -> None:
         """Limit the tokens of all rows."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexing.retrieval.queries import Retrieval
 from indexing.retrieval.retriever import Retriever
 from indexing.store.errors import DamagedFile, InputError
 from retro.inference.chat_template import ChatTemplate, read_template, stored_template
@@ -127,13 +126,6 @@ class Service:
             gauge("retro_neighbors_read", "Neighbors found in the cache, or encoded.", read, "cache")
             gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors in the cache.", lambda: cache.bytes)
 
-    def warm_up(self) -> None:
-        """Run one search and one scoring, so that the first request does not wait for initialization."""
-        retrieval: Retrieval = "hybrid" if self.retriever.chunks.has_terms else "dense"
-        self.retriever.search(["warm up"], 1, retrieval=retrieval)
-        if self.language_model is not None:
-            self.language_model.score([np.array([self.retriever.tokenizer.bos_id] * 2)])
-
     async def cut_off(self) -> int:
         """Stop all requests under way when the time for shutdown is over.
 
@@ -234,13 +226,13 @@ class Service:
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     async def encoded(self, texts: Sequence[str], param: str) -> list[np.ndarray]:
-        """Return the token ids [t] int64 of texts, without beginning and end of document.
+        """Return the token ids [t] int64 of texts (a string is one), without beginning and end of document.
 
         Raises:
             ApiError: the texts have more characters or tokens than allowed for one request.
         """
         self.limits.characters(texts, param)
-        rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, list(texts))
+        rows = await asyncio.to_thread(self.retriever.tokenizer.encode_batch, texts)
         self.limits.tokens(rows, param)
         return [row.astype(np.int64) for row in rows]
 

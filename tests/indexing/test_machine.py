@@ -16,6 +16,7 @@ import torch
 
 from indexing import machine
 from indexing.machine import (
+    _copy_read_only_cache,
     choose_blas_kernels,
     compiled,
     for_each,
@@ -146,6 +147,20 @@ def test_compilation_is_logged_once_for_a_file_and_not_if_its_result_was_kept(
     monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
     (message,) = logged()
     assert "in every process" in message
+
+
+def test_a_read_only_cache_of_compiled_code_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba import config
+
+    (tmp_path / "suffixes_1").mkdir()
+    (tmp_path / "suffixes_1" / "find.nbi").write_bytes(b"index")
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    _copy_read_only_cache.__wrapped__()
+    assert str(tmp_path) == config.CACHE_DIR  # it can be written to
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    _copy_read_only_cache.__wrapped__()
+    assert str(tmp_path) != config.CACHE_DIR
+    assert (Path(config.CACHE_DIR) / "suffixes_1" / "find.nbi").read_bytes() == b"index"
 
 
 def test_error_is_raised_at_the_position_of_its_item() -> None:

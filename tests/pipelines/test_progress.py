@@ -2,6 +2,10 @@
 
 import io
 import logging
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -227,6 +231,34 @@ def test_without_a_terminal_each_stage_logs_a_line_and_the_build_a_summary(caplo
     assert [line.split()[0] for line in lines[-6:]] == ["stage", "chunk", "chunk", "embed", "add", "all"]
     assert lines[-2].split() == ["add", "finished", "before"]
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_step_that_waits_uses_no_processor() -> None:
+    view = StagesView(quiet=True)
+    build_with(view, lambda: time.sleep(0.1))
+    (embed,) = (step for step in view.steps if step.name == "embed")
+    assert 0 < embed.cpu_seconds < embed.seconds
+
+
+def test_the_work_of_threads_and_children_counts_as_processor_time() -> None:
+    def work() -> None:
+        deadline = time.thread_time() + 0.05
+        while time.thread_time() < deadline:
+            pass
+
+    def in_threads_and_a_child() -> None:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+
+    own, view = time.process_time(), StagesView(quiet=True)
+    build_with(view, in_threads_and_a_child)
+    (embed,) = (step for step in view.steps if step.name == "embed")
+    assert embed.cpu_seconds > 0.1
+    assert embed.cpu_seconds > time.process_time() - own  # the child's too
 
 
 def test_in_a_terminal_every_stage_has_a_row_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Plan of a datastore: bytes of every artifact from the file formats, and seconds of every step from one sample, linearly.
+"""Plan of a datastore: bytes of artifacts from the file formats, and times of every step from one sample, linearly.
 
     Sample (a build on this machine) ─┐
     Workload (the planned datastore) ─┴─► artifact_bytes, seconds_of, memory_bytes ──► Plan
@@ -7,6 +7,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,13 +37,15 @@ class StepPlan:
 
     Attributes:
         name: of the step.
-        seconds: work of one machine.
+        seconds: work of one machine that has no other work.
+        cpu_seconds: work, summed over all processors.
         machines: number of machines that work on it.
         memory_bytes: of a worker.
     """
 
     name: str
     seconds: float
+    cpu_seconds: float
     machines: int
     memory_bytes: float
 
@@ -95,8 +98,10 @@ def size_of(config: Config, sample: Sample, tokens: float = 0.0) -> Workload:
     )
 
 
-def seconds_of(size: Workload, sample: Sample, config: Config) -> dict[str, float]:
-    """Seconds of each step on one machine like the measured one: those of the sample, times the growth of one quantity.
+def seconds_of(
+    size: Workload, sample: Sample, config: Config, of_sample: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Seconds of each step: those of the sample (None = `sample.seconds`), times the growth of one quantity.
 
     It is the number of chunks, except where a step reads only a part of them. Tokenizer, embedder and index are trained on samples.
     A constant time, such as the start of a process, is scaled too, so the plan of a large datastore is rather too long.
@@ -115,7 +120,8 @@ def seconds_of(size: Workload, sample: Sample, config: Config) -> dict[str, floa
             "neighbors": size.chunks ** (2 if size.search == "exact" else 1),
         }.get(name, size.chunks)
 
-    seconds = {name: took * quantity(name, size) / quantity(name, sample.size) for name, took in sample.seconds.items()}
+    measured = sample.seconds if of_sample is None else of_sample
+    seconds = {name: took * quantity(name, size) / quantity(name, sample.size) for name, took in measured.items()}
     if "tokenizer" in seconds and config.tokenizer.is_trained:  # reads all of the text once more, to draw its sample
         seconds["tokenizer"] += seconds["scan"] * max(0.0, 1 - config.tokenizer.sample_bytes / size.text_bytes)
     return seconds
@@ -154,9 +160,10 @@ def plan_for(config: Config, sample: Sample, tokens: float = 0.0, machines: int 
         },
     )
     memory, steps = memory_bytes(size, layout, sample.peak_bytes), []
+    cpu_seconds = seconds_of(size, sample, config, sample.cpu_seconds)
     for name, seconds in seconds_of(size, sample, config).items():
         working = 1 if name in ALONE else min(machines, size.shards)
-        steps.append(StepPlan(name, seconds, working, memory.get(name, float(sample.peak_bytes))))
+        steps.append(StepPlan(name, seconds, cpu_seconds[name], working, memory.get(name, float(sample.peak_bytes))))
     index = index_for(size.train_chunks, sample.dimension, config.index)
     changed = {"index.memory": index.memory} if index.memory != config.index.memory else {}
     return Plan(size, artifact_bytes(size, layout), steps, changed)
@@ -185,19 +192,24 @@ def plan_tables(plan: Plan, sample: Sample, machines: int) -> list[list[list[str
         *([name, human_bytes(value), f"{value / size.chunks:.0f} B"] for name, value in plan.bytes.items()),
         ["all", human_bytes(total), f"{total / size.chunks:.0f} B"],
     ]
-    steps = [["step", "machine time", "machines", "time", "memory of a worker"]]
+    steps = [["step", "CPU time", "machines", "time when idle", "memory of a worker"]]
     for step in plan.steps:
-        times = long_time(step.seconds), f"{step.machines:,}", long_time(step.wall_seconds)
+        times = long_time(step.cpu_seconds), f"{step.machines:,}", long_time(step.wall_seconds)
         steps.append([step.name, *times, human_bytes(step.memory_bytes)])
-    work = long_time(sum(step.seconds for step in plan.steps))
+    work = long_time(sum(step.cpu_seconds for step in plan.steps))
     steps.append(["all", work, f"{machines:,}", long_time(plan.wall_seconds), ""])
     return [source, what, artifacts, steps]
 
 
 def scaling(plan: Plan, sample: Sample) -> str:
-    """How the times were scaled, in one line."""
+    """How the times were measured and scaled."""
     factor = plan.size.chunks / sample.size.chunks
-    return f"Times are those of the sample, scaled to {factor:,.3g} times the chunks."
+    cpu, idle = (human_seconds(sum(times.values())) for times in (sample.cpu_seconds, sample.seconds))
+    return (
+        f"Times are those of the sample, scaled to {factor:,.3g} times the chunks. CPU time: of all processors together, "
+        f"{cpu} for the sample.\nTime when idle: of a machine like this one without other work, at most the CPU time and the "
+        f"time that the sample took here, {idle}."
+    )
 
 
 def as_json(sample: Sample, plan: Plan) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Sample:
 
     Attributes:
         size: of the datastore.
-        seconds: of each step.
+        seconds: of each step on this machine without other work, at most: see `idle_seconds`.
+        cpu_seconds: of each step, summed over all processors.
         bytes: of artifacts whose bytes depend on the text: `documents.parquet`, `sparse`, `ngrams`, `suffixes`, `votes`.
         token_bytes: 2 or 4.
         dimension: d of the embeddings.
@@ -62,6 +63,7 @@ class Sample:
 
     size: Workload
     seconds: Mapping[str, float]
+    cpu_seconds: Mapping[str, float]
     bytes: Mapping[str, int]
     token_bytes: int
     dimension: int
@@ -100,7 +102,7 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
         if sample_bytes is None and not tokens:
             limit = min(limit, max(_LEAST_BYTES, int(drawn.text_bytes / 8)))
         with during("building the sample"):
-            embedder, embedding_rate = _stand_in(config, drawn, work)
+            embedder, of_transformer = _stand_in(config, drawn, work)
             planned = replace(config, embedder=embedder)
             whole = (tokens or drawn.text_bytes / _TOKEN_BYTES) / config.chunks.chunk_length
             key = index_for(whole, embedder.dimension, config.index).factory
@@ -116,14 +118,15 @@ def measure(config: Config, *, tokens: float = 0.0, sample_bytes: int | None = N
             build(sampled, LocalExecutor(config.executor), view=view)
             # Measured again, because the first search of a process loads libraries and may compile.
             datastore = build(sampled, LocalExecutor(config.executor), only="neighbors", rebuild=True, view=view)
-        size, seconds = _size(datastore), seconds_by_step(view.steps)
-        if embedding_rate:
-            seconds = {name: took for name, took in seconds.items() if name != "embed: count n-grams"}
-            seconds["embed"] = embedding_rate * size.chunks
+        size, steps = _size(datastore), last_steps(view.steps)
+        if of_transformer:
+            del steps["embed: count n-grams"]
+            steps["embed"] = _of_chunks(of_transformer, size.chunks)
         wide = config.tokenizer.is_trained and config.tokenizer.vocab_size > 2**16
         return Sample(
             size=size,
-            seconds=seconds,
+            seconds={name: idle_seconds(step) for name, step in steps.items()},
+            cpu_seconds={name: step.cpu_seconds for name, step in steps.items()},
             bytes=_bytes_of_text(datastore.folder),
             token_bytes=4 if wide else datastore.train.tokens.shard(0).itemsize,
             dimension=embedder.dimension,
@@ -262,24 +265,29 @@ def _with_text(config: Config, valid: Sequence[Document], documents: Sequence[Do
     return replace(config, datastore=folder / "datastore", corpus=corpus)
 
 
-def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[EmbedderSettings, float]:
-    """The lexical embedder in place of the configured one, and the seconds of a transformer for a chunk (0 without one).
+def _stand_in(config: Config, drawn: CorpusSample, work: Path) -> tuple[EmbedderSettings, Step | None]:
+    """The lexical embedder in place of the configured one, and the step of a transformer (None without one).
 
     Search and index depend only on the dimension of embeddings.
     """
     settings = config.embedder
     if settings.kind == "lexical" and settings.path:
         stored = from_json(**read_json(Path(settings.path) / "embedder" / "embedder.json"))
-        return replace(stored, path=""), 0.0
+        return replace(stored, path=""), None
     lexical = replace(settings, kind="lexical", path="")
     if settings.kind != "transformer":
-        return lexical, 0.0
+        return lexical, None
     few = _with_text(config, [], _shuffled(drawn, _TRANSFORMER_BYTES), work / "transformer")
     view = StagesView(quiet=True)
     for stage in ("chunk", "embed"):
         datastore = build(few, LocalExecutor(config.executor), only=stage, view=view)
-    rate = view.steps[-1].seconds / max(1, view.steps[-1].units)
-    return replace(lexical, dimension=datastore.train.embeddings.row_shape[0]), rate
+    return replace(lexical, dimension=datastore.train.embeddings.row_shape[0]), view.steps[-1]
+
+
+def _of_chunks(step: Step, chunks: float) -> Step:
+    """The step with another number of chunks."""
+    factor = chunks / max(1, step.units)
+    return replace(step, units=int(chunks), seconds=factor * step.seconds, cpu_seconds=factor * step.cpu_seconds)
 
 
 def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
@@ -316,9 +324,18 @@ def _bytes_of_text(folder: Path) -> dict[str, int]:
     return found
 
 
-def seconds_by_step(steps: Sequence[Step]) -> dict[str, float]:
-    """Seconds of each step by its name; that of `train-index` has the key of the index behind it."""
-    return {"train-index" if s.name.startswith("train-index") else s.name: s.seconds for s in steps}
+def last_steps(steps: Sequence[Step]) -> dict[str, Step]:
+    """The last step of each name; that of `train-index` has the key of the index behind it."""
+    return {"train-index" if step.name.startswith("train-index") else step.name: step for step in steps}
+
+
+def idle_seconds(step: Step) -> float:
+    """Time of a step on this machine without other work, at most.
+
+    While others use the processors, a step waits for them, and takes longer than its CPU seconds. On several free
+    processors it takes less than these.
+    """
+    return min(step.seconds, step.cpu_seconds)
 
 
 def _processor() -> str:

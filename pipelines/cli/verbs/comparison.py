@@ -19,6 +19,8 @@ from pipelines.cli.reports.html import Fragment, Section, colored_text, write_re
 from pipelines.cli.reports.pictures import Bar, Picture, bar_chart
 from pipelines.cli.results import Table
 from pipelines.terminal.output import aligned, echo, echo_shaded, is_colored, one_line
+from pipelines.terminal.units import counted
+from retro.evaluation.settings import LEAST_DOCUMENTS
 
 if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
@@ -138,11 +140,17 @@ class Comparison:
 
 
 def difference(model: str, other: str, change: Change, documents: int) -> str:
-    """Say how many bits per byte a model needs, compared with `other`. An interval that includes 0 may be chance."""
+    """Say how many bits per byte a model needs, compared with `other`, unless it may be chance.
+
+    It may with an interval that includes 0, and with few documents.
+    """
     percent, low, high = change
+    if documents < LEAST_DOCUMENTS:
+        return (
+            f"{counted(documents, 'held-out document')} cannot tell whether {model} needs fewer bits per byte with "
+            f"retrieval than {other}: score {LEAST_DOCUMENTS} or more."
+        )
     interval = f"95% interval over {documents:,} held-out documents: {low:+.1f}% to {high:+.1f}%"
-    if documents == 1:
-        interval = "a single held-out document, so there is no interval and this may be chance"
     if low <= 0 <= high:
         return f"With retrieval, {model} needs about as many bits per byte as {other} ({percent:+.1f}%; {interval})."
     fewer = "fewer" if percent < 0 else "more"

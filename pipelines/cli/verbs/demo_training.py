@@ -256,10 +256,9 @@ def _compare(trained: Trained, folder: Path, deadline: float) -> Comparison:
     )
     limited = replace(settings, max_tokens=tokens)
     results = {
-        name: [
-            replace(one, settings=limited, progress=progress).score(held_out, use)
-            for use in uses_of(one.model.settings, config.data.neighbor_use, (K,))
-        ]
+        name: replace(one, settings=limited, progress=progress).score_each(
+            held_out, uses_of(one.model.settings, config.data.neighbor_use, (K,))
+        )
         for name, one in evaluators.items()
     }
     comparison = compared(results["plain"][0], results["baseline"][0], results["retro"])
@@ -308,9 +307,8 @@ def tokens_until(deadline: float, evaluators: "list[Evaluator]", held_out: "Eval
     if "held_out_tokens" not in demo:
         started, scored = time.monotonic(), 1
         for evaluator in evaluators:
-            trial = replace(evaluator, settings=replace(evaluator.settings, max_tokens=1))
-            for use in uses_of(evaluator.model.settings, NeighborUse(0), (K,)):
-                scored = trial.score(held_out, use).tokens
+            trial = replace(evaluator, settings=replace(evaluator.settings, max_tokens=evaluator.settings.window))
+            scored = trial.score_each(held_out, uses_of(evaluator.model.settings, NeighborUse(0), (K,)))[0].tokens
         per_token = (time.monotonic() - started) / scored
         fitting = int(0.8 * (deadline - time.monotonic()) / per_token)
         demo |= {"held_out_tokens": min(held_out.tokens, max(_LEAST_TOKENS, fitting))}

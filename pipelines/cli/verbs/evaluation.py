@@ -1,5 +1,6 @@
 """Verbs that evaluate a model."""
 
+import logging
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.store.settings import Fraction, Text, settings
 from pipelines.cli.results import ResultOptions
 from pipelines.terminal.progress import progress
+from pipelines.terminal.units import counted
 from retro.evaluation.retrieval_metrics import RetrievalSettings
-from retro.evaluation.settings import EvaluationSettings, PerplexitySettings, QaSettings
+from retro.evaluation.settings import EvaluationSettings, PerplexitySettings, QaSettings, TextWindows
 
 if TYPE_CHECKING:
     from retro.checkpoints.checkpoint import Checkpoint
+    from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.sets import EvaluationSet
+
+log = logging.getLogger("retro")
 
 
 @settings
@@ -45,12 +50,34 @@ class EvalOptions(ResultOptions):
     """Also measure texts that are not in the datastore: files, folders or globs, as in `corpus.paths`. Each path is a row, OFF and
     ON with the largest k, of at most `evaluation.max_tokens` tokens (0 = 20,000) of a random sample of its documents. Neighbors
     and votes are searched as in generation."""
+    text_windows: TextWindows = "random"
+    """Measure a `random` window of each of these texts (`evaluation.seed`), or its `beginning`. Beginnings of source code are
+    licenses and imports, which occur everywhere: with them retrieval saves twice as much."""
+    held_out: bool = True
+    """Measure the held-out documents of the datastores. `--no-held-out` measures `--texts` only."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+
+    def __post_init__(self) -> None:
+        if self.held_out:
+            return
+        if not self.texts:
+            raise InputError("--no-held-out: nothing is left to measure. Name texts with --texts, or remove it.")
+        of_sets: dict[str, object] = {
+            "--against": self.against,
+            "--leakage-from": self.leakage_from,
+            "--evaluation.sets": self.evaluation.sets,
+        }
+        of_sets["--evaluation.datastore-fractions"] = self.evaluation.datastore_fractions
+        if given := [option for option, value in of_sets.items() if value]:
+            raise InputError(
+                f"{given[0]} is about held-out documents, which --no-held-out leaves out. Remove one of both."
+            )
 
     @property
     def settings(self) -> PerplexitySettings:
-        """The section, `k`, `max_overlap` and `texts`."""
-        return PerplexitySettings(**vars(self.evaluation), k=self.k, max_overlap=self.max_overlap, texts=self.texts)
+        """The section, and the options that say what is measured."""
+        options = {name: getattr(self, name) for name in ("k", "max_overlap", "texts", "text_windows")}
+        return PerplexitySettings(**vars(self.evaluation), **options)
 
 
 def evaluate(checkpoint: str, options: EvalOptions) -> int:
@@ -69,7 +96,9 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     folders = [options.datastore] if options.datastore else opened[0].folders
     opened = [for_datastore(one, folders[0]) for one in opened]
     k = max(settings.k, default=0) if any(one.model.retrieves for one in opened) else 0
-    sets = open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k)
+    sets = (
+        open_sets(settings.sets, [Path(folder) for folder in folders], opened[0].model, k) if options.held_out else []
+    )
     for one in opened:
         _check_ids(one, sets)
     if not (sets or settings.texts):
@@ -81,14 +110,14 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
     texts = []
     if files := text_files(settings):
         model = LanguageModel.open(opened[0].path, options.datastore or None, options.device)
-        texts = evaluate_texts(model, files, settings, progress)
+        texts = evaluate_texts(model, files, settings, progress, _say)
     results: dict[str, Any] = {
         "fingerprints": {
             **dict(zip(("checkpoint", "against"), (one.fingerprint for one in opened), strict=False)),
             "datastores": {evaluation_set.name: evaluation_set.datastore.fingerprint for evaluation_set in sets},
         },
         "settings": settings_of(opened, sets, settings, source),
-        **evaluate_checkpoints(opened, sets, settings, options.device, source, progress),
+        **evaluate_checkpoints(opened, sets, settings, options.device, source, progress, _say),
         "texts": texts,
     }
     blocks = [rules_of(opened, settings)]
@@ -98,6 +127,14 @@ def evaluate(checkpoint: str, options: EvalOptions) -> int:
         blocks.append("\n".join(sentences))
     options.deliver(results, "\n\n".join(filter(None, blocks)))
     return 0
+
+
+def _say(result: "SetResult") -> None:
+    """Log a measurement when it is there: the tables come after all of them."""
+    log.info(
+        "%s %s: %.4f bits per byte, %s tokens of %s",
+        *(result.set, result.label, result.bits_per_byte, f"{result.tokens:,}", counted(result.documents, "document")),
+    )
 
 
 def _check_ids(checkpoint: "Checkpoint", sets: "list[EvaluationSet]") -> None:

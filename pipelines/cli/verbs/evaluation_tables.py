@@ -27,7 +27,7 @@ def tables_of(results: Mapping[str, Any]) -> dict[str, Table]:
         "By longest match before the token": _match_table(results["matches"], "token", shown),
         "By leakage": _leakage_table(results["leakage"], shown),
         "By size of the datastore": _fractions_table(results["datastore_fractions"]),
-        "Other texts": _texts_table(results["texts"]),
+        _title_of_texts(results["texts"]): _texts_table(results["texts"]),
     }
     return {title: table for title, table in tables.items() if table.rows}
 
@@ -127,6 +127,12 @@ def _fractions_table(levels: Sequence[Row]) -> Table:
                 fraction = f"{level['datastore_fraction']:g}"
                 cells.append([level["set"], fraction, *sizes, _label(row), f"{bits:.4f}", f"{change:+.2f}%"])
     return Table(["set", "fraction", "documents", "chunks", "retrieval", "bits/byte", "against OFF"], cells)
+
+
+def _title_of_texts(rows: Sequence[Row]) -> str:
+    """The heading, which says where in the documents the windows are from."""
+    beginnings = any(row["windows"] == "beginning" for row in rows)
+    return f"Other texts: {'the beginning' if beginnings else 'a random window'} of each document"
 
 
 def _texts_table(rows: Sequence[Row]) -> Table:

@@ -20,7 +20,7 @@ from pipelines.terminal.output import echo
 from pipelines.terminal.progress import progress
 from pipelines.terminal.units import counted, human_seconds
 from retro.data.neighbor_choice import NeighborUse
-from retro.evaluation.settings import EvaluationSettings
+from retro.evaluation.settings import LEAST_DOCUMENTS, EvaluationSettings
 
 if TYPE_CHECKING:
     from retro.data.windows import ScoringWindow
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from retro.evaluation.sets import EvaluationSet
 
 _CONTEXT = 1024
-_LEAST_DOCUMENTS = 2
-"""Held-out documents that are measured even if the time is up: a single one has no interval."""
 _COLORED = 2
 """Documents that could be measured in the time that the colored passages take."""
 _USES = NeighborUse(0), NeighborUse(K), NeighborUse(K, votes=True)
@@ -51,7 +49,7 @@ def compare_retrieval(
     Args:
         model: a checkpoint, or a decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file.
         datastore: made with the tokenizer of the model.
-        minutes: time limit, the loading of the model included. At least two documents are measured.
+        minutes: time limit, the loading of the model included. At least five documents are measured, for an interval.
         device: `auto`, `cpu`, `cuda` …
         seed: of the windows and their order.
         name: of the model, in the results; empty = the end of its path.
@@ -107,23 +105,23 @@ def measured(
 
     def scored(window: "ScoringWindow", advance: Advance = lambda _: None) -> "list[SetResult]":
         silent = replace(evaluator, progress=lambda *_, **__: contextlib.nullcontext(advance))
-        return [silent.score(held_out, use, windows=[window]) for use in _USES]
+        return silent.score_each(held_out, _USES, windows=[window])
 
     with during("a first held-out document"):
         parts = [scored(windows[0])]
     per_token = (time.monotonic() - begun) / sizes[0]
     until = deadline - _COLORED * per_token * length
     fitting = int(np.searchsorted(np.cumsum(sizes[1:]) * per_token, until - time.monotonic())) + 1
-    planned = documents or min(len(windows), max(_LEAST_DOCUMENTS, fitting))
+    planned = documents or min(len(windows), max(LEAST_DOCUMENTS, fitting))
     tokens = sum(sizes[:planned])
     echo(
         f"   measured next: {tokens:,} tokens of {planned:,} of {counted(len(windows), 'held-out document')}, each without retrieval, "
         f"with neighbors, and with the whole datastore too: about {human_seconds(per_token * sum(sizes[1:planned]))}"
     )
-    with progress("eval", total=len(_USES) * sum(sizes[1:planned]), unit="tokens") as advance:
+    with progress("eval", total=len(evaluator.readings(_USES)) * sum(sizes[1:planned]), unit="tokens") as advance:
         for window, size in zip(windows[1:planned], sizes[1:planned], strict=True):
             is_late = time.monotonic() + per_token * size > until
-            if is_late and not documents and len(parts) >= _LEAST_DOCUMENTS:
+            if is_late and not documents and len(parts) >= LEAST_DOCUMENTS:
                 echo(f"   the time is up after {counted(len(parts), 'document')}")
                 break
             parts.append(scored(window, advance))

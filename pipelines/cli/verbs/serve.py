@@ -88,6 +88,9 @@ def serve(datastore: str, options: ServeOptions) -> int:
             uvicorn_config(app), service, "\n".join([*_lines(service, bool(token), options), f"ready: {url}"])
         )
         server.run(sockets=[listening])
+    if not server.started:
+        log.error("the server did not start")
+        return 1
     answered = "all accepted requests were answered"
     echo(f"stopped; {f'{server.cut_off:,} requests were cut off' if server.cut_off else answered}")
     return 0

@@ -82,3 +82,8 @@ def test_the_interval_contains_the_mean_and_narrows_with_more_questions() -> Non
         assert low < mean < high
     assert many[2] - many[1] < 0.2 * (few[2] - few[1])
     assert mean_with_interval(np.ones(5)) == (1, 1, 1)
+
+
+def test_a_string_is_one_right_answer() -> None:
+    assert exact_match("Eiffel", "Eiffel", "en") == f1("Eiffel", "Eiffel", "en") == 1
+    assert exact_match("i", "Eiffel", "en") == f1("i", "Eiffel", "en") == 0

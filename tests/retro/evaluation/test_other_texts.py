@@ -11,7 +11,8 @@ import pytest
 from indexing.corpus.documents import CorpusSettings
 from indexing.corpus.scan import list_files
 from indexing.store.errors import InputError
-from retro.evaluation.other_texts import SampledText, evaluate_texts, sample_texts, text_files
+from retro.evaluation import other_texts
+from retro.evaluation.other_texts import SampledText, _num_bytes, evaluate_texts, sample_texts, text_files
 from retro.evaluation.settings import PerplexitySettings
 from retro.inference.language_model import LanguageModel
 from tests.conftest import write_corpus
@@ -34,7 +35,7 @@ def drawn(model: LanguageModel, path: Path, **settings: Any) -> list[SampledText
 
 
 def test_rows_are_the_scores_of_the_language_model(model: LanguageModel, corpus: Path) -> None:
-    settings = PerplexitySettings(k=(1, 2), texts=(str(corpus),))
+    settings = PerplexitySettings(k=(1, 2), texts=(str(corpus),), text_windows="beginning")
     (row,) = evaluate_texts(model, text_files(settings), settings)
     documents = [json.loads(line) for line in corpus.read_text().splitlines()]
     encoded = [model.tokenizer.encode(document["text"]) for document in documents]
@@ -73,9 +74,55 @@ def test_a_sample_is_of_the_whole_file_and_a_larger_one_contains_a_smaller_one(
 def test_documents_are_cut_to_a_window_and_to_the_number_of_tokens(model: LanguageModel, corpus: Path) -> None:
     assert max(len(text.tokens) for text in drawn(model, corpus)) == model.context == 64
     assert max(len(text.tokens) for text in drawn(model, corpus, window=32)) == 32
-    (only,) = drawn(model, corpus, max_tokens=10)
+    (only,) = drawn(model, corpus, max_tokens=10, text_windows="beginning")
     assert len(only.tokens) == 11
     assert only.tokens[0] == model.tokenizer.bos_id
+
+
+def test_windows_are_from_everywhere_in_the_documents_and_the_seed_draws_them(
+    model: LanguageModel, corpus: Path
+) -> None:
+    documents = {row["id"]: row["text"] for row in map(json.loads, corpus.read_text().splitlines())}
+    whole = {name: np.append(model.tokenizer.bos_id, model.tokenizer.encode(text)) for name, text in documents.items()}
+    windows, starts = drawn(model, corpus), list[float]()
+    for text in windows:
+        tokens, size = whole[text.id], len(text.tokens)
+        found = [
+            first
+            for first in range(len(tokens) - size + 1)
+            if np.array_equal(tokens[first : first + size], text.tokens)
+        ]
+        assert found
+        assert text.begins == (found[0] == 0)
+        assert size == min(len(tokens), model.context)
+        if len(tokens) > size:
+            starts.append(found[0] / (len(tokens) - size))
+    assert 0.3 < np.mean(starts) < 0.7
+    assert [text.tokens.tolist() for text in drawn(model, corpus)] == [text.tokens.tolist() for text in windows]
+    assert [text.tokens.tolist() for text in drawn(model, corpus, seed=1)] != [text.tokens.tolist() for text in windows]
+
+
+def test_a_window_inside_of_a_document_counts_the_bytes_of_its_scored_tokens(
+    model: LanguageModel, corpus: Path
+) -> None:
+    text = next(text for text in drawn(model, corpus) if not text.begins)
+    decoded = model.tokenizer.token_bytes[text.tokens[1:]].sum()
+    assert _num_bytes(text, model.tokenizer) == decoded
+    assert _num_bytes(text._replace(begins=True), model.tokenizer) == decoded - model.tokenizer.meta.added_bytes
+
+
+def test_of_a_long_text_one_part_is_tokenized(
+    model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_texts, "PIECE", 300)
+    path = tmp_path / "long.jsonl"
+    words = " ".join(f"chunk {number}" for number in range(2000))
+    path.write_text("".join(json.dumps({"id": str(number), "text": words}) + "\n" for number in range(30)))
+    windows = drawn(model, path, window=32)
+    assert len({text.tokens.tobytes() for text in windows}) > 20
+    beginnings = drawn(model, path, window=32, text_windows="beginning")
+    assert len({text.tokens.tobytes() for text in beginnings}) == 1
+    assert all(text.begins for text in beginnings)
 
 
 def test_paths_without_text_name_the_file_and_the_key(model: LanguageModel, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.tokenization.tokenizer import Tokenizer
+from retro.evaluation.question_answering import answer_in_passages
 from retro.evaluation.question_sets import Question
 from retro.evaluation.text_prompts import PromptBuilder, room_for_prompts
 
@@ -62,3 +63,14 @@ def test_room_for_prompts_is_in_whole_chunks_and_excludes_the_answer() -> None:
     assert [room_for_prompts(64, M, length) for length in (8, 16, 17)] == [48, 48, 32]
     with pytest.raises(InputError, match=r"max_tokens = 60.*16 tokens"):
         room_for_prompts(64, M, 60)
+
+
+def test_a_string_is_one_passage_and_one_answer(tokenizer: Tokenizer) -> None:
+    solved = Question("s", "when?", "now")  # type: ignore[arg-type]
+    alone, listed = (
+        PromptBuilder(tokenizer, "en", [shot], 200, M).prompt(QUESTION, passages)
+        for shot, passages in ((solved, "a passage"), (Question("s", "when?", ("now",)), ["a passage"]))
+    )
+    assert alone.tolist() == listed.tolist()
+    assert answer_in_passages([Question("q", "where?", "x")], ["a passage here"]) == 0  # type: ignore[arg-type]
+    assert answer_in_passages([Question("q", "where?", "here")], ["a passage here"]) == 1  # type: ignore[arg-type]

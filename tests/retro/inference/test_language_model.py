@@ -15,6 +15,8 @@ from indexing.store.errors import InputError
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.language_model import LanguageModel, _check_fits
 from retro.inference.settings import GenerationSettings
+from retro.model.retro import Retro
+from retro.model_settings import CopyHeadSettings, RetrievalSettings
 from retro.training.trainer import train
 from tests.conftest import tiny_config
 
@@ -124,3 +126,27 @@ def test_invalid_token_rows_are_rejected_immediately(language_model: LanguageMod
             call([np.array([1, 2]), np.array(tokens)])
     with pytest.raises(InputError, match="k = -1"):
         language_model.score([np.array([1])], -1)
+
+
+def test_off_and_on_together_are_the_scores_of_both_and_the_text_is_read_once(
+    tmp_path: Path, tiny_corpus: Path, voting_datastore: Datastore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, tiny_corpus, datastore=voting_datastore.folder)
+    model = replace(
+        config.model, retrieval=RetrievalSettings(cca_layers=()), copy_head=CopyHeadSettings(True, True, True)
+    )
+    train(config.run, replace(config, model=model, train=replace(config.train, steps=1, eval_every=0)).run_settings)
+    opened = LanguageModel.open(config.run, device="cpu")
+    valid = voting_datastore.valid
+    texts = [valid.tokens.read(*valid.chunk_range(number)).ravel().astype(np.int64)[:150] for number in range(4)]
+    expected = [opened.score(texts, k) for k in (0, 2)]
+    read, hidden = list[int](), Retro.hidden
+    monkeypatch.setattr(Retro, "hidden", lambda *arguments: read.append(1) or hidden(*arguments))
+    together = opened.score_off_and_on(texts, 2)
+    once = len(read)
+    opened.score(texts, 2)
+    assert len(read) == 2 * once
+    for ours, theirs in zip(together, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    assert any((off != on).any() for off, on in zip(*together, strict=True))

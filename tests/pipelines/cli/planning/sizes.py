@@ -54,6 +54,7 @@ def measured(**changes) -> Sample:
     sample = Sample(
         size=larger(1, shards=1),
         seconds=SECONDS,
+        cpu_seconds=SECONDS,
         bytes={"documents.parquet": 10_000, "sparse": 60 * SIZE.train_chunks},
         token_bytes=2,
         dimension=32,

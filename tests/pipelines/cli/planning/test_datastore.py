@@ -17,10 +17,12 @@ from indexing.suffixes.order_build import RUN_BYTES
 from pipelines.cli.main import main
 from pipelines.cli.planning import sample as sample_module
 from pipelines.cli.planning.bytes import index_for
-from pipelines.cli.planning.datastore import ALONE, plan_for, seconds_of, size_of
-from pipelines.cli.planning.sample import _search, draw_sample, measure
+from pipelines.cli.planning.datastore import ALONE, plan_for, plan_tables, scaling, seconds_of, size_of
+from pipelines.cli.planning.sample import _search, draw_sample, idle_seconds, measure
 from pipelines.config import Config
 from pipelines.stages.choices import with_choices
+from pipelines.terminal.stages import Step
+from pipelines.terminal.units import long_time
 from tests.conftest import SHARED_DATA, build_local, tiny_config, write_corpus
 from tests.pipelines.cli.planning import sizes
 from tests.pipelines.cli.planning.sizes import SECONDS, assert_bytes_close, larger, measured
@@ -94,6 +96,24 @@ def test_machines_divide_parallel_steps_up_to_the_number_of_shards() -> None:
     for step in four.steps:
         assert step.wall_seconds == step.seconds / (1 if step.name in ALONE else 4)
     assert {step.machines for step in many.steps} == {1, 8}
+
+
+def test_a_busy_machine_makes_no_plan_longer() -> None:
+    alone = Step("chunk", "chunk", 10, "chunks", seconds=1.0, cpu_seconds=1.0)
+    among_others = replace(alone, seconds=9.0)  # it waited for a processor
+    on_two_processors = replace(alone, seconds=0.5)
+    assert [idle_seconds(step) for step in (alone, among_others, on_two_processors)] == [1.0, 1.0, 0.5]
+
+
+def test_a_plan_has_the_processor_time_and_the_time_when_idle() -> None:
+    sample = measured(cpu_seconds={name: 2 * took for name, took in SECONDS.items()})
+    plan = plan_for(CONFIG, sample, tokens=2e8, machines=4)
+    assert all(step.cpu_seconds == pytest.approx(2 * step.seconds) for step in plan.steps)
+    *_, steps = plan_tables(plan, sample, 4)
+    assert steps[0] == ["step", "CPU time", "machines", "time when idle", "memory of a worker"]
+    assert steps[1][1] == long_time(plan.steps[0].cpu_seconds)
+    assert steps[1][3] == long_time(plan.steps[0].wall_seconds)
+    assert "CPU time" in scaling(plan, sample)
 
 
 def test_search_is_the_configured_one_or_the_one_that_auto_chooses_at_the_planned_size() -> None:

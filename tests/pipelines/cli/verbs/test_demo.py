@@ -23,14 +23,16 @@ from pipelines.cli.verbs import demo_training
 from pipelines.cli.verbs.comparison import Comparison, difference
 from pipelines.cli.verbs.demo import DemoOptions
 from pipelines.cli.verbs.demo_training import compared, demo, runs_of, train_models
+from pipelines.cli.verbs.evaluation_tables import gain_in_words
 from pipelines.config import Config
 from retro.copying.head import CopyHead
 from retro.evaluation.bits_per_byte import SetResult
 from retro.evaluation.passages import ColoredPassage, CopiedFrom, CopiedRun, Piece, colored, copied_runs
+from retro.evaluation.settings import LEAST_DOCUMENTS
 from retro.evaluation.token_gains import Passage
 from retro.model.presets import count_parameters
 from retro.model.retro import Retro
-from retro.model_settings import updated
+from retro.model_settings import ModelSettings, updated
 from retro.training.trainer import Outcome
 from tests.conftest import tiny_config
 
@@ -135,6 +137,26 @@ def test_a_difference_that_may_be_chance_is_not_called_a_gain(change: tuple[floa
     assert said in difference("RETRO", "a plain baseline", change, 20)
 
 
+@pytest.mark.parametrize("documents", [1, 2, LEAST_DOCUMENTS - 1, LEAST_DOCUMENTS])
+def test_few_documents_give_no_percentage_in_any_verdict(documents: int) -> None:
+    change = (-28.5, -40.0, -10.0)
+    said = difference("RETRO", "without it", change, documents)
+    rows = [
+        {"model": "", "bits_per_byte": bits, "documents": documents, "set": "valid", "k": 2, "votes": False}
+        for bits in (2.0, 1.4)
+    ]
+    changes = [dict(zip(("percent", "low", "high"), change, strict=True))]
+    verdict = gain_in_words(rows, changes, ModelSettings())
+    if documents < LEAST_DOCUMENTS:
+        assert "%" not in said
+        assert "Too few held-out documents" in verdict
+        assert f"{LEAST_DOCUMENTS} or more" in said
+        assert f"{LEAST_DOCUMENTS} or more" in verdict
+    else:
+        assert "28.5% fewer" in said
+        assert "saves 28.5%" in verdict
+
+
 def measured(*nats: float, k: int = 0, votes: bool = False) -> SetResult:
     """A measurement of documents of 1,000 bytes."""
     size = len(nats)
@@ -159,7 +181,7 @@ def test_rows_with_retrieval_are_blue_and_all_others_are_compared_with_the_last(
 
 def test_a_single_document_has_no_interval(capsys) -> None:
     one = compared_on(1)
-    assert "no interval" in one.verdict
+    assert "score 5 or more" in one.verdict
     assert [bar.interval for bar in one.bars] == [None] * 5
     one.print_rows()
     shown = capsys.readouterr().out

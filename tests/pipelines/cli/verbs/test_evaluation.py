@@ -155,6 +155,26 @@ def test_other_texts_are_scored_with_all_sources_next_to_held_out_documents(
     assert written["settings"]["evaluation"]["texts"] == list(map(str, paths))
 
 
+def test_texts_are_measured_alone_on_request_and_each_result_is_logged(trained: Path, tmp_path: Path, capsys) -> None:
+    write_corpus(tmp_path / "other.jsonl", 6, seed=5)
+    alone = ["eval", "perplexity", str(trained / "run"), "--no-held-out"]
+    assert main(alone) == 2
+    assert "Name texts with --texts" in capsys.readouterr().err
+    alone += ["--texts", str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out.json")]
+    for options, heading in (
+        ([], "a random window of each"),
+        (["--text-windows", "beginning"], "the beginning of each"),
+    ):
+        assert main([*alone, *options]) == 0
+        printed = capsys.readouterr()
+        assert f"Other texts: {heading} document" in printed.out
+        assert "Held-out documents" not in printed.out
+        for mode in ("OFF", "ON k=2"):
+            assert re.search(rf"other\.jsonl {mode}: \d\.\d{{4}} bits per byte, \d+ tokens of 6 documents", printed.err)
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["results"], written["texts"][0]["windows"]) == ([], "beginning")
+
+
 def test_texts_are_measured_if_the_datastore_has_no_held_out_documents(trained: Path, tmp_path: Path, capsys) -> None:
     folder, text = Path(shutil.copytree(trained / "datastore", tmp_path / "datastore")), tmp_path / "a.txt"
     held_out = Datastore.open(folder).valid
@@ -177,6 +197,8 @@ def test_texts_are_measured_if_the_datastore_has_no_held_out_documents(trained: 
         ("run", ["TEXT", "--k"], ["texts = ", "--k is empty"]),
         ("run", ["TEXT", "nowhere.jsonl"], ["texts: 'nowhere.jsonl' does not exist"]),
         ("run", ["EMPTY"], ["texts: ", "empty.txt' has no document with text"]),
+        ("run", ["TEXT", "--no-held-out", "--against", "run"], ["--against is about held-out documents"]),
+        ("run", ["TEXT", "--no-held-out", "--evaluation.sets", "valid"], ["--evaluation.sets is about held-out"]),
         ("run", ["TEXT", "--datastore", "OTHER"], ["other has another tokenizer than the model"]),
     ],
 )

@@ -23,7 +23,7 @@ def test_every_held_out_document_has_one_window_inside_it(tiny_datastore: Datast
         assert window.stop - window.start == min(2, stop - first)
 
 
-@pytest.mark.parametrize(("seconds", "documents"), [(-1.0, 2), (600.0, 17)])
+@pytest.mark.parametrize(("seconds", "documents"), [(-1.0, 5), (600.0, 17)])
 def test_held_out_documents_are_announced_and_measured_until_the_deadline(
     tiny_model: Retro, voting_datastore: Datastore, capsys, seconds: float, documents: int
 ) -> None:
@@ -50,5 +50,5 @@ def test_measuring_stops_at_the_deadline_although_more_was_planned(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.cli.verbs.retrieval_gain.time.monotonic", clock.__next__)
         results = measured(evaluator_of(tiny_model), held_out, 0, begun + 900)
-    assert [result.documents for result in results] == [2, 2, 2]
-    assert "the time is up after 2 documents" in capsys.readouterr().out
+    assert [result.documents for result in results] == [5, 5, 5]
+    assert "the time is up after 5 documents" in capsys.readouterr().out
