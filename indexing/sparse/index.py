@@ -13,16 +13,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, temporary_folder, with_tokenizer
 from indexing.store.artifact import intact, reading, stored_json
 from indexing.store.datastore import Split, shard_name
-from indexing.store.errors import InputError
+from indexing.store.errors import DoesNotFit, InputError
 from indexing.store.remote import fetch_manifest, present
 from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
+from indexing.store.schemas import MOST_SHARDS
 from indexing.store.sharded_array import open_array
 
 FOLDER = "sparse"  # of a datastore
@@ -91,7 +94,7 @@ class _Lists:
             places = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
             positions = self.starts[places[:, 0]] + places[:, 1]
             if positions.max(initial=-1) >= self.size:
-                raise ValueError("the lists hold texts that do not exist")
+                raise DoesNotFit("the lists hold texts that do not exist")
         return positions, np.array([score for score, _ in hits], dtype=np.float32)
 
 
@@ -223,14 +226,31 @@ def _passage_weight(query: Counter[str]) -> float:
     return _PASSAGE_WEIGHT * min(1.0, _FEW_TERMS / max(1, len(query)))
 
 
+_Texts = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Segments(TypedDict):
+    """`segments.json`: texts of each segment."""
+
+    chunks: Annotated[list[_Texts], Field(max_length=MOST_SHARDS)]
+    passages: Annotated[list[_Texts], Field(max_length=MOST_SHARDS)]
+
+
+class _Schema(TypedDict):
+    """`chunks.json` and `passages.json`, as tantivy reads them."""
+
+    index_settings: dict[str, Any]
+    schema: list[dict[str, Any]]
+
+
 def _sizes(folder: Path) -> dict[Kind, list[int]]:
     """The chunks and passages of each segment of a shard."""
     if not fetch_manifest(folder) and not folder.exists():
         raise InputError(
             f"{folder} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         )
-    sizes: dict[Kind, list[int]] = stored_json(folder / "segments.json")
-    return sizes
+    sizes = stored_json(folder / "segments.json", _Segments)
+    return {"chunks": sizes["chunks"], "passages": sizes["passages"]}
 
 
 def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) -> _Lists:
@@ -241,7 +261,7 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
         meta: dict[str, Any] = {"segments": [], "opstamp": 0}
         for shard, of_segments in zip(folders, sizes, strict=True):
             if of_segments:
-                meta |= stored_json(shard / f"{kind}.json")
+                meta |= stored_json(shard / f"{kind}.json", _Schema)
             for segment, size in enumerate(of_segments):
                 name = uuid.UUID(int=len(meta["segments"]))
                 for suffix in SUFFIXES:

@@ -154,7 +154,11 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
     """
     datastore.require(FOLDER)
     paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
-    for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
+    try:
+        names = [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]
+    except InputError as error:
+        raise InputError(f"{datastore.folder / MANIFEST}: artifacts.{FOLDER}: {error}") from error
+    for name in names:
         if (shards := shards_of(name)) is None:
             raise _older(datastore.folder / name)
         yield name, shards

@@ -5,7 +5,7 @@ A generation stays as it was recorded if `corpus.paths` names none of its files.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from indexing.store.files import write_json
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
 from pipelines.stages.generations import (
+    Problems,
     by_generation,
     first_shard,
     intact_folders,
@@ -214,7 +215,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, if names, sizes and times of all files have not changed."""
     if damage(folder):
         return None
-    stored = stored_json(folder / "files.json")
+    stored: list[Mapping[str, Any]] = [*stored_files(folder)]
     now = [asdict(file) for file in files]
     if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
         return None
@@ -274,7 +275,7 @@ def _write_corpus(
 
 def _report_problems(folder: Path) -> None:
     """Log the problems in the files, with file and line of the first of each kind, and the number of deleted documents."""
-    problems: dict[str, Any] = stored_json(folder / "problems.json")
+    problems = stored_json(folder / "problems.json", Problems)
     for kind, count in sorted(problems["counts"].items()):
         first = next((problem for problem in problems["examples"] if problem["kind"] == kind), None)
         where = f"; first: {first['file']}:{first['line']}: {first['detail']}" if first else ""

@@ -21,6 +21,7 @@ from indexing.store.settings import settings
 from indexing.tokenization.metadata import read_meta
 from pipelines.cli.results import Format, ResultOptions, print_result
 from pipelines.config import Config
+from pipelines.stages.generations import Problems
 from pipelines.terminal.output import aligned, echo, grouped, one_line, print_rows
 from pipelines.terminal.progress import progress
 from pipelines.terminal.stages import StagesView
@@ -84,7 +85,7 @@ def index(options: IndexOptions) -> int:
     del executor  # and its workers
     _warn_if_little_is_held_out(datastore, config.corpus.split)
     if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
+        print_rows(summary_table(write_index_report(datastore, view.steps, config.neighbors.extra_datastores)).rows)
         echo(f"report: {datastore.folder / 'report.html'}")
     return 0
 
@@ -240,7 +241,7 @@ def inspect_datastore(folder: Path, form: Format) -> int:
         "deleted_documents_on_disk": sum(len(datastore.split(name).deleted) for name in SPLITS),
         "disk_bytes": _disk_bytes(folder),
         "splits": totals,
-        "problems": stored_json(folder / "corpus" / "problems.json")["counts"],
+        "problems": stored_json(folder / "corpus" / "problems.json", Problems)["counts"],
         "dedup": dedup.summary(folder / dedup.REMOVED) if deduplicated else None,
         "report": read_report(folder),
     }
