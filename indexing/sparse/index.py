@@ -23,6 +23,7 @@ from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, tem
 from indexing.store.artifact import intact, reading, stored_json
 from indexing.store.datastore import Split, shard_name
 from indexing.store.errors import DoesNotFit, InputError
+from indexing.store.mapped import registered
 from indexing.store.remote import fetch_manifest, present
 from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
 from indexing.store.schemas import MOST_SHARDS
@@ -265,7 +266,7 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
             for segment, size in enumerate(of_segments):
                 name = uuid.UUID(int=len(meta["segments"]))
                 for suffix in SUFFIXES:
-                    file = present(shard / f"{kind}-{segment}.{suffix}").resolve()
+                    file = registered(present(shard / f"{kind}-{segment}.{suffix}")).resolve()
                     (folder / f"{name.hex}.{suffix}").symlink_to(file)
                 meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
         (folder / "meta.json").write_text(json.dumps(meta))

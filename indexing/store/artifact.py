@@ -419,6 +419,16 @@ def _damage_at(path: Path, error: BaseException | None = None) -> str | None:
     return f"{path} cannot be read ({error})" if error else None
 
 
+def recorded_file(path: Path) -> dict[str, Any] | None:
+    """Size and checksum of a file of an artifact, as its manifest has them; None if it belongs to none, or the manifest is damaged."""
+    for folder in path.parents[:2]:
+        if (folder / MANIFEST).exists():
+            with contextlib.suppress(InputError):
+                return _parsed(folder)["files"].get(path.relative_to(folder).as_posix())
+            return None
+    return None
+
+
 def damaged(path: Path, problem: str) -> DamagedFile:
     """The error of a damaged file of a datastore.
 

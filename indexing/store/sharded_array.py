@@ -10,6 +10,7 @@ import numpy as np
 from indexing.machine import usable_memory
 from indexing.store import remote
 from indexing.store.artifact import reading
+from indexing.store.mapped import map_array
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 _AROUND = 131_072
@@ -24,8 +25,7 @@ def open_array(path: Path) -> np.ndarray:
     """
     path = remote.present(path)
     with reading(path):
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    return array
+        return map_array(path)
 
 
 def fetch(array: np.ndarray, first: int = 0) -> None:

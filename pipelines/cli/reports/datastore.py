@@ -39,9 +39,7 @@ _SAMPLE = 500
 _EXAMPLES = 3
 
 
-def write_index_report(
-    datastore: Datastore, steps: Sequence[Step] = (), others: Sequence[Path] = ()
-) -> dict[str, Any]:
+def write_index_report(datastore: Datastore, steps: Sequence[Step] = (), others: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure a finished datastore and write both reports. What has not changed is read from them.
 
     Args:
