@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from indexing.store import remote
+from indexing.store.checked_files import remember
 from indexing.store.errors import DamagedFile, DoesNotFit, InputError
 from indexing.store.files import (
     MANIFEST,
@@ -170,6 +171,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
         _write_manifest(work, folder.name, recipe, counts)
         sync_folder(work)
         _publish(work, folder, recipe)
+        remember({folder / name: entry["checksum"] for name, entry in _parsed(folder)["files"].items()})
     except BaseException as error:
         full = isinstance(error, OSError) and error.errno in _NO_SPACE
         newest = _newest_file(work) if full else work

@@ -2,13 +2,12 @@
 
     map_array, map_bytes, registered ─► a list of mapped files, whose sizes a server watches (`watch.py`)
     a read behind the new end ─► SIGBUS ─► which file is mapped there? ─► the message of a damaged file, and exit status 2
-                                                └─ of a datastore that is watched ─► zeros; `require_whole` raises after the read
+                                                └─ in a server ─► zeros; `require_whole` raises after the read (`damage_found.py`)
 
 No check before a read can win against a file that is truncated in the middle of it. So the signal itself is handled, on Linux; without
 it the process would die without a word. Libraries map files too (Faiss, tantivy, safetensors): the handler finds them by their address.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -16,17 +15,18 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from indexing.store.artifact import damaged, recorded_file
+from indexing.store.damage_found import found
 from indexing.store.errors import DamagedFile
+from indexing.store.first_use import first_use
 
 _HAS_HANDLER = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-_EXIT_STATUS = 2  # as of any other damaged file
 _ADDRESS = 16  # bytes before `si_addr` in `siginfo_t`
 _SA_SIGINFO = 4
 _REPLACED = " (deleted)"  # behind the name of a file that was removed, in /proc/self/maps
@@ -54,8 +54,6 @@ class _Region(NamedTuple):
 
 _lock = threading.Lock()
 _files: dict[Path, None] = {}  # mapped files, in order
-_watched: set[Path] = set()
-_damages: list[DamagedFile] = []
 _installed: list[object] = []  # the handler, which must stay in memory
 
 
@@ -81,7 +79,12 @@ def map_bytes(path: Path) -> memoryview:
 
 
 def registered(path: Path) -> Path:
-    """Note that a file is about to be mapped, here or by a library, and return it."""
+    """Note that a file is about to be mapped, here or by a library, and return it.
+
+    Raises:
+        DamagedFile: it differs from its manifest, see `first_use.py`.
+    """
+    first_use(path)
     with _lock:
         _files.setdefault(path)
         if _HAS_HANDLER and not _installed:
@@ -98,17 +101,6 @@ def files(first: int = 0) -> Sequence[Path]:
 # --- files that get shorter ---------------------------------------------------------------------------------------------
 
 
-def keep_running(datastores: Iterable[Path]) -> None:
-    """Read zeros where a file of these datastores ends too early, instead of ending the process. Then call `require_whole` after reads."""
-    _watched.update(folder.resolve() for folder in datastores)
-
-
-def require_whole() -> None:
-    """Raise DamagedFile if a read of this process went behind the end of a file of `keep_running`. It stays so until a restart."""
-    if _damages:
-        raise _damages[0]
-
-
 def _install() -> None:
     """Handle SIGBUS. Other causes than files go to the handler before."""
     libc, before = ctypes.CDLL(None, use_errno=True), _Action()
@@ -121,9 +113,7 @@ def _install() -> None:
             libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)
             return
         error, first = _explained(region, address)
-        if not any(folder in region.file.parents for folder in _watched):
-            _end(error)
-        _damages.append(error)
+        found(error)
         size, anonymous = region.stop - first, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
         libc.mmap(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.PROT_READ, anonymous, -1, ctypes.c_long(0))
 
@@ -161,11 +151,3 @@ def _explained(region: _Region, address: int) -> tuple[DamagedFile, int]:
     return damaged(file, f"{file} has {size:,} bytes{expected}"), max(
         region.start, region.start + whole - region.offset
     )
-
-
-def _end(error: DamagedFile) -> None:
-    """End the process, which cannot continue from where it read."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
-    os._exit(_EXIT_STATUS)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from indexing.store import mapped, remote
 from indexing.store.artifact import damaged, parse_manifest, recorded_file, wrong_checksum, wrong_sizes
+from indexing.store.damage_found import keep_running, require_whole
 from indexing.store.errors import DamagedFile, InputError
 from indexing.store.files import MANIFEST
+from indexing.store.first_use import first_use
 
 _IN_MEMORY = ("dedup", "appended", "trained", "tuned")  # not read by those who search, or read once
 _REPLACED = ("neighbors", "votes", "materialized")  # made again while a datastore grows, and only examples read them
@@ -44,7 +46,7 @@ class Watch:
         self._lock, self._next = threading.Lock(), 0.0
         self._problem: tuple[Path, str] | None = None
         self._datastores, self._seen = tuple(datastores), 0
-        mapped.keep_running(self._datastores)
+        keep_running(self._datastores)
         for folder in (folder for datastore in self._datastores for folder in _artifacts(datastore)):
             manifest = parse_manifest(folder)
             if problem := next(wrong_sizes(folder, manifest), None):
@@ -52,13 +54,22 @@ class Watch:
             self._files |= {folder / name: folder for name in manifest["files"] if (folder / name).exists()}
         self._intact = {file: _state(file) for file in self._files}
 
+    def compare(self) -> None:
+        """Compare all files with their checksums that are used here for the first time, large ones on a thread; see `first_use.py`.
+
+        Raises:
+            DamagedFile: one differs.
+        """
+        for file in self._files:
+            first_use(file)
+
     def require(self) -> None:
         """Check all files, unless the last check was just now.
 
         Raises:
             DamagedFile: one is missing, has another size, or other bytes than when it was written.
         """
-        mapped.require_whole()
+        require_whole()
         with self._lock:
             self._add_mapped()
             begun = time.monotonic()

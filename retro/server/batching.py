@@ -25,7 +25,7 @@ from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
-from indexing.store.mapped import require_whole
+from indexing.store.damage_found import require_whole
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

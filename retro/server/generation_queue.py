@@ -20,7 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
-from indexing.store.mapped import require_whole
+from indexing.store.damage_found import require_whole
 from retro.inference.generation import Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
 from retro.inference.rows import RetrieveNeighbors

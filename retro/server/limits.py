@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from indexing.store.mapped import require_whole
+from indexing.store.damage_found import require_whole
 from retro.server.errors import ApiError, as_api_error, error_response, time_limit_error
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings

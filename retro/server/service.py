@@ -128,7 +128,13 @@ class Service:
             gauge("retro_neighbor_cache_bytes", "Size of the encoded neighbors in the cache.", lambda: cache.bytes)
 
     def warm_up(self) -> None:
-        """Run one search and one scoring, so that the first request does not wait for initialization."""
+        """Compare files that came from elsewhere with their checksums, and run one search and one scoring, so that the first request does
+        not wait for initialization.
+
+        Raises:
+            DamagedFile: a file differs. Large ones are compared while the server works, see `first_use.py`.
+        """
+        self.files.watch.compare()
         retrieval: Retrieval = "hybrid" if self.retriever.chunks.has_terms else "dense"
         self.retriever.search(["warm up"], 1, retrieval=retrieval)
         if self.language_model is not None:
