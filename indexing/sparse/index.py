@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, temporary_folder, with_tokenizer
@@ -237,11 +237,21 @@ class _Segments(TypedDict):
     passages: Annotated[list[_Texts], Field(max_length=MOST_SHARDS)]
 
 
+class _Field(TypedDict):
+    name: str
+
+
+def _with_fields(schema: list[_Field]) -> list[_Field]:
+    if missing := {TERMS, PASSAGE} - {field["name"] for field in schema}:
+        raise ValueError(f"should have the field {min(missing)!r}")
+    return schema
+
+
 class _Schema(TypedDict):
     """`chunks.json` and `passages.json`, as tantivy reads them."""
 
     index_settings: dict[str, Any]
-    schema: list[dict[str, Any]]
+    schema: Annotated[list[_Field], AfterValidator(_with_fields)]
 
 
 def _sizes(folder: Path) -> dict[Kind, list[int]]:
@@ -271,8 +281,11 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
                 meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
         (folder / "meta.json").write_text(json.dumps(meta))
         with reading(*folders):
-            index = with_tokenizer(tantivy.Index.open(str(folder)))
-            index.config_reader(reload_policy="manual")
-            searcher = index.searcher()
+            try:
+                index = with_tokenizer(tantivy.Index.open(str(folder)))
+                index.config_reader(reload_policy="manual")
+                searcher = index.searcher()
+            except ValueError as error:
+                raise DoesNotFit(f"tantivy cannot open its lists of {kind} ({error!s:.300})") from error
     starts = np.cumsum([0, *(segment["max_doc"] for segment in meta["segments"])])
     return _Lists(kind, starts[:-1], int(starts[-1]), folders, index.schema, searcher)

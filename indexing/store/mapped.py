@@ -27,7 +27,7 @@ from indexing.store.errors import DamagedFile
 from indexing.store.first_use import first_use
 
 _HAS_HANDLER = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-_ADDRESS = 16  # bytes before `si_addr` in `siginfo_t`
+_CODE, _ADDRESS = 8, 16  # bytes before `si_code` and `si_addr` in `siginfo_t`
 _SA_SIGINFO = 4
 _REPLACED = " (deleted)"  # behind the name of a file that was removed, in /proc/self/maps
 
@@ -109,8 +109,12 @@ def _install() -> None:
     def handle(_: int, info: int, context: int) -> None:
         address = ctypes.c_void_p.from_address(info + _ADDRESS).value or 0
         region = _region_at(address)
-        if region is None:  # the instruction runs again
+        if region is None:
             libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)
+            if (
+                ctypes.c_int.from_address(info + _CODE).value <= 0
+            ):  # another process sent it; otherwise the instruction runs again
+                signal.raise_signal(signal.SIGBUS)
             return
         error, first = _explained(region, address)
         found(error)
