@@ -91,7 +91,10 @@ class _Lists:
 
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
-            hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+            try:
+                hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+            except ValueError as error:
+                raise DoesNotFit(f"tantivy cannot search its lists of {self.kind} ({error!s:.300})") from error
             places = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
             positions = self.starts[places[:, 0]] + places[:, 1]
             if positions.max(initial=-1) >= self.size:

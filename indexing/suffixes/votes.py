@@ -73,7 +73,7 @@ class _Recorded(TypedDict):
     """Settings in the recipe of a shard, see docs/reference/file-formats.md."""
 
     deleted: str
-    orders: Annotated[list[Annotated[int, Field(ge=0, le=MOST_SHARDS)]], Field(min_length=1)]
+    orders: Annotated[list[Annotated[int, Field(ge=1, le=MOST_SHARDS)]], Field(min_length=1)]
 
 
 def _recorded(datastore: Datastore, shard: int = 0) -> _Recorded:

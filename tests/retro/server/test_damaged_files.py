@@ -25,6 +25,7 @@ FILES = {
     "positions": "suffixes/00000-00006-00000/positions.npy",
     "vectors": "index/00000/vectors.faiss",
     "terms": "sparse/00000/chunks-0.idx",
+    "votes": "votes/00000/train.zst",
 }
 REQUESTS: dict[str, dict] = {
     "/search": {"texts": [TEXT], "k": 2, "retrieval": "hybrid"},
