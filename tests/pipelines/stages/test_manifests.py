@@ -11,8 +11,8 @@ import pytest
 
 from indexing.embedding.embedder import open_embedder
 from indexing.index.sharded import ShardedIndex
+from indexing.neighbors.settings import stored_settings
 from indexing.ngrams.search import NgramIndex
-from indexing.retrieval.retriever import Retriever
 from indexing.sparse.index import SparseIndex
 from indexing.store.artifact import fingerprint, read_manifest
 from indexing.store.datastore import Datastore
@@ -27,7 +27,14 @@ from tests.conftest import build_local, tiny_config
 
 VALUES: tuple[Any, ...] = (None, 0, -1, 10**30, "x", [], {})
 TEXT = np.arange(5, 40)
-CONTENT = ("deleted.json", "corpus/plan.json", "corpus/files.json", "corpus/manifest.json", "embedder/embedder.json")
+CONTENT = (
+    "deleted.json",
+    "corpus/plan.json",
+    "corpus/files.json",
+    "corpus/manifest.json",
+    "embedder/embedder.json",
+    "neighbors/00000/manifest.json",
+)
 """Their fields have other values in other datastores, so a value that is accepted may be read."""
 
 
@@ -81,8 +88,8 @@ def ngrams(folder: Path) -> Any:
 
 
 def neighbors(folder: Path) -> Any:
-    retriever = Retriever.open(folder)
-    return retriever.neighbors.settings, retriever.datastore.train.neighbor_limit
+    datastore = Datastore.open(folder)
+    return stored_settings(datastore), datastore.train.neighbor_limit
 
 
 def index(folder: Path) -> Any:
