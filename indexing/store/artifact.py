@@ -393,7 +393,7 @@ def stored_record(path: Path, kind: Callable[..., Record]) -> Record:
     try:
         values = parsed(dict[str, Any], stored, path)
         if isinstance(kind, type):
-            known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+            known = {field.name for field in dataclasses.fields(kind)}
             if unknown := values.keys() - known:
                 raise InputError(f"unknown field {min(unknown)!r}")
             return parsed(kind, values, path)

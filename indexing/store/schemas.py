@@ -162,10 +162,12 @@ def parsed(kind: type[T], value: Any, file: Path, key: str = "") -> T:
     Raises:
         InputError: a field is missing, has another type, or is out of range.
     """
+    hashable: Any = kind
     try:
         if is_dataclass(kind):  # pydantic makes one of text only, if it may not convert anything
-            return _adapter(kind).validate_json(json.dumps(value), strict=True)  # type: ignore[no-any-return]
-        checked: T = _adapter(kind).validate_python(value, strict=True)
+            record: T = _adapter(hashable).validate_json(json.dumps(value), strict=True)
+            return record
+        checked: T = _adapter(hashable).validate_python(value, strict=True)
     except ValidationError as error:
         raise InputError(f"{file}: {_mistake(error, key)}. Restore the file, or make it again.") from error
     return value if isinstance(checked, dict) else checked  # with the keys that nobody reads

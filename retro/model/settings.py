@@ -454,7 +454,7 @@ _REMOVED = (
 """Options of stored models that were removed: section, name, the value that is off, and the last commit that reads another one."""
 
 
-_SECTIONS = ("attention", "retrieval", "copy_head")  # of a model, that earlier versions stored otherwise
+_CONVERTED = ("attention", "retrieval", "copy_head")  # of a model, that earlier versions stored otherwise
 
 
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
@@ -467,10 +467,10 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """
     if not isinstance(values, Mapping):
         raise InputError(f"model = {values!r:.50}: should be an object.")
-    for name in _SECTIONS:
+    for name in _CONVERTED:
         if not isinstance(values.get(name, {}), Mapping):
             raise InputError(f"model.{name} = {values[name]!r:.50}: should be an object.")
-    sections = {name: {**values.get(name, {})} for name in _SECTIONS}
+    sections = {name: {**values.get(name, {})} for name in _CONVERTED}
     for section, name, off, commit in _REMOVED:
         if (value := sections[section].pop(name, off)) != off:
             raise InputError(

@@ -180,7 +180,7 @@ async def ready(service: ServiceDependency) -> Mapping[str, str | int]:
         raise ApiError(503, "the server is shutting down.")
     service.retriever.retrieval.require_unchanged()
     await service.files.require_all()
-    return {"status": "ready"} | ({"files_to_compare": files} if (files := unchecked()[0]) else {})
+    return {"status": "ready"} | ({"files_to_compare": waiting} if (waiting := unchecked()[0]) else {})
 
 
 @router.get(
