@@ -460,6 +460,9 @@ _REMOVED = (
 """Options of stored models that were removed: section, name, the value that is off, and the last commit that reads another one."""
 
 
+_CONVERTED = ("attention", "retrieval", "copy_head")  # of a model, that earlier versions stored otherwise
+
+
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
     """Settings from what `as_json` returned, in this version or an earlier one.
 
@@ -468,7 +471,12 @@ def from_json(values: Mapping[str, Any]) -> ModelSettings:
     Raises:
         InputError: there is no such setting, a value is not accepted, or the weights need an option that was removed.
     """
-    sections = {name: {**values.get(name, {})} for name in ("attention", "retrieval", "copy_head")}
+    if not isinstance(values, Mapping):
+        raise InputError(f"model = {values!r:.50}: should be an object.")
+    for name in _CONVERTED:
+        if not isinstance(values.get(name, {}), Mapping):
+            raise InputError(f"model.{name} = {values[name]!r:.50}: should be an object.")
+    sections = {name: {**values.get(name, {})} for name in _CONVERTED}
     for section, name, off, commit in _REMOVED:
         if (value := sections[section].pop(name, off)) != off:
             raise InputError(

@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny corpus, a tiny datastore and a tiny model."""
 
+import atexit
 import itertools
 import json
 import logging
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -27,6 +29,7 @@ from indexing.corpus.documents import CorpusSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
+from indexing.store.checked_files import cache_folder
 from indexing.store.datastore import Datastore
 from indexing.store.files import checksum, read_json, write_checked
 from indexing.tokenization.settings import TokenizerSettings
@@ -51,6 +54,13 @@ from tests.planted import write_planted
 
 PATIENCE = 600
 """Seconds that a test waits for a process or a thread. Only a hang takes this long, even on a busy machine."""
+
+USERS_CACHE = cache_folder()
+"""For models that tests may have downloaded before."""
+
+# Tests remember nothing about their files in the user's cache.
+os.environ["RETRO_CACHE"] = tempfile.mkdtemp(prefix="retro-cache-")
+atexit.register(shutil.rmtree, os.environ["RETRO_CACHE"], ignore_errors=True)
 
 # Property tests have no time limit, neither for an example nor for drawing it.
 hypothesis.settings.register_profile(

@@ -10,11 +10,13 @@ sequences [documents[d], documents[d + 1]): usually one; several if sentences we
 
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from indexing.corpus.streams import check_regular, filesystem_of
 from indexing.store.errors import InputError
+from indexing.store.mapped import map_bytes
 
 SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
@@ -142,6 +144,6 @@ def _bytes_of(path: str) -> np.ndarray:
     filesystem, root = filesystem_of(path)
     check_regular(root)
     if isinstance(filesystem, LocalFileSystem) and filesystem.size(root):
-        return np.memmap(root, np.uint8, "r")
+        return np.frombuffer(map_bytes(Path(root)), np.uint8)
     with filesystem.open(root, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)

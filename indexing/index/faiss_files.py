@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store.artifact import reading
+from indexing.store.first_use import first_use
 from indexing.store.remote import present
 
 
@@ -72,7 +73,7 @@ def read_index(path: Path) -> Any:
     """
     import faiss
 
-    path = present(path)
+    path = first_use(present(path))
     with reading(path):
         return faiss.read_index(str(path))
 

@@ -12,6 +12,7 @@ from indexing.index.faiss_files import ivf_of, read_index, write_index
 from indexing.progress import Advance
 from indexing.store.artifact import parse_manifest, reading
 from indexing.store.errors import InputError
+from indexing.store.mapped import registered
 from indexing.store.remote import fetch_manifest, present
 
 LISTS = "merged.ivfdata"
@@ -66,4 +67,5 @@ def open_merged(folder: Path) -> Any:
 
     present(folder)
     with reading(folder):
+        registered(folder / LISTS)
         return faiss.read_index(str(folder / "merged.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)

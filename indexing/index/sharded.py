@@ -8,19 +8,48 @@ index/00001/vectors.faiss ┼─ groups that fit into memory ─► merged ─�
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from indexing.index.exact_search import IdRanges, in_ranges
 from indexing.index.faiss_files import ivf_of, num_lists, read_index, read_shard, search_index, shares_quantizer
 from indexing.index.faiss_gpu import on_gpus
 from indexing.index.merged import is_merged, open_merged
-from indexing.store.artifact import parse_manifest, reading, stored_json
+from indexing.store.artifact import parse_manifest, reading, recorded, stored_json
 from indexing.store.datastore import shard_name
+from indexing.store.errors import DoesNotFit
 from indexing.store.remote import fetch_manifest, is_away, present
+from indexing.store.schemas import Rows
 
 MEMORY = 4_000_000_000
+
+
+class Tuned(TypedDict):
+    """`tuned.json`."""
+
+    nprobe: Annotated[int, Field(ge=1, lt=1 << 31)]
+    recall_at_10: float
+    curve: list[list[float]]
+    queries: Rows
+
+
+class Trained(TypedDict):
+    """`index.json`."""
+
+    key: str
+    dimension: Annotated[int, Field(ge=1, lt=1 << 20)]
+    trained_on: Rows
+
+
+class _Settings(TypedDict):
+    first_id: NotRequired[Rows]
+
+
+class _Counts(TypedDict):
+    vectors: Rows
 
 
 class ShardedIndex:
@@ -62,7 +91,7 @@ class ShardedIndex:
         folders = [folder / shard_name(shard) for shard in shards]
         tuned = folder / "tuned" / "tuned.json"
         is_tuned_away = is_away(tuned) and fetch_manifest(tuned.parent)
-        nprobe = stored_json(tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
+        nprobe = stored_json(tuned, Tuned)["nprobe"] if tuned.exists() or is_tuned_away else 1
         trained = read_index(folder / "trained" / "trained.faiss")
         groups = _groups(folders, memory, trained)[: 1 if only_fitting else None]
         if len(groups) > 1 and is_merged(folder / "merged", folders):
@@ -74,9 +103,10 @@ class ShardedIndex:
     @cached_property
     def _stop(self) -> int:
         """One more than the largest id; only manifests tell it."""
-        finished = [parse_manifest(folder) for folder in self.folders if fetch_manifest(folder)]
+        finished = [folder for folder in self.folders if fetch_manifest(folder)]
         stops = (
-            manifest["recipe"]["settings"].get("first_id", 0) + manifest["counts"]["vectors"] for manifest in finished
+            recorded(folder, "settings", _Settings).get("first_id", 0) + recorded(folder, "counts", _Counts)["vectors"]
+            for folder in finished
         )
         return max(stops, default=np.iinfo(np.int64).max)
 
@@ -113,7 +143,7 @@ class ShardedIndex:
         nearest = hits[0][1]
         with reading(*self.folders):
             if nearest.max(initial=-1) >= self._stop:
-                raise ValueError(f"the index holds ids from {self._stop} on")
+                raise DoesNotFit(f"the index holds ids from {self._stop} on")
         return nearest if excluded is None else np.where(in_ranges(nearest, excluded), -1, nearest)
 
 
@@ -137,8 +167,9 @@ def _bytes_of(shard: Path, row_bytes: int | None) -> int:
     """Bytes of a shard: of its vectors, or of its file; from the manifest if there is one, so that nothing is fetched from a URL."""
     if not fetch_manifest(shard):
         return (shard / "vectors.faiss").stat().st_size
-    manifest = parse_manifest(shard)
-    return int(manifest["counts"]["vectors"] * row_bytes if row_bytes else manifest["files"]["vectors.faiss"]["bytes"])
+    if row_bytes:
+        return recorded(shard, "counts", _Counts)["vectors"] * row_bytes
+    return int(parse_manifest(shard)["files"].get("vectors.faiss", {"bytes": 0})["bytes"])
 
 
 def _opened(files: list[Path], trained: Any) -> list[Any]:

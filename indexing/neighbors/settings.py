@@ -2,13 +2,15 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt
+from typing_extensions import TypedDict
 
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import read_manifest, recorded
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
+from indexing.store.files import MANIFEST
 from indexing.store.settings import Fraction, settings
 
 Method = Literal["index", "exact", "ngrams"]
@@ -73,6 +75,10 @@ class NeighborSettings:
             )
 
 
+class _Counts(TypedDict):
+    search: Method | Literal["lists"]
+
+
 def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
     """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors.
 
@@ -80,7 +86,8 @@ def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | N
     """
     if not datastore.has("neighbors"):
         return None
-    manifest = read_manifest(datastore.folder / "neighbors" / shard_name(0))
+    folder = datastore.folder / "neighbors" / shard_name(0)
+    manifest = read_manifest(folder)
     stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
     if "retrieval" in stored:
         raise InputError(
@@ -88,9 +95,12 @@ def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | N
             "finds neighbors by embeddings or n-grams only: remove that setting and run "
             "`retro index CONFIG --stage neighbors --rebuild`."
         )
-    method = manifest["counts"]["search"]
+    method: Any = recorded(folder, "counts", _Counts)["search"]
     if method == FORMER_METHOD:
         method = stored["search"] = "index"
         stored["rerank"] = "tokens" if stored.get("rerank") == "tokens" else "embeddings"  # it compared no codes
     accepted = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
-    return NeighborSettings(**accepted), method
+    try:
+        return NeighborSettings(**accepted), method
+    except InputError as error:
+        raise InputError(f"{folder / MANIFEST}: recipe.settings: neighbors.{error}") from error

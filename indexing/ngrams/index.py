@@ -11,15 +11,18 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from indexing.progress import Advance
 from indexing.splitmix64 import finalize
-from indexing.store.artifact import damaged, parse_manifest
+from indexing.store.artifact import damaged, reading, recorded
 from indexing.store.datastore import Datastore, Split, shard_name
-from indexing.store.errors import InputError
-from indexing.store.files import NpyWriter, save_array
+from indexing.store.errors import DoesNotFit, InputError
+from indexing.store.files import MANIFEST, NpyWriter, save_array
 from indexing.store.ranged_reads import check_array
 from indexing.store.retrieval_set import RetrievalSet
 from indexing.store.sharded_array import open_array
@@ -275,8 +278,9 @@ class NgramLists:
             hashes, offsets, chunks = map(open_array, paths)
             for path, array, rows in zip(paths, (hashes, offsets, chunks), (0, 1, 0), strict=True):
                 check_array(path, array, np.uint32, (), rows)
-            if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
-                raise damaged(shard, f"{shard} has arrays that do not fit together")
+            with reading(shard):
+                if len(offsets) != len(hashes) + 1 or offsets[-1] != len(chunks):
+                    raise DoesNotFit("its arrays do not fit together")
             arrays.append((hashes, offsets, chunks))
         return cls(first, generation.num_chunks, shards, tuple(arrays))
 
@@ -321,14 +325,26 @@ class NgramLists:
         return chunks[-1] if len(chunks) == 2 else np.concatenate(chunks)
 
 
+class _Recorded(TypedDict):
+    """Settings in the recipe of a shard: how many its generation has."""
+
+    shards: Annotated[int, Field(ge=1, le=_MOST_SHARDS)]
+
+
 def _generations(split: Split) -> Iterator[Generation]:
     """Yield the generations of a datastore with n-grams."""
     Datastore.open(split.folder).require("ngrams")
     shard = 0
     while shard < len(split.chunk_rows):
-        settings = parse_manifest(split.folder / FOLDER / shard_name(shard))["recipe"]["settings"]
-        yield Generation(split, range(shard, shard + settings["shards"]))
-        shard += settings["shards"]
+        folder = split.folder / FOLDER / shard_name(shard)
+        shards = recorded(folder, "settings", _Recorded)["shards"]
+        if shards > len(split.chunk_rows) - shard:
+            raise InputError(
+                f"{folder / MANIFEST}: recipe.settings.shards = {shards}: the datastore has {len(split.chunk_rows) - shard} shards from "
+                f"this one on. Restore the file, or run `retro index CONFIG --stage {FOLDER} --rebuild`."
+            )
+        yield Generation(split, range(shard, shard + shards))
+        shard += shards
 
 
 def _made(folder: Path) -> Path:

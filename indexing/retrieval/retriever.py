@@ -114,7 +114,7 @@ class Retriever:
 def _retrieval_set(datastores: Sequence[Datastore]) -> RetrievalSet:
     """The retrieval set of the first datastore, followed by the other datastores."""
     first, *others = datastores
-    retrieval = RetrievalSet.of(first)
+    retrieval = RetrievalSet.of(first, [other.folder for other in others])
     for datastore in datastores:
         datastore.require("add")
     for other in others:

@@ -13,16 +13,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
 from indexing.sparse.segments import PASSAGE, STORED, SUFFIXES, TERMS, Kind, temporary_folder, with_tokenizer
 from indexing.store.artifact import intact, reading, stored_json
 from indexing.store.datastore import Split, shard_name
-from indexing.store.errors import InputError
+from indexing.store.errors import DoesNotFit, InputError
+from indexing.store.mapped import registered
 from indexing.store.remote import fetch_manifest, present
 from indexing.store.retrieval_set import CHUNK_ID_BITS, neighbor_ids
+from indexing.store.schemas import MOST_SHARDS
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.texts import as_texts
 
@@ -88,11 +92,14 @@ class _Lists:
 
     def _run(self, query: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         with reading(*self.folders):
-            hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+            try:
+                hits = self.searcher.search(query, max(1, min(count, self.size)), count=False).hits
+            except ValueError as error:
+                raise DoesNotFit(f"tantivy cannot search its lists of {self.kind} ({error!s:.300})") from error
             places = np.array([(place.segment_ord, place.doc) for _, place in hits], dtype=np.int64).reshape(-1, 2)
             positions = self.starts[places[:, 0]] + places[:, 1]
             if positions.max(initial=-1) >= self.size:
-                raise ValueError("the lists hold texts that do not exist")
+                raise DoesNotFit("the lists hold texts that do not exist")
         return positions, np.array([score for score, _ in hits], dtype=np.float32)
 
 
@@ -224,14 +231,41 @@ def _passage_weight(query: Counter[str]) -> float:
     return _PASSAGE_WEIGHT * min(1.0, _FEW_TERMS / max(1, len(query)))
 
 
+_Texts = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Segments(TypedDict):
+    """`segments.json`: texts of each segment."""
+
+    chunks: Annotated[list[_Texts], Field(max_length=MOST_SHARDS)]
+    passages: Annotated[list[_Texts], Field(max_length=MOST_SHARDS)]
+
+
+class _Field(TypedDict):
+    name: str
+
+
+def _with_fields(schema: list[_Field]) -> list[_Field]:
+    if missing := {TERMS, PASSAGE} - {field["name"] for field in schema}:
+        raise ValueError(f"should have the field {min(missing)!r}")
+    return schema
+
+
+class _Schema(TypedDict):
+    """`chunks.json` and `passages.json`, as tantivy reads them."""
+
+    index_settings: dict[str, Any]
+    schema: Annotated[list[_Field], AfterValidator(_with_fields)]
+
+
 def _sizes(folder: Path) -> dict[Kind, list[int]]:
     """The chunks and passages of each segment of a shard."""
     if not fetch_manifest(folder) and not folder.exists():
         raise InputError(
             f"{folder} is missing: sparse and hybrid retrieval need it. Run `retro index CONFIG --stage sparse`."
         )
-    sizes: dict[Kind, list[int]] = stored_json(folder / "segments.json")
-    return sizes
+    sizes = stored_json(folder / "segments.json", _Segments)
+    return {"chunks": sizes["chunks"], "passages": sizes["passages"]}
 
 
 def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) -> _Lists:
@@ -242,17 +276,20 @@ def _lists(folders: Sequence[Path], sizes: Sequence[Sequence[int]], kind: Kind) 
         meta: dict[str, Any] = {"segments": [], "opstamp": 0}
         for shard, of_segments in zip(folders, sizes, strict=True):
             if of_segments:
-                meta |= stored_json(shard / f"{kind}.json")
+                meta |= stored_json(shard / f"{kind}.json", _Schema)
             for segment, size in enumerate(of_segments):
                 name = uuid.UUID(int=len(meta["segments"]))
                 for suffix in SUFFIXES:
-                    file = present(shard / f"{kind}-{segment}.{suffix}").resolve()
+                    file = registered(present(shard / f"{kind}-{segment}.{suffix}")).resolve()
                     (folder / f"{name.hex}.{suffix}").symlink_to(file)
                 meta["segments"].append({"segment_id": str(name), "max_doc": size, "deletes": None})
         (folder / "meta.json").write_text(json.dumps(meta))
         with reading(*folders):
-            index = with_tokenizer(tantivy.Index.open(str(folder)))
-            index.config_reader(reload_policy="manual")
-            searcher = index.searcher()
+            try:
+                index = with_tokenizer(tantivy.Index.open(str(folder)))
+                index.config_reader(reload_policy="manual")
+                searcher = index.searcher()
+            except ValueError as error:
+                raise DoesNotFit(f"tantivy cannot open its lists of {kind} ({error!s:.300})") from error
     starts = np.cumsum([0, *(segment["max_doc"] for segment in meta["segments"])])
     return _Lists(kind, starts[:-1], int(starts[-1]), folders, index.schema, searcher)

@@ -11,9 +11,8 @@ from indexing.similarity.candidates import Condition
 from indexing.sparse.candidates import agreement, find_by_terms, fuse
 from indexing.sparse.index import SparseIndex
 from indexing.sparse.terms import query_terms
-from indexing.store.artifact import stored_json
 from indexing.store.datastore import Datastore
-from indexing.store.retrieval_set import RetrievalSet
+from indexing.store.retrieval_set import RetrievalSet, embedder_kind
 from indexing.tokenization.texts import as_texts
 
 # Weight of the cosines of the lexical embedder. They repeat the terms less exactly, so they only decide between equals.
@@ -45,8 +44,8 @@ class TermSearch:
         """
         for split in retrieval.splits:
             Datastore.open(split.folder).require("sparse")
-        index, kind = SparseIndex.open(retrieval.splits), retrieval.own.folder / "embedder" / "embedder.json"
-        if stored_json(kind)["kind"] == "lexical":
+        index = SparseIndex.open(retrieval.splits)
+        if embedder_kind(retrieval.own.folder) == "lexical":
             return cls(index, retrieval, None)
         total = retrieval.num_chunks
         positions = np.sort(np.random.default_rng(0).choice(total, min(total, _SAMPLED_CHUNKS), replace=False))

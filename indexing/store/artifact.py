@@ -11,6 +11,7 @@ damaged artifact is made again.
 """
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -22,10 +23,11 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from indexing.store import remote
-from indexing.store.errors import DamagedFile, InputError
+from indexing.store.checked_files import remember
+from indexing.store.errors import DamagedFile, DoesNotFit, InputError
 from indexing.store.files import (
     MANIFEST,
     checksum,
@@ -36,12 +38,12 @@ from indexing.store.files import (
     sync_folder,
     write_checked,
 )
+from indexing.store.schemas import ArtifactManifest, parsed
 
 log = logging.getLogger("retro")
 
 Record = TypeVar("Record")
 
-_KEYS = {"fingerprint", "recipe", "counts", "files"}  # keys of a manifest
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -169,6 +171,7 @@ def create(folder: Path, recipe: Recipe) -> Iterator[tuple[Path, dict[str, Any]]
         _write_manifest(work, folder.name, recipe, counts)
         sync_folder(work)
         _publish(work, folder, recipe)
+        remember({folder / name: entry["checksum"] for name, entry in _parsed(folder)["files"].items()})
     except BaseException as error:
         full = isinstance(error, OSError) and error.errno in _NO_SPACE
         newest = _newest_file(work) if full else work
@@ -247,23 +250,32 @@ def parse_manifest(folder: Path) -> dict[str, Any]:
 def _parsed(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = read_checked(path)
-        changed = fingerprint(manifest["recipe"]) != manifest["fingerprint"] or not _is_complete(manifest)
+        content = read_checked(path)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{folder} is not finished: {path} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise InputError(f"{path} has changed since it was written ({error})") from error
-    if changed:
+    manifest: dict[str, Any] = dict(parsed(ArtifactManifest, content, path))
+    if fingerprint(manifest["recipe"]) != manifest["fingerprint"]:
         raise InputError(f"{path} has changed since it was written (fingerprint)")
     files_of(manifest, folder)
     return manifest
 
 
-def _is_complete(manifest: Mapping[str, Any]) -> bool:
-    """Whether a manifest has all keys, with values of their types."""
-    recipe = manifest["recipe"]
-    mappings = [recipe, recipe["settings"], recipe["inputs"], manifest["counts"], manifest.get("paths", {})]
-    return manifest.keys() >= _KEYS and all(isinstance(value, dict) for value in mappings)
+def recorded(folder: Path, part: Literal["settings", "counts"], kind: type[Record]) -> Record:
+    """The settings in the recipe of an artifact, or its counts.
+
+    Args:
+        folder: the artifact; its files are not looked at.
+        part: which of the two.
+        kind: a `TypedDict` of the fields that the caller reads.
+
+    Raises:
+        InputError: the artifact is not finished, or a field is missing, has another type, or is out of range.
+    """
+    manifest = parse_manifest(folder)
+    value = manifest["counts"] if part == "counts" else manifest["recipe"]["settings"]
+    return parsed(kind, value, folder / MANIFEST, "counts" if part == "counts" else "recipe.settings")
 
 
 def damage(folder: Path) -> str | None:
@@ -329,6 +341,8 @@ def reading(*paths: Path) -> Iterator[None]:
         for path in paths:
             if problem := _damage_at(path, error):
                 raise damaged(path, problem) from error
+        if isinstance(error, DoesNotFit):  # the files are as they were written, and were written wrong
+            raise damaged(paths[0], f"{paths[0]}: {error}") from error
         raise
 
 
@@ -352,19 +366,37 @@ def intact(path: Path) -> Path:
     return path
 
 
-def stored_json(path: Path) -> Any:
-    """Read an `intact` JSON file of an artifact."""
-    return read_json(intact(path))
+def stored_json(path: Path, kind: type[Record]) -> Record:
+    """Read an `intact` JSON file of an artifact.
+
+    Args:
+        path: the file.
+        kind: what it holds: a `TypedDict` or another type, see `schemas.parsed`.
+
+    Raises:
+        InputError: the file is missing or differs, or a field is missing, has another type, or is out of range.
+    """
+    return parsed(kind, read_json(intact(path)), path)
 
 
 def stored_record(path: Path, kind: Callable[..., Record]) -> Record:
     """The dataclass whose fields an `intact` JSON file of an artifact holds.
 
+    Args:
+        path: the file.
+        kind: the dataclass, whose fields may be annotated as those of settings are, or a function that makes one of settings.
+
     Raises:
         DamagedFile: the file is missing or differs, or does not hold these fields.
     """
-    values = stored_json(path)
+    stored = read_json(intact(path))
     try:
+        values = parsed(dict[str, Any], stored, path)
+        if isinstance(kind, type):
+            known = {field.name for field in dataclasses.fields(kind)}
+            if unknown := values.keys() - known:
+                raise InputError(f"unknown field {min(unknown)!r}")
+            return parsed(kind, values, path)
         return kind(**values)
     except (TypeError, InputError) as error:
         raise damaged(path, f"{path} does not fit this version of retro ({error})") from error
@@ -387,6 +419,16 @@ def _damage_at(path: Path, error: BaseException | None = None) -> str | None:
     if not path.exists():
         return f"{path} is missing"
     return f"{path} cannot be read ({error})" if error else None
+
+
+def recorded_file(path: Path) -> dict[str, Any] | None:
+    """Size and checksum of a file of an artifact, as its manifest has them; None if it belongs to none, or the manifest is damaged."""
+    for folder in path.parents[:2]:
+        if (folder / MANIFEST).exists():
+            with contextlib.suppress(InputError):
+                return _parsed(folder)["files"].get(path.relative_to(folder).as_posix())
+            return None
+    return None
 
 
 def damaged(path: Path, problem: str) -> DamagedFile:

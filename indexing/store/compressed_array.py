@@ -6,7 +6,6 @@ NAME.npy   [blocks + 1] int64, first byte of each frame, then the size of the fi
 ids → their blocks → one read for each → decompressed → rows in the requested order
 """
 
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from indexing.store import remote
 from indexing.store.artifact import damaged, reading
 from indexing.store.files import save_array, write_bytes
+from indexing.store.mapped import map_bytes
 from indexing.store.ranged_reads import RangedFiles, Reading, check_array
 from indexing.store.sharded_array import ShardedArray
 
@@ -132,7 +132,5 @@ class CompressedArray:
 
     def _map(self, shard: int) -> memoryview:
         if shard not in self._maps:
-            path = remote.present(self._data[shard])
-            with open(path, "rb") as file:
-                self._maps[shard] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self._maps[shard] = map_bytes(remote.present(self._data[shard]))
         return self._maps[shard]

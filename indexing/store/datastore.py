@@ -26,30 +26,33 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from indexing.store import remote
-from indexing.store.artifact import fingerprint, parse_manifest, reading, require_finished
+from indexing.store.artifact import fingerprint, parse_manifest, reading, recorded, require_finished
 from indexing.store.compressed_array import CompressedArray, rows_of_block
 from indexing.store.deletions import Deletions, deleted_ranges, locked, read_deletions, without_deleted, write_deletions
 from indexing.store.documents import DocumentTable
-from indexing.store.errors import DatastoreChanged, InputError
+from indexing.store.errors import DatastoreChanged, DoesNotFit, InputError
 from indexing.store.files import read_checked, write_checked
 from indexing.store.ranged_reads import Reading
+from indexing.store.schemas import DatastoreManifest, FinishedManifest, parsed
+from indexing.store.settings import Fraction
 from indexing.store.sharded_array import ShardedArray
 
 log = logging.getLogger("retro")
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid", "test")
-_MOST_ROWS = 1 << 40  # of a split; a chunk id has 40 bits (retrieval_set.py)
-_LONGEST_CHUNK = 65_535  # tokens; lengths are uint16
 _CONTENT = ("chunk", "embed", "train-index", "add", "neighbors")
 """Stages that decide what a reader of the datastore gets."""
 _READ = {"chunk": "chunks", "embed": "embeddings"}
 """Stages whose arrays are opened when they are first read, shard by shard, and their folders."""
+
+_Neighbors = TypedDict("_Neighbors", {"neighbors.max_overlap": NotRequired[Fraction]})
 
 
 def shard_name(shard: int) -> str:
@@ -155,8 +158,8 @@ class Split:
         """`neighbors.max_overlap` of the stored neighbors: near copies above it were left out. 1 = none were, or there are no neighbors."""
         if "neighbors" not in read_datastore_manifest(self.folder)["fingerprints"]:
             return 1.0
-        settings = parse_manifest(self.folder / "neighbors" / shard_name(0))["recipe"]["settings"]
-        return float(settings.get("neighbors.max_overlap", 1))
+        stored = recorded(self.folder / "neighbors" / shard_name(0), "settings", _Neighbors)
+        return float(stored.get("neighbors.max_overlap", 1))
 
     @cached_property
     def document_offsets(self) -> ShardedArray:
@@ -181,7 +184,7 @@ class Split:
             with reading(self.document_offsets.paths[shard]):
                 begin, end = offsets[local], offsets[local + 1]
                 if ((begin > chunks) | (end <= chunks) | (begin < 0) | (end > self.chunk_rows[shard])).any():
-                    raise ValueError("chunks are in none of the documents")
+                    raise DoesNotFit("chunks are in none of the documents")
             document[rows] = local + first_documents[shard]
             first[rows] = begin + starts[shard]
             stop[rows] = end + starts[shard]
@@ -325,6 +328,8 @@ class Datastore:
             )
         try:
             manifest = read_datastore_manifest(folder)
+        except InputError:
+            raise
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}. Run `retro index CONFIG` to write it again.") from error
         if manifest.get("format_version") != FORMAT_VERSION:
@@ -332,11 +337,7 @@ class Datastore:
                 f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
                 "Build the datastore again with `retro index CONFIG --rebuild`."
             )
-        if not _is_complete(manifest):
-            raise InputError(
-                f"{path} lacks keys or has values of other types. Run `retro index CONFIG` to write it again."
-            )
-        return cls(folder, manifest, reading)
+        return cls(folder, dict(parsed(FinishedManifest, manifest, path)), reading)
 
     @property
     def chunk_length(self) -> int:
@@ -394,23 +395,6 @@ class Datastore:
         """The fingerprint without deletions: equal for a run before and after one. Stages that only rearrange the data of others do not
         count."""
         return fingerprint({name: self.manifest["fingerprints"][name] for name in _CONTENT if self.has(name)})
-
-
-def _is_complete(manifest: Mapping[str, Any]) -> bool:
-    """Whether a datastore's manifest has what a reader needs, with values of the right types."""
-    splits, prints, length = (manifest.get(key) for key in ("splits", "fingerprints", "chunk_length"))
-    if not isinstance(prints, dict) or not isinstance(manifest.get("artifacts", {}), dict):
-        return False
-    if not isinstance(splits, dict) or "train" not in splits:
-        return False
-    if not all(isinstance(split, dict) for split in splits.values()):
-        return False
-    columns = [split.get(key) for split in splits.values() for key in ("chunks", "documents")]
-    if not all(isinstance(column, list) for column in columns):
-        return False
-    numbers = [manifest.get("pad_id"), *(number for column in columns for number in column)]
-    is_length = type(length) is int and 0 < length <= _LONGEST_CHUNK
-    return is_length and all(type(number) is int and 0 <= number < _MOST_ROWS for number in numbers)
 
 
 @lru_cache(maxsize=64)
@@ -486,9 +470,10 @@ def read_datastore_manifest(folder: Path) -> dict[str, Any]:
     """Read the datastore's manifest.
 
     Raises:
-        ValueError: it has changed since it was written.
+        ValueError: it has changed since it was written, or a field has another type or is out of range (InputError).
     """
-    return read_checked(folder / "manifest.json")
+    path = folder / "manifest.json"
+    return dict(parsed(DatastoreManifest, read_checked(path), path))
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

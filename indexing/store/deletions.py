@@ -17,14 +17,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from indexing.store import remote
 from indexing.store.errors import InputError
 from indexing.store.files import read_checked, write_checked
+from indexing.store.schemas import MOST_SHARDS, Bytes, parsed
 
 FILE = "deleted.json"
+
+
+class _Stored(TypedDict):
+    documents: dict[str, Annotated[int, Field(ge=0, le=MOST_SHARDS)]]
+    chunks: dict[str, list[Annotated[list[Bytes], Field(min_length=2, max_length=2)]]]
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,9 @@ def read_deletions(folder: Path) -> Deletions:
 @lru_cache(maxsize=16)
 def _kept(path: Path, _: tuple[int, ...]) -> Deletions:
     try:
-        stored = read_checked(path)
-        if not all(type(shards) is int for shards in stored["documents"].values()):
-            raise ValueError("documents: each id needs a number of shards")
+        stored = parsed(_Stored, read_checked(path), path)
         return Deletions(stored["documents"], {name: _ranges(name, rows) for name, rows in stored["chunks"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except ValueError as error:
         raise InputError(
             f"{path} has changed since it was written ({error}). Restore it from a copy, or remove it and run `retro delete` "
             "again with the ids of all deleted documents."
@@ -74,11 +81,8 @@ def _kept(path: Path, _: tuple[int, ...]) -> Deletions:
 
 def _ranges(split: str, rows: list[list[int]]) -> np.ndarray:
     """Stored ranges of chunk ids as [n, 2] int64; raises ValueError unless they are sorted and disjoint, as `inside` needs them."""
-    if not all(type(end) is int for row in rows for end in row) or {len(row) for row in rows} - {2}:
-        raise ValueError(f"chunks of {split}: each range must be two integers")
     ranges = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    ends = ranges.ravel()
-    if (ends < 0).any() or (ranges[:, 0] >= ranges[:, 1]).any() or (np.diff(ends) < 0).any():
+    if (ranges[:, 0] >= ranges[:, 1]).any() or (np.diff(ranges.ravel()) < 0).any():
         raise ValueError(f"chunks of {split}: the ranges are not in order")
     return ranges
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from indexing.store.artifact import damaged, reading
+from indexing.store.first_use import first_use
 from indexing.store.remote import present
 
 _GROUPS_KEPT = 64  # cached row groups, about a megabyte each
@@ -94,7 +95,7 @@ class DocumentTable:
         # Opened for each read, because two threads must not read one ParquetFile at once.
         import pyarrow.parquet as pq
 
-        path = present(self.paths[shard])
+        path = first_use(present(self.paths[shard]))
         with reading(path):
             return pq.ParquetFile(path)
 

@@ -46,6 +46,10 @@ class DamagedFile(InputError):
         self.file, self.problem, self.shown = file, problem, shown
 
 
+class DoesNotFit(ValueError):
+    """The content of a file contradicts another file, or names something that does not exist. `artifact.reading` raises DamagedFile for it."""
+
+
 class DatastoreChanged(InputError):
     """An open datastore was built again; over HTTP this is status 503."""
 

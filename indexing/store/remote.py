@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from indexing.store.checked_files import cache_folder as cache_folder
+from indexing.store.checked_files import remember
 from indexing.store.errors import InputError
 from indexing.store.files import MANIFEST, checksum, files_of, member, read_json, write_bytes
 
@@ -55,11 +57,6 @@ def local_folder(location: Path | str) -> Path:
     """The local path of a location: itself, or the mirror of its URL in the cache."""
     url = url_of(location)
     return Path(location) if url is None else cache_folder() / Path(url)
-
-
-def cache_folder() -> Path:
-    """The folder in the environment variable RETRO_CACHE, else `~/.cache/retro`."""
-    return Path(os.environ.get("RETRO_CACHE") or Path.home() / ".cache" / "retro").absolute()
 
 
 def absolute(location: Path | str) -> str:
@@ -158,6 +155,7 @@ def _fetch(folder: Path, name: str, expected: dict[str, Any]) -> None:
                     "that holds the manifest and run the command that made it again."
                 )
             os.replace(part, file)
+            remember({file: expected["checksum"]})
         finally:
             part.unlink(missing_ok=True)
 

@@ -7,20 +7,27 @@ in its manifest.
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from indexing.store.artifact import fingerprint, read_manifest, stored_json
+from indexing.store.artifact import fingerprint, read_manifest, recorded, stored_json
 from indexing.store.datastore import Datastore, Split
 from indexing.store.deletions import inside
 from indexing.store.errors import InputError
-from indexing.store.remote import local_folder
+from indexing.store.files import MANIFEST
+from indexing.store.remote import local_folder, url_of
 
 CHUNK_ID_BITS = 40
+TRUSTED = "RETRO_EXTRA_DATASTORES"
+"""Environment variable with locations, divided by blanks, in which datastores at a URL may have neighbors."""
+
+_Embedder = TypedDict("_Embedder", {"embedder.kind": str})
 
 
 def neighbor_ids(number: int | np.ndarray, chunk_ids: np.ndarray) -> np.ndarray:
@@ -39,15 +46,20 @@ class RetrievalSet:
     splits: tuple[Split, ...]
 
     @classmethod
-    def of(cls, datastore: Datastore) -> "RetrievalSet":
+    def of(cls, datastore: Datastore, named: Sequence[Path | str] = ()) -> "RetrievalSet":
         """Open the retrieval set that a datastore's manifest records.
 
+        Args:
+            datastore: the datastore.
+            named: datastores that the user has named; one at a URL may have neighbors in them, see `_require_named`.
+
         Raises:
-            InputError: one of the other datastores is missing, or has changed since it was searched.
+            InputError: one of the other datastores is missing, has changed since it was searched, or may not be read.
         """
         others = []
         for entry in datastore.manifest.get("extra_datastores", []):
             folder = (datastore.folder.resolve() / entry["folder"]).resolve()
+            _require_named(datastore, folder, named)
             again = "or search again: `retro index CONFIG --stage neighbors --rebuild`"
             try:
                 other = Datastore.open(folder, datastore.reading)
@@ -171,6 +183,24 @@ class RetrievalSet:
                 yield split, rows, ids[rows] & ((1 << CHUNK_ID_BITS) - 1)
 
 
+def _require_named(datastore: Datastore, other: Path, named: Sequence[Path | str]) -> None:
+    """Raise InputError if a datastore at a URL names another one that is not below its own location, and that the user has not named.
+
+    Otherwise whoever writes a manifest would choose the hosts and the local folders that its readers read.
+    """
+    url = url_of(datastore.folder)
+    trusted = map(local_folder, [*named, *os.environ.get(TRUSTED, "").split()])
+    is_below = other.is_relative_to(datastore.folder.resolve())
+    if url is None or is_below or other in [location.resolve() for location in trusted]:
+        return
+    place = url_of(other) or other
+    raise InputError(
+        f"{url}/{MANIFEST}: extra_datastores names {place}, which is not below {url}. A datastore at a URL does not decide what else is "
+        f"read. If you trust it, set the environment variable: `export {TRUSTED}={shlex.quote(str(place))}` (several: with blanks between "
+        "them)."
+    )
+
+
 # --- compatibility ---------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +260,9 @@ def tokenizer_fingerprint(datastore: Path) -> str:
     """A value that is equal for two datastores (folders or URLs) with the same tokens, wherever their tokenizers come from."""
     folder = local_folder(datastore) / "tokenizer"
     ignored = ("kind", "added_bytes")  # added_bytes follows from the model
-    metadata = {key: value for key, value in stored_json(folder / "meta.json").items() if key not in ignored}
+    metadata = {
+        key: value for key, value in stored_json(folder / "meta.json", dict[str, Any]).items() if key not in ignored
+    }
     files = {name: checksum for name, checksum in _checksums(folder).items() if name != "meta.json"}
     return fingerprint(files | metadata)
 
@@ -238,9 +270,13 @@ def tokenizer_fingerprint(datastore: Path) -> str:
 def embedder_identity(datastore: Datastore) -> dict[str, str] | str:
     """A value that is equal for two datastores with the same vectors: a transformer's recipe, or a lexical embedder's files."""
     folder = datastore.folder / "embedder"
-    manifest = read_manifest(folder)
-    transformer = manifest["recipe"]["settings"]["embedder.kind"] == "transformer"
-    return str(manifest["fingerprint"]) if transformer else _checksums(folder)
+    is_transformer = embedder_kind(datastore.folder) == "transformer"
+    return str(read_manifest(folder)["fingerprint"]) if is_transformer else _checksums(folder)
+
+
+def embedder_kind(datastore: Path) -> str:
+    """`embedder.kind` of a datastore."""
+    return recorded(datastore / "embedder", "settings", _Embedder)["embedder.kind"]
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ import numpy as np
 from indexing.machine import usable_memory
 from indexing.store import remote
 from indexing.store.artifact import damaged, reading
+from indexing.store.mapped import map_array
 from indexing.store.ranged_reads import RangedArray, Reading, check_rows
 
 _AROUND = 131_072
@@ -24,7 +25,7 @@ def open_array(path: Path) -> np.ndarray:
     """
     path = remote.present(path)
     with reading(path):
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = map_array(path)
     if array.ndim == 0:
         raise damaged(path, f"{path} has no rows")
     return array

@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from indexing.store import remote
-from indexing.store.artifact import damaged, parse_manifest, wrong_checksum, wrong_sizes
+from indexing.store import mapped, remote
+from indexing.store.artifact import damaged, parse_manifest, recorded_file, wrong_checksum, wrong_sizes
+from indexing.store.damage_found import keep_running, require_whole
 from indexing.store.errors import DamagedFile, InputError
 from indexing.store.files import MANIFEST
+from indexing.store.first_use import first_use
 
-_MAPPED = ("chunks", "embeddings", "index", "sparse", "suffixes", "neighbors")
-_IN_MEMORY = ("trained", "tuned")  # parts of an index that are read once
-_REPLACED = "neighbors"  # an append makes them again, and only examples read them
+_IN_MEMORY = ("dedup", "appended", "trained", "tuned")  # not read by those who search, or read once
+_REPLACED = ("neighbors", "votes", "materialized")  # made again while a datastore grows, and only examples read them
 _PAUSE = 20
 """The next check comes after this many times the duration of the last one: checks take 5% of the time at most."""
 _LONGEST_PAUSE = 1.0  # seconds
@@ -44,12 +45,23 @@ class Watch:
         self._reported: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._lock, self._next = threading.Lock(), 0.0
         self._problem: tuple[Path, str] | None = None
-        for folder in (folder for datastore in datastores for folder in _artifacts(datastore)):
+        self._datastores, self._seen = tuple(datastores), 0
+        keep_running(self._datastores)
+        for folder in (folder for datastore in self._datastores for folder in _artifacts(datastore)):
             manifest = parse_manifest(folder)
             if problem := next(wrong_sizes(folder, manifest), None):
                 raise damaged(folder, problem)
             self._files |= {folder / name: folder for name in manifest["files"] if (folder / name).exists()}
         self._intact = {file: _state(file) for file in self._files}
+
+    def compare(self) -> None:
+        """Compare all files with their checksums that are used here for the first time, large ones on a thread; see `first_use.py`.
+
+        Raises:
+            DamagedFile: one differs.
+        """
+        for file in self._files:
+            first_use(file)
 
     def require(self) -> None:
         """Check all files, unless the last check was just now.
@@ -57,7 +69,9 @@ class Watch:
         Raises:
             DamagedFile: one is missing, has another size, or other bytes than when it was written.
         """
+        require_whole()
         with self._lock:
+            self._add_mapped()
             begun = time.monotonic()
             if begun >= self._next:
                 self._problem = next(filter(None, map(self._problem_of, self._files)), None)
@@ -100,12 +114,23 @@ class Watch:
             self._compared[file] = state
         return None
 
+    def _add_mapped(self) -> None:
+        """Watch files that were mapped since the last check: of a mirror, those that were fetched."""
+        added = mapped.files(self._seen)
+        self._seen += len(added)
+        for file in added:
+            folder = next((folder for folder in file.parents[:2] if (folder / MANIFEST).exists()), None)
+            if folder is not None and file not in self._files and _is_in(file, self._datastores):
+                entry, state = recorded_file(file), _state(file)
+                is_whole = entry and state and state[0] == entry["bytes"]  # its bytes were compared when it was mapped
+                self._files[file], self._intact[file] = folder, state if is_whole else ()
+
     def _problem_of(self, file: Path) -> tuple[Path, str] | None:
         """The file with its damage, or None."""
         state, folder = _state(file), self._files[file]
         if state == self._intact[file]:
             return None
-        if not state and (remote.url_of(folder) or folder.parent.name == _REPLACED):
+        if not state and (remote.url_of(folder) or folder.parent.name in _REPLACED):
             return None  # dropped from a mirror, or made again; what is mapped stays readable
         problem = self._difference(file, folder)
         if problem and state:  # of a removed file, what is mapped stays readable
@@ -134,11 +159,15 @@ class Watch:
 
 
 def _artifacts(datastore: Path) -> Iterator[Path]:
-    """The finished artifacts of a datastore whose files are memory-mapped or read again and again."""
-    for kind in _MAPPED:
-        for manifest in sorted(datastore.glob(f"{kind}/*/{MANIFEST}")):
-            if manifest.parent.name not in _IN_MEMORY and not manifest.parent.name.startswith("."):
-                yield manifest.parent
+    """The finished artifacts of a datastore, of all kinds but those that are read once. So a new kind is watched too."""
+    for manifest in sorted(datastore.glob(f"*/*/{MANIFEST}")):
+        folder = manifest.parent
+        if not {folder.name, folder.parent.name} & {*_IN_MEMORY} and not folder.name.startswith("."):
+            yield folder
+
+
+def _is_in(file: Path, folders: Iterable[Path]) -> bool:
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def _state(file: Path) -> tuple[int, ...]:

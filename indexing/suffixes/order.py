@@ -156,7 +156,15 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
     """
     datastore.require(FOLDER)
     paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
-    for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
+    try:
+        names = [name for part in parts_of(paths) for name in names_at(part)] if paths is not None else [FOLDER]
+    except InputError as error:
+        raise InputError(f"{datastore.folder / MANIFEST}: artifacts.{FOLDER}: {error}") from error
+    if not names:
+        raise InputError(
+            f"{datastore.folder / MANIFEST}: artifacts.{FOLDER} = {paths!r:.50}: should name the parts of an order."
+        )
+    for name in names:
         if (shards := shards_of(name)) is None:
             raise _older(datastore.folder / name)
         yield name, shards

@@ -4,13 +4,16 @@ For each token of a datastore they are stored in 8 to 9 bytes: records of 21 to 
 them, models read them in training, and `search.py` finds the same for a text while it is generated.
 """
 
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from indexing.store.artifact import damaged, fingerprint, read_manifest
+from indexing.store.artifact import damaged, fingerprint, read_manifest, recorded
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.errors import InputError
+from indexing.store.schemas import MOST_SHARDS
 from indexing.suffixes.order import FOLDER as SUFFIXES
 from indexing.suffixes.order import LONGEST
 
@@ -57,19 +60,28 @@ def has_votes(datastore: Datastore) -> bool:
     """Whether the stage `votes` is finished, of this version's format, and made after the last deletion."""
     if not datastore.has(FOLDER):
         return False
-    recipe = _recipe(datastore)
-    return bool(recipe["version"] == VERSION and recipe["settings"]["deleted"] == deletions_of(datastore))
+    return _version(datastore) == VERSION and _recorded(datastore)["deleted"] == deletions_of(datastore)
 
 
 def all_vote(datastore: Datastore) -> bool:
     """Whether all documents vote for all tokens, and not only for those that were appended with them or later. The datastore has votes."""
     shards = len(datastore.train.chunk_rows)
-    return all(_recipe(datastore, shard)["settings"]["orders"][-1] == shards for shard in range(shards))
+    return all(_recorded(datastore, shard)["orders"][-1] == shards for shard in range(shards))
 
 
-def _recipe(datastore: Datastore, shard: int = 0) -> dict[str, Any]:
-    recipe: dict[str, Any] = read_manifest(datastore.folder / FOLDER / shard_name(shard))["recipe"]
-    return recipe
+class _Recorded(TypedDict):
+    """Settings in the recipe of a shard, see docs/reference/file-formats.md."""
+
+    deleted: str
+    orders: Annotated[list[Annotated[int, Field(ge=1, le=MOST_SHARDS)]], Field(min_length=1)]
+
+
+def _recorded(datastore: Datastore, shard: int = 0) -> _Recorded:
+    return recorded(datastore.folder / FOLDER / shard_name(shard), "settings", _Recorded)
+
+
+def _version(datastore: Datastore) -> int:
+    return int(read_manifest(datastore.folder / FOLDER / shard_name(0))["recipe"]["version"])
 
 
 def require_votes(datastore: Datastore) -> None:
@@ -79,7 +91,7 @@ def require_votes(datastore: Datastore) -> None:
             f"{datastore.folder} has no finished '{FOLDER}' stage, which models read that copy from the whole datastore. Run "
             f"`retro index CONFIG` (or `--stage {SUFFIXES}`, then `--stage {FOLDER}`), or train with model.copy_head.datastore = false."
         )
-    if _recipe(datastore)["version"] != VERSION:
+    if _version(datastore) != VERSION:
         raise InputError(
             f"{datastore.folder / FOLDER} was made by an older version of the program, in another format. Run `retro index CONFIG --stage votes`."
         )

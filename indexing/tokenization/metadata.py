@@ -8,13 +8,16 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
 
 from indexing.store.artifact import intact, stored_record
 from indexing.store.errors import InputError
 from indexing.store.files import save_array, write_json
 from indexing.store.remote import present
+from indexing.store.schemas import LARGEST_VOCABULARY
 from indexing.store.sharded_array import open_array
 from indexing.tokenization.backends import TokenizerBackend
 
@@ -50,12 +53,19 @@ class TokenizerMeta:
     """
 
     kind: str
-    vocab_size: int
-    pad_id: int
-    bos_id: int
-    eos_id: int
+    vocab_size: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
+    pad_id: NonNegativeInt
+    bos_id: NonNegativeInt
+    eos_id: NonNegativeInt
     lossless: bool
-    added_bytes: int = 0
+    added_bytes: Annotated[int, Field(ge=0, le=16)] = 0
+
+    def __post_init__(self) -> None:
+        for key in ("pad_id", "bos_id", "eos_id"):
+            if getattr(self, key) >= self.vocab_size:
+                raise InputError(
+                    f"{key} = {getattr(self, key)}: should be below vocab_size, which is {self.vocab_size:,}."
+                )
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:

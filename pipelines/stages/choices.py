@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from indexing.index.key import num_lists
-from indexing.index.sharded import MEMORY
+from indexing.index.sharded import MEMORY, Trained, Tuned
 from indexing.neighbors.settings import FORMER_METHOD, Method
 from indexing.store.artifact import damage, parse_manifest, stored_json
 from indexing.store.datastore import Datastore
@@ -64,8 +64,8 @@ def search_method(config: Config) -> tuple[Config, Method]:
             )
         return config, method
     train = Datastore.open(config.datastore).train
-    index = stored_json(train.folder / "index" / "trained" / "index.json")
-    tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json")
+    index = stored_json(train.folder / "index" / "trained" / "index.json", Trained)
+    tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json", Tuned)
     lists = num_lists(index["key"])
     visited = next((nprobe for nprobe, recall in tuned["curve"] if recall >= config.index.recall_target), lists)
     method = by_embeddings(train.num_chunks, index["dimension"], visited / lists)

@@ -5,7 +5,7 @@ A generation stays as it was recorded if `corpus.paths` names none of its files.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from indexing.store.files import write_json
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, Task
 from pipelines.stages.generations import (
+    Problems,
     by_generation,
     first_shard,
     intact_folders,
@@ -223,7 +224,7 @@ def _known_checksums(folder: Path, files: list[CorpusFile]) -> list[str] | None:
     """The checksums of an earlier scan, if names, sizes and times of all files have not changed."""
     if damage(folder):
         return None
-    stored = stored_json(folder / "files.json")
+    stored: list[Mapping[str, Any]] = [*stored_files(folder)]
     now = [asdict(file) for file in files]
     if [{key: value for key, value in file.items() if key != "checksum"} for file in stored] != now:
         return None
@@ -291,7 +292,7 @@ def _write_corpus(
 def _report_problems(folder: Path, skipped_now: Skipped) -> None:
     """Log the skipped files, the problems in the others with file and line of the first of each kind, and the number of deleted
     documents."""
-    problems: dict[str, Any] = stored_json(folder / "problems.json")
+    problems = stored_json(folder / "problems.json", Problems)
     if skipped := problems.get("skipped", skipped_now):  # older datastores do not record it
         number = f"{sum(sum(counts.values()) for counts in skipped.values()):,}"
         advice = "; corpus.suffixes adds text files by suffix or name" if "unknown suffix" in skipped else ""

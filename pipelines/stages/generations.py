@@ -10,13 +10,17 @@ corpus/  appended/00001/     files.json (names, sizes, checksums)   plan.json (s
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 from indexing.corpus.documents import CorpusFile
 from indexing.corpus.scan import FileSlice, file_order
 from indexing.store.artifact import damage, read_manifest, stored_json
 from indexing.store.datastore import read_datastore_manifest, shard_name
 from indexing.store.deletions import left_out
+from indexing.store.schemas import Bytes, Fingerprint, Rows
 
 
 def corpus_folders(datastore: Path) -> list[Path]:
@@ -29,15 +33,56 @@ def intact_folders(datastore: Path) -> list[Path]:
     return [folder for folder in corpus_folders(datastore) if not damage(folder)]
 
 
+class _File(TypedDict):
+    path: str
+    name: str
+    size: Bytes
+    modified: NotRequired[str]
+
+
+class RecordedFile(_File):
+    """An entry of `files.json`."""
+
+    checksum: Fingerprint
+
+
+class _Problem(TypedDict):
+    kind: str
+    file: str
+    line: int
+    detail: str
+
+
+class Problems(TypedDict):
+    """`problems.json`."""
+
+    counts: dict[str, Rows]
+    examples: list[_Problem]
+    skipped: NotRequired[dict[str, dict[str, Rows]]]  # older datastores have no skipped files
+
+
+class _Slice(TypedDict):
+    """An entry of `plan.json`, see `FileSlice`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    file: _File
+    start: Rows
+    stop: Rows
+    offset: NotRequired[Bytes]
+    text_bytes: NotRequired[Bytes]
+    left_out: NotRequired[list[Rows]]
+
+
 def plan_of(folder: Path) -> list[list[FileSlice]]:
     """The slices of every shard of one generation, from its `plan.json`."""
     read_manifest(folder)
 
-    def parsed(stored: dict[str, Any]) -> FileSlice:
-        left_out = tuple(stored.get("left_out", ()))
-        return FileSlice(**{**stored, "file": CorpusFile(**stored["file"]), "left_out": left_out})
+    def slice_of(stored: _Slice) -> FileSlice:
+        values: dict[str, Any] = {**stored, "left_out": tuple(stored.get("left_out", ()))}
+        return FileSlice(**values | {"file": _corpus_file(stored["file"])})
 
-    return [[parsed(stored) for stored in shard] for shard in stored_json(folder / "plan.json")]
+    return [[slice_of(stored) for stored in shard] for shard in stored_json(folder / "plan.json", list[list[_Slice]])]
 
 
 def read_plan(datastore: Path) -> list[list[FileSlice]]:
@@ -89,24 +134,24 @@ def missing_generation(datastore: Path) -> Path | None:
     return first if is_later or listed > sum(len(plan_of(folder)) for folder in folders) else None
 
 
-def stored_files(folder: Path) -> list[dict[str, Any]]:
+def stored_files(folder: Path) -> list[RecordedFile]:
     """The files of a generation as recorded, with their checksums."""
-    files: list[dict[str, Any]] = stored_json(folder / "files.json")
-    return files
+    return stored_json(folder / "files.json", list[RecordedFile])
 
 
 def counts_of(folder: Path) -> dict[str, Any]:
     """The numbers of problems by kind, and of skipped files by reason and suffix, that a generation recorded."""
-    stored = stored_json(folder / "problems.json")
-    return {
-        "problems": stored["counts"],
-        "skipped": stored.get("skipped", {}),
-    }  # older datastores have no skipped files
+    stored = stored_json(folder / "problems.json", Problems)
+    return {"problems": stored["counts"], "skipped": stored.get("skipped", {})}
 
 
 def recorded_files(folder: Path) -> list[CorpusFile]:
     """The files of a generation as recorded."""
-    return [CorpusFile(**{key: file[key] for key in file if key != "checksum"}) for file in stored_files(folder)]
+    return [_corpus_file(file) for file in stored_files(folder)]
+
+
+def _corpus_file(stored: _File) -> CorpusFile:
+    return CorpusFile(stored["path"], stored["name"], stored["size"], stored.get("modified", ""))
 
 
 def by_generation(

@@ -244,6 +244,7 @@ def run_materialize(config: Config, executor: Executor) -> Artifacts:
         InputError: neighbors.materialized is 0, or a datastore that neighbors come from has changed.
     """
     folder, num_neighbors = config.datastore, config.neighbors.materialized
+    others = config.neighbors.extra_datastores
     if not num_neighbors:
         raise InputError(
             "neighbors.materialized = 0: set how many neighbors of each chunk to write, for example data.k + 2."
@@ -254,17 +255,19 @@ def run_materialize(config: Config, executor: Executor) -> Artifacts:
         # The recipe of the neighbors names all chunks that were searched.
         inputs = {"neighbors": finished(folder, path_of("neighbors", shard))}
         recipe = Recipe("materialize", 1, {"neighbors.materialized": num_neighbors, "shard": shard}, inputs)
-        return Shard(path_of("materialized", shard), recipe, (folder, shard, num_neighbors), sizes[shard])
+        return Shard(path_of("materialized", shard), recipe, (folder, shard, num_neighbors, others), sizes[shard])
 
     shards = map(shard_of, all_shards(folder))
     # It reads as many data as the search, so it runs on the workers of the search.
     return run_shards(folder, "neighbors", "chunks", materialize_task, shards, executor, name="materialize")
 
 
-def materialize_task(work: Path, folder: Path, shard: int, num_neighbors: int, *, advance: Advance) -> dict[str, Any]:
-    """Write the neighbors of one shard's chunks for all splits."""
+def materialize_task(
+    work: Path, folder: Path, shard: int, num_neighbors: int, others: Sequence[Path], *, advance: Advance
+) -> dict[str, Any]:
+    """Write the neighbors of one shard's chunks, which may be in other datastores, for all splits."""
     datastore, counts = Datastore.open(folder), {}
-    retrieval = RetrievalSet.of(datastore)
+    retrieval = RetrievalSet.of(datastore, others)
     for split in map(datastore.split, SPLITS):
         starts = split.tokens.starts
         rows = (int(starts[shard]), int(starts[shard + 1]))

@@ -17,12 +17,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from typing_extensions import TypedDict
 
 from indexing.progress import during
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
@@ -30,6 +32,7 @@ from indexing.store.errors import InputError
 from indexing.store.files import parse_json, read_json, write_json
 from indexing.store.remote import url_of
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.schemas import parsed
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
@@ -430,10 +433,16 @@ def latest(run: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
+class _Best(TypedDict):
+    """`checkpoints/best.json`."""
+
+    step: Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
 def best(run: Path) -> Path | None:
     """The checkpoint with the lowest held-out bits per byte of a run, as `checkpoints/best.json` has it."""
     file = run / "checkpoints" / "best.json"
-    return step_folder(run, read_json(file)["step"]) if file.exists() else None
+    return step_folder(run, parsed(_Best, read_json(file), file)["step"]) if file.exists() else None
 
 
 # --- one file ------------------------------------------------------------------------------------------------------

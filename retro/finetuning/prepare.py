@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from indexing.retrieval.retriever import Retriever
 from indexing.store.artifact import Recipe, create, is_finished
@@ -27,6 +29,7 @@ from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import checksum, read_json, save_array, write_json
 from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.schemas import MOST_SHARDS, parsed
 from indexing.tokenization.language import Language, language_of
 from indexing.tokenization.tokenizer import Tokenizer
 from retro.batch.loss import IGNORED_LABEL
@@ -38,7 +41,7 @@ from retro.inference.chat_template import ChatTemplate, Conversation, Written, r
 
 log = logging.getLogger("retro")
 
-SHARDS = "shards.json"
+_SHARDS = "shards.json"
 _VERSION = 1
 _SHARD_EXAMPLES = 4096
 
@@ -70,6 +73,15 @@ def prepare(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k
     return next(folder for folder in preparation(run, datastores, settings, k) if folder)
 
 
+class _Shards(TypedDict):
+    shards: Annotated[int, Field(ge=0, le=MOST_SHARDS)]
+
+
+def num_shards(folder: Path) -> int:
+    """The number of shards of prepared examples."""
+    return parsed(_Shards, read_json(folder / _SHARDS), folder / _SHARDS)["shards"]
+
+
 def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSettings, k: int) -> Iterator[Path | None]:
     """Prepare shard by shard, so that other processes can wait for each: yields None after a shard, and at last the folder.
 
@@ -84,8 +96,8 @@ def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSetting
     """
     recipe = recipe_of(datastores, settings, k)
     folder = run / "examples" / recipe.fingerprint
-    if (folder / SHARDS).exists():
-        numbers = range(read_json(folder / SHARDS)["shards"])
+    if (folder / _SHARDS).exists():
+        numbers = range(num_shards(folder))
         if all(is_finished(folder / shard_name(number), _shard_recipe(recipe, number)) for number in numbers):
             yield folder
             return
@@ -103,7 +115,7 @@ def preparation(run: Path, datastores: Sequence[Path], settings: FinetuneSetting
         yield None
     if not number:
         raise InputError(f"finetune.examples: {', '.join(map(str, settings.examples)) or 'no files'}: no examples.")
-    write_json(folder / SHARDS, {"shards": number})
+    write_json(folder / _SHARDS, {"shards": number})
     yield folder
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import recorded
 from indexing.store.datastore import shard_name
-from indexing.store.files import read_json
+from indexing.store.schemas import Rows
 from indexing.store.sharded_array import ShardedArray, open_array
-from retro.finetuning.prepare import SHARDS
+from retro.finetuning.prepare import num_shards
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Prepared:
 
     @cached_property
     def _shards(self) -> list[Path]:
-        return [self.folder / shard_name(number) for number in range(read_json(self.folder / SHARDS)["shards"])]
+        return [self.folder / shard_name(number) for number in range(num_shards(self.folder))]
 
     @cached_property
     def _counts(self) -> list[dict[str, int]]:
-        return [read_manifest(shard)["counts"] for shard in self._shards]
+        return [recorded(shard, "counts", dict[str, Rows]) for shard in self._shards]
 
     def _array(self, name: str) -> ShardedArray:
         return ShardedArray([shard / f"{name}.npy" for shard in self._shards], [count[name] for count in self._counts])

@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from indexing.retrieval.retriever import Retriever
+from indexing.store.first_use import unchecked
 from retro.inference.language_model import LanguageModel
 from retro.server import model_api, page_api, schemas, search_api, trace_api
 from retro.server.errors import ApiError, error_responses
@@ -161,20 +162,25 @@ async def docs(request: Request) -> Response:
     return page
 
 
-@router.get("/health", response_model=schemas.Status)
+@router.get("/health", response_model=schemas.Status, response_model_exclude_none=True)
 async def health() -> Mapping[str, str]:
     """Report that the process answers."""
     return {"status": "ok"}
 
 
-@router.get("/ready", response_model=schemas.Status, responses={503: error_responses()[503]})
-async def ready(service: ServiceDependency) -> Mapping[str, str]:
+@router.get(
+    "/ready",
+    response_model=schemas.Status,
+    response_model_exclude_none=True,
+    responses={503: error_responses()[503]},
+)
+async def ready(service: ServiceDependency) -> Mapping[str, str | int]:
     """Report whether the server accepts requests; 503 while it shuts down, and if a datastore was built again or has a damaged file."""
     if service.admission.draining:
         raise ApiError(503, "the server is shutting down.")
     service.retriever.retrieval.require_unchanged()
     await service.files.require_all()
-    return {"status": "ready"}
+    return {"status": "ready"} | ({"files_to_compare": waiting} if (waiting := unchecked()[0]) else {})
 
 
 @router.get(

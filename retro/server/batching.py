@@ -25,6 +25,8 @@ from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
+from indexing.store.damage_found import require_whole
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 R = TypeVar("R")
@@ -171,6 +173,7 @@ class Batcher(Generic[K, T, R]):
         try:
             self._before()
             results = iter(self._work(key, items))
+            require_whole()
             for request, count in parts.items():
                 request.results += islice(results, count)
                 if len(request.results) == len(request.items):

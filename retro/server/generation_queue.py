@@ -20,6 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
+from indexing.store.damage_found import require_whole
 from retro.copying.rows import RetrieveNeighbors
 from retro.inference.generation import Continuation, GeneratedToken
 from retro.inference.language_model import LanguageModel
@@ -163,7 +164,9 @@ class GenerationQueue:
                 continue
             try:
                 self._admit(requests)
-                self._deliver(self._batch.step(), requests)
+                step = self._batch.step()
+                require_whole()
+                self._deliver(step, requests)
             except Exception as error:  # of no single text, so the state of the batch is unknown
                 self._batch = self._language_model.batch()
                 self._end([request for request in requests if request.joined], error)

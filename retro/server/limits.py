@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from indexing.store.damage_found import require_whole
 from retro.server.errors import ApiError, as_api_error, error_response, time_limit_error
 from retro.server.metrics import Metrics
 from retro.server.settings import ServeSettings
@@ -65,14 +66,21 @@ class Admission:
 
 
 class _Answer:
-    """Sends an answer with the common headers, and records its status, whether it has begun, and a lost client."""
+    """Sends an answer with the common headers, and records its status, whether it has begun, and a lost client.
+
+    Attributes:
+        reads: whether the answer may be made from files of a datastore. Then one of a file that ended too early is not sent.
+    """
 
     def __init__(self, scope: Scope, send: Send, request_id: bytes) -> None:
         self._scope, self._send, self._headers = scope, send, [*_SECURITY_HEADERS, (b"x-request-id", request_id)]
         self.status, self.begun, self.client_gone = _CLIENT_GONE, False, False
+        self.reads = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            if self.reads and message["status"] < 400:
+                require_whole()
             self.status, self.begun = message["status"], True
             present = {name.lower() for name, _ in message["headers"]}
             headers = [*self._headers, *self._scope.get("state", {}).get("headers", ())]
@@ -168,6 +176,7 @@ class Limits:
         self._admission.under_way += 1
         try:
             await self._files.require()
+            answer.reads = True
             await self._answer(scope, receive, answer, body)
         finally:
             self._admission.under_way -= 1

@@ -359,6 +359,7 @@ class ErrorResponse(BaseModel):
 
 
 class Status(BaseModel):
-    """State of the server: `ok` or `ready`."""
+    """State of the server: `ok` or `ready`; how many large files, used here for the first time, are still compared with their checksums."""
 
     status: str
+    files_to_compare: int | None = None

@@ -20,10 +20,9 @@ from starlette.responses import Response
 from indexing.retrieval.results import StoredChunk, StoredDocument
 from indexing.retrieval.retriever import Retriever
 from indexing.similarity.overlap import overlap
-from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore, read_report
 from indexing.store.remote import datastore_name
-from indexing.store.retrieval_set import tokenizer_fingerprint
+from indexing.store.retrieval_set import embedder_kind, tokenizer_fingerprint
 from retro.inference.spans import ChunkTexts, characters, shared_runs, token_ends
 from retro.model.presets import count_parameters
 from retro.server import schemas
@@ -244,7 +243,7 @@ def datastore_info(service: Service) -> dict[str, Any]:
     """Return the fields of `schemas.DatastoreResponse`."""
     retriever = service.retriever
     retriever.retrieval.require_unchanged()
-    embedder = read_manifest(retriever.datastore.folder / "embedder")["recipe"]["settings"]["embedder.kind"]
+    embedder = embedder_kind(retriever.datastore.folder)
     return {
         "datastores": [_datastore(split.folder) for split in retriever.retrieval.splits],
         "chunk_length": retriever.datastore.chunk_length,

@@ -71,6 +71,7 @@ def run_all(uses: Sequence[FirstUse]) -> None:
 def first_uses(service: "Service") -> Iterator[FirstUse]:
     """Yield what the datastores and the model can do, in the order in which a request needs it."""
     retriever, model = service.retriever, service.language_model
+    yield FirstUse("checksums of files that came from elsewhere", service.files.watch.compare)
     m = retriever.datastore.chunk_length
     ways: tuple[Retrieval, ...] = ("dense", "hybrid") if retriever.chunks.has_terms else ("dense",)
     for way in ways:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from indexing.progress import Advance, FinishedBefore, during, status
 from indexing.store.files import read_json, write_json
+from indexing.store.schemas import parsed
 from retro.adapters.adapters import check_parallel, describe, train_only
 from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
@@ -447,5 +448,6 @@ def _imported(checkpoint: Checkpoint | None) -> dict[str, Any]:
 def _base(run: Path, initial: Checkpoint | None) -> ModelSettings | None:
     """The model of the preset `base`: that of `train.init_from`, or of the run if it is resumed."""
     if initial is None and checkpoints.latest(run) is not None:
-        return from_json(read_json(run / "settings.json")["model"])
+        file = run / "settings.json"
+        return from_json(parsed(dict[str, Any], read_json(file), file).get("model", {}))
     return initial.model if initial else None

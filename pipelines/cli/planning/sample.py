@@ -21,10 +21,11 @@ from indexing.corpus.python_library import write_python_corpus
 from indexing.corpus.scan import list_files, scan_file, split_of_document
 from indexing.embedding.settings import EmbedderSettings, from_json
 from indexing.index.key import num_lists
+from indexing.index.sharded import Trained, Tuned
 from indexing.machine import usable_memory
 from indexing.neighbors.settings import Method
 from indexing.progress import during
-from indexing.store.artifact import read_manifest
+from indexing.store.artifact import read_manifest, stored_json
 from indexing.store.datastore import Datastore, shard_name
 from indexing.store.errors import InputError
 from indexing.store.files import read_json
@@ -300,7 +301,7 @@ def _search(config: Config, chunks: float, dimension: int, key: str) -> Method:
 def _size(datastore: Datastore) -> Workload:
     folder, splits = datastore.folder, datastore.manifest["splits"].values()
     documents, chunks, tokens = (sum(sum(s[key]) for s in splits) for key in ("documents", "chunks", "tokens"))
-    trained = read_json(folder / "index/trained/index.json")
+    trained = stored_json(folder / "index/trained/index.json", Trained)
     return Workload(
         text_bytes=read_manifest(folder / "corpus")["counts"]["bytes"],  # including text that [dedup] removes
         documents=documents,
@@ -310,7 +311,7 @@ def _size(datastore: Datastore) -> Workload:
         shards=len(datastore.train.chunk_rows),
         key=trained["key"],
         trained_on=trained["trained_on"],
-        tune_queries=read_json(folder / "index/tuned/tuned.json")["queries"],
+        tune_queries=stored_json(folder / "index/tuned/tuned.json", Tuned)["queries"],
         search=read_manifest(folder / "neighbors" / shard_name(0))["counts"]["search"],
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from indexing.index.exact_search import exact_search, recall, stored_distances
 from indexing.index.faiss_files import ivf_of
-from indexing.index.sharded import ShardedIndex
+from indexing.index.sharded import ShardedIndex, Trained, Tuned
 from indexing.neighbors.settings import stored_settings
 from indexing.retrieval.passage_choice import candidates_of, choose_passages
 from indexing.retrieval.retriever import Retriever
@@ -40,12 +40,13 @@ _SAMPLE = 500
 _EXAMPLES = 3
 
 
-def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict[str, Any]:
+def write_index_report(datastore: Datastore, steps: Sequence[Step] = (), others: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure a finished datastore and write both reports. What has not changed is read from them.
 
     Args:
         datastore: with neighbors.
         steps: of the build that finished it.
+        others: `neighbors.extra_datastores`.
 
     Returns:
         the content of `report.json`.
@@ -57,7 +58,7 @@ def write_index_report(datastore: Datastore, steps: Sequence[Step] = ()) -> dict
         known = None
     if known and known["bytes"] == sizes and known.get("corpus") == corpus:
         return known
-    retriever = Retriever.open(datastore.folder)
+    retriever = Retriever.open(datastore.folder, *others)
     measured = (known or measure(retriever) | {"build": [asdict(step) for step in steps]}) | {
         "bytes": sizes,
         "corpus": corpus,
@@ -76,8 +77,8 @@ def measure(retriever: Retriever) -> dict[str, Any]:
     split = datastore.split(split_name)
     near = split.neighbor_ids.gather(ids)
     counts = [read_manifest(folder / "neighbors" / shard_name(s))["counts"] for s in range(len(split.chunk_rows))]
-    index = stored_json(folder / "index" / "trained" / "index.json")
-    index |= stored_json(folder / "index" / "tuned" / "tuned.json")
+    index: dict[str, Any] = {**stored_json(folder / "index" / "trained" / "index.json", Trained)}
+    index |= stored_json(folder / "index" / "tuned" / "tuned.json", Tuned)
     return {
         "fingerprint": datastore.fingerprint,
         "index": index,

@@ -84,7 +84,7 @@ def index(options: IndexOptions) -> int:
     del executor  # and its workers
     _warn_if_little_is_held_out(datastore, config.corpus.split)
     if datastore.has("neighbors"):
-        print_rows(summary_table(write_index_report(datastore, view.steps)).rows)
+        print_rows(summary_table(write_index_report(datastore, view.steps, config.neighbors.extra_datastores)).rows)
         echo(f"report: {datastore.folder / 'report.html'}")
     return 0
 

@@ -47,7 +47,7 @@ def write_all(split: Split, shards: range) -> None:
                 counts |= write_ngrams(work, generation, runs, made, shard)
     rows = {"chunks": list(split.chunk_rows), "documents": list(split.chunk_rows)}
     facts = {"chunk_length": split.chunk_length, "pad_id": split.pad_id, "splits": {"train": rows}}
-    write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, **facts})
+    write_datastore_manifest(split.folder, {"fingerprints": {"ngrams": ""}, "vocab_size": 1 << 31, **facts})
 
 
 def index_of(

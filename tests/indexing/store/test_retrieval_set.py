@@ -1,12 +1,16 @@
 """Ids that identify chunks of several datastores."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexing.store import remote
 from indexing.store.datastore import Datastore
+from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet, neighbor_ids
 
 
@@ -39,3 +43,41 @@ def test_rows_are_returned_in_the_requested_order(tiny_datastore: Datastore) -> 
     found = retrieval.metadata(ids)
     assert found[1] == {}
     assert found[0] == valid.metadata([int(valid.documents_of(np.array([3]))[0][0])])[0]
+
+
+ELSEWHERE = ["../books", "../../other.org/books", "../../../s3:/bucket/books", "/etc", "../../../../../../../etc"]
+
+
+@pytest.mark.parametrize("named", [*ELSEWHERE, "inside/books"])
+def test_datastore_at_a_url_does_not_choose_what_else_is_read(
+    tiny_datastore: Datastore, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    requests: list[str] = []
+
+    def asking(url: str) -> None:
+        requests.append(url)
+        raise InputError(f"{url} is requested")
+
+    monkeypatch.setattr(remote, "_asking", asking)
+    folder = remote.local_folder("https://host.org/wiki")
+    entries = [{"folder": named, "chunks": "0" * 16}]
+    datastore = replace(
+        tiny_datastore, folder=folder, manifest={**tiny_datastore.manifest, "extra_datastores": entries}
+    )
+    place = (folder / named).resolve()
+    location = remote.url_of(place) or str(place)
+    if named not in ELSEWHERE:
+        with pytest.raises(InputError, match=r"https://host\.org/wiki/inside/books.* is requested"):
+            RetrievalSet.of(datastore)
+        return
+    with pytest.raises(
+        InputError, match=rf"https://host\.org/wiki/manifest\.json: .*`export RETRO_EXTRA_DATASTORES={location}`"
+    ):
+        RetrievalSet.of(datastore)
+    assert requests == []
+    monkeypatch.setenv("RETRO_EXTRA_DATASTORES", f"s3://another {location}")
+    with pytest.raises(InputError, match=r"is requested|is not a datastore"):
+        RetrievalSet.of(datastore)
+    monkeypatch.delenv("RETRO_EXTRA_DATASTORES")
+    with pytest.raises(InputError, match=r"is requested|is not a datastore"):
+        RetrievalSet.of(datastore, [Path(location)])

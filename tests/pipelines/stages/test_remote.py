@@ -304,7 +304,9 @@ def test_datastore_at_a_url_retrieves_from_another_url(
     another_machine()
     opened = Datastore.open(url)
     assert opened.manifest["extra_datastores"][0]["folder"] == "../deeper/other"
-    retrieval = RetrievalSet.of(opened)
+    with pytest.raises(InputError, match=rf"RETRO_EXTRA_DATASTORES={other.datastore}"):
+        RetrievalSet.of(opened)  # only a person decides what else is read
+    retrieval = RetrievalSet.of(opened, [other.datastore])
     assert [split.num_chunks for split in retrieval.splits] == [opened.train.num_chunks] * 2
     ids = opened.train.neighbor_ids.read(0, 50)
     assert (ids >> 40).max() == 1

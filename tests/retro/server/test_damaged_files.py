@@ -141,17 +141,18 @@ def test_server_does_not_start_with_a_file_of_another_size(tmp_path: Path, votin
         make_app(retriever, None, ServeSettings())
 
 
-def test_truncated_neighbors_are_503_without_a_path_of_the_server(
-    tmp_path: Path, voting_datastore: Datastore, tiny_run: Path
+@pytest.mark.parametrize("name", ["neighbors/00000/valid/ids.npy", "votes/00000/valid.zst", "votes/00000/valid.npy"])
+def test_truncated_neighbors_and_votes_are_503_without_a_path_of_the_server(
+    tmp_path: Path, voting_datastore: Datastore, name: str
 ) -> None:
     folder = shutil.copytree(voting_datastore.folder, tmp_path / "datastore")
     retriever = Retriever.open(folder)
     settings = ServeSettings(name="tiny", allowed_hosts=("testserver",))
     with TestClient(make_app(retriever, None, settings)) as client:
-        truncated(folder / "neighbors/00000/valid/ids.npy")
+        truncated(folder / name)
         answer = client.get("/examples")
         assert answer.status_code == 503
-        assert "neighbors/00000/valid/" in answer.json()["error"]["message"]
+        assert name in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text
 
 

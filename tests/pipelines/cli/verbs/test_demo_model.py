@@ -9,12 +9,12 @@ from markupsafe import escape
 
 from indexing.store.errors import InputError
 from indexing.store.files import read_json, write_json
-from indexing.store.remote import cache_folder
 from pipelines.cli.main import main
 from pipelines.cli.verbs.demo import DemoOptions
 from pipelines.cli.verbs.demo_model import fetch_smollm2, marked
 from retro.checkpoints.checkpoint import open_checkpoint
 from retro.inference.verbatim_runs import GeneratedRun, Place
+from tests.conftest import USERS_CACHE
 from tests.retro.huggingface.any_models import save_model
 from tests.retro.huggingface.small_gguf import write_gguf
 
@@ -101,7 +101,7 @@ def test_the_demo_measures_a_gguf_and_a_rerun_says_the_same(tmp_path: Path, tiny
 @pytest.mark.slow
 def test_the_real_model_is_imported_with_its_tokenizer_and_template(tmp_path: Path, capsys) -> None:
     try:
-        file = fetch_smollm2(cache_folder() / "models")
+        file = fetch_smollm2(USERS_CACHE / "models")
     except InputError as error:
         pytest.skip(str(error))
     shutil.copy(file, tmp_path / "smollm2.gguf")
