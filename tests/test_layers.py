@@ -22,7 +22,7 @@ LEVELS = (
     ("retro/model",),
     ("retro/device.py",),
     ("retro/data", "retro/parallel"),
-    ("retro/adapters", "retro/api"),
+    ("retro/adapters", "retro/api", "retro/optimizers"),
     ("retro/checkpoints", "retro/estimates"),
     ("retro/inference",),
     ("retro/evaluation",),

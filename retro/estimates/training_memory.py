@@ -5,11 +5,12 @@
              └─ data: fewer sequences ─────────────────────────┴─► `trace` ─ checkpointing ─► activations, working
 
 Activations and temporary tensors come from a trace of the pass of one device. States are counted by shape, as the mesh divides
-them. Parameters, gradients and AdamW's two moments are float32. Models are on the meta device, so estimates need no memory.
+them. Parameters, gradients and moments (two of AdamW, one of Muon) are float32. Models are on the meta device, so estimates need no memory.
 """
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from retro.estimates.trace import Pass, trace
 from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
 from retro.model_settings import ModelSettings, updated
+from retro.optimizers.muon import layer_matrices
 from retro.parallel.data_parallel import matrices
 from retro.parallel.settings import ParallelSettings, divided, num_microbatches, num_stages
 
@@ -60,8 +62,26 @@ class Memory:
         return self.gathered + self.step + (0 if self.offloaded else self.parameters + self.optimizer)
 
 
+class Held(NamedTuple):
+    """A parameter of a process, before ZeRO shards it.
+
+    Attributes:
+        shape: of the parameter.
+        by_muon: whether Muon updates it, if that is the optimizer: one moment. AdamW keeps two, and a number of steps.
+    """
+
+    shape: torch.Size
+    by_muon: bool
+
+
 def memory_of(
-    settings: ModelSettings, run: Pass, parallel: ParallelSettings, *, accumulation: int = 1, compiled: bool = False
+    settings: ModelSettings,
+    run: Pass,
+    parallel: ParallelSettings,
+    *,
+    accumulation: int = 1,
+    compiled: bool = False,
+    muon: bool = False,
 ) -> Memory:
     """Memory of the process with the highest peak.
 
@@ -71,22 +91,29 @@ def memory_of(
         parallel: parallelism.
         accumulation: forward and backward passes of a step.
         compiled: whether the loss is compiled.
+        muon: whether the optimizer is Muon. While it orthogonalizes a matrix, no activations exist, so the peak does not count it.
 
     Raises:
         InputError: the model or the batch cannot be divided this way.
     """
     stages = range(parallel.pipeline)
     return max(
-        (_memory_of_stage(settings, run, parallel, stage, accumulation, compiled) for stage in stages),
+        (_memory_of_stage(settings, run, parallel, stage, accumulation, compiled, muon) for stage in stages),
         key=lambda memory: memory.device,
     )
 
 
 def _memory_of_stage(
-    settings: ModelSettings, run: Pass, parallel: ParallelSettings, stage: int, accumulation: int, compiled: bool
+    settings: ModelSettings,
+    run: Pass,
+    parallel: ParallelSettings,
+    stage: int,
+    accumulation: int,
+    compiled: bool,
+    muon: bool,
 ) -> Memory:
     units = parameter_units(settings, parallel, stage)
-    parameters, gradients, optimizer = state_bytes(units, parallel, accumulation)
+    parameters, gradients, optimizer = state_bytes(units, parallel, accumulation, muon=muon)
     own, at_once = _own_pass(run, parallel, stage)
     # FSDP2 gathers matrices in 16 bits. In a pipeline autocast copies them once for all microbatches.
     narrow_weights = run.narrow and (num_data(parallel) > 1 or parallel.pipeline > 1)
@@ -132,8 +159,8 @@ def _holds_phase(settings: ModelSettings, phase: int, parallel: ParallelSettings
 # ------------------------------------------------------------------------------------ parameters, gradients, optimizer
 
 
-def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[torch.Size]]:
-    """Shapes of the parameters of a process before ZeRO shards them, by the unit in which they are gathered.
+def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: int = 0) -> dict[str, list[Held]]:
+    """The parameters of a process before ZeRO shards them, by the unit in which they are gathered.
 
     Units are the matrices of attention and feed-forward of a layer, of experts that processes share, of a CCA and of the encoder,
     the encoder's own table, and (empty name) the rest.
@@ -142,8 +169,8 @@ def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: 
         InputError: the model cannot be divided this way.
     """
     _check_experts(settings, parallel)
-    units: dict[str, list[torch.Size]] = {}
-    for name, (shape, is_multiplied) in _parameters(divided(settings, parallel.tensor)).items():
+    units: dict[str, list[Held]] = {}
+    for name, (shape, is_multiplied, by_muon) in _parameters(divided(settings, parallel.tensor)).items():
         if not _is_held(settings, name, parallel, stage):
             continue
         kind, number = (*name.split("."), "")[:2]
@@ -152,7 +179,7 @@ def parameter_units(settings: ModelSettings, parallel: ParallelSettings, stage: 
         unit = kinds.get(kind, "") if is_multiplied else _TABLE if name == _TABLE else ""
         if parallel.expert > 1 and ".experts." in name:
             unit, shape = f"experts {number}", torch.Size((shape[0] // parallel.expert, *shape[1:]))
-        units.setdefault(unit, []).append(shape)
+        units.setdefault(unit, []).append(Held(shape, by_muon))
     return units
 
 
@@ -160,27 +187,31 @@ _TABLE = "encoder.embedding.weight"
 
 
 @functools.lru_cache(maxsize=16)
-def _parameters(settings: ModelSettings) -> dict[str, tuple[torch.Size, bool]]:
-    """The shape of each parameter, and whether it is one of `matrices`, by name."""
+def _parameters(settings: ModelSettings) -> dict[str, tuple[torch.Size, bool, bool]]:
+    """The shape of each parameter, whether it is one of `matrices`, and whether Muon updates it, by name."""
     with shapes_only():
         model = Retro(settings)
-    multiplied = matrices(model)
-    return {name: (parameter.shape, name in multiplied) for name, parameter in model.named_parameters()}
+    multiplied, of_muon = matrices(model), layer_matrices(model)
+    return {name: (p.shape, name in multiplied, name in of_muon) for name, p in model.named_parameters()}
 
 
 def state_bytes(
-    units: dict[str, list[torch.Size]], parallel: ParallelSettings, accumulation: int = 1
+    units: dict[str, list[Held]], parallel: ParallelSettings, accumulation: int = 1, *, muon: bool = False
 ) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and AdamW's state of a process.
+    """Bytes of parameters, gradients and the optimizer's state of a process.
 
     FSDP2 shards every tensor by rows and pads the last shard, so the first process holds most.
     """
-    shapes = [(shape, _num_holders(name, parallel)) for name, unit in units.items() for shape in unit]
-    whole = sum(shape.numel() for shape, _ in shapes)
-    part = sum(-(-shape[0] // holders) * shape[1:].numel() for shape, holders in shapes) if parallel.zero else whole
+    whole = part = moments = 0
+    for name, unit in units.items():
+        holders = _num_holders(name, parallel) if parallel.zero else 1
+        for shape, by_muon in unit:
+            own = -(-shape[0] // holders) * shape[1:].numel()
+            whole, part = whole + shape.numel(), part + own
+            moments += 4 * own if muon and by_muon else 8 * own + 4  # AdamW's number of steps of each tensor
     # With ZeRO-1 the gradients of several passes are summed in full before they are divided.
     gradients = whole if parallel.zero == 1 and accumulation > 1 else part
-    return 4 * part, 4 * gradients, 8 * part + 4 * len(shapes)  # two moments, and the number of steps for each tensor
+    return 4 * part, 4 * gradients, moments
 
 
 def _num_holders(unit: str, parallel: ParallelSettings) -> int:
@@ -209,23 +240,23 @@ def _with_own_experts(settings: ModelSettings, parallel: ParallelSettings) -> Mo
     return updated(settings, {"experts.num_experts": own}) if own >= max(2, settings.experts.per_token) else settings
 
 
-def _gathered_bytes(units: dict[str, list[torch.Size]], parallel: ParallelSettings, *, narrow: bool) -> int:
+def _gathered_bytes(units: dict[str, list[Held]], parallel: ParallelSettings, *, narrow: bool) -> int:
     """Bytes of gathered parameters: all, or with ZeRO-3 the current unit, the next one and the rest; and of a unit's gradient.
 
     Without ZeRO, FSDP2's `replicate` computes with a copy of all parameters. Gradients are reduced in float32.
     """
     if num_data(parallel) == 1:
         return 0
-    counts = {name: sum(shape.numel() for shape in shapes) for name, shapes in units.items()}
+    counts = {name: sum(held.shape.numel() for held in unit) for name, unit in units.items()}
     sizes = {name: _bytes_of_number(name, narrow) * count for name, count in counts.items()}
     largest = sorted((size for name, size in sizes.items() if name), reverse=True)[:2]
     held = sum(largest) + sizes.get("", 0) if parallel.zero == 3 else sum(sizes.values())
     return held + (max((4 * count for name, count in counts.items() if name), default=0) if parallel.zero else 0)
 
 
-def _narrow_bytes(units: dict[str, list[torch.Size]]) -> int:
+def _narrow_bytes(units: dict[str, list[Held]]) -> int:
     """Bytes of 16-bit copies of the matrices."""
-    return sum(2 * shape.numel() for name, unit in units.items() if name not in ("", _TABLE) for shape in unit)
+    return sum(2 * held.shape.numel() for name, unit in units.items() if name not in ("", _TABLE) for held in unit)
 
 
 def _bytes_of_number(unit: str, narrow: bool) -> int:
@@ -252,9 +283,9 @@ def sent_bytes(
 
     def summed(stage: int) -> float:
         total = 0.0
-        for name, shapes in parameter_units(settings, parallel, stage).items():
+        for name, unit in parameter_units(settings, parallel, stage).items():
             per_number = reductions * 4 + gathers * _bytes_of_number(name, narrow and parallel.zero > 0)
-            total += per_number * sum(shape.numel() for shape in shapes) * (1 - 1 / _num_holders(name, parallel))
+            total += per_number * sum(held.shape.numel() for held in unit) * (1 - 1 / _num_holders(name, parallel))
         return total
 
     return round(max(map(summed, range(parallel.pipeline))))

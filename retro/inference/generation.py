@@ -338,8 +338,8 @@ class Batch:
             rows, indices = [row for row, _ in places], [first[row] + number for row, number in places]
             origins = self._decoder.copied_from(rows, indices, tokens, log_probabilities)
             shares = self._decoder.copied_shares(indices, tokens, log_probabilities)
-            for (row, number), *found in zip(places, origins, shares, strict=True):
-                copied[row][number] = found[0], found[1]
+            for (row, number), origin, share in zip(places, origins, shares, strict=True):
+                copied[row][number] = origin, share
         return copied
 
     def _leave(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""AdamW with decay groups and the learning-rate schedules (paper, section 3 and table 11)."""
+"""The optimizer with its parameter groups, and the learning-rate schedules (paper, section 3 and table 11)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,35 +8,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from indexing.store.errors import InputError
 from retro.model.mixture_of_experts import ExpertLinear
 from retro.model.retro import Retro
+from retro.optimizers.muon import Muon, layer_matrices
 from retro.training.settings import TrainSettings
 
 
 def make_optimizer(
-    parts: Iterable[nn.Module], settings: TrainSettings, factors: Mapping[str, float] = MappingProxyType({})
+    parts: Iterable[nn.Module],
+    settings: TrainSettings,
+    factors: Mapping[str, float] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices and embeddings only; see `decaying`.
+    """The optimizer of `train.optimizer`, with weight decay on matrices and embeddings only; see `decaying`.
 
     Args:
         parts: parts of a model; a parameter has the same name in every part.
         settings: learning rate, betas and weight decay.
         factors: factors of the learning rate by name of the parameter, default 1; see `learning_rate_factors`. Each group
-            keeps its factor as `lr_factor`. The decay per step does not depend on it.
+            keeps its factor as `lr_factor`. The decay per step does not depend on it. Muon's matrices have one of their own.
+        dtype: of the products of Muon.
+
+    Raises:
+        InputError: `muon`, and no matrix of a layer is trained.
     """
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    models = list(parts)
+    groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
+    models, muon = list(parts), settings.optimizer == "muon"
     named = [named for model in models for named in model.named_parameters()]
     matrices = {id(parameter) for model in models for parameter in decaying(model)}
+    of_muon = {id(parameter) for model in models for parameter in layer_matrices(model).values()} if muon else set()
     for decays in (True, False):
         for name, parameter in named:
             if parameter.requires_grad and (id(parameter) in matrices) == decays:
-                factor = factors.get(name, 1.0)
-                decay = settings.weight_decay / factor if decays else 0.0  # AdamW multiplies it by the learning rate
+                orthogonal = id(parameter) in of_muon
+                factor = settings.muon_lr / settings.lr if orthogonal else factors.get(name, 1.0)
+                decay = (
+                    settings.weight_decay / factor if decays else 0.0
+                )  # the optimizer multiplies it by the learning rate
                 new = {"params": [], "weight_decay": decay, "lr": settings.lr * factor, "lr_factor": factor}
-                groups.setdefault((decays, factor), new)["params"].append(parameter)
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW(list(groups.values()), lr=settings.lr, betas=betas, fused=True)
+                new |= {"orthogonal": orthogonal} if muon else {}
+                groups.setdefault((orthogonal, decays, factor), new)["params"].append(parameter)
+    if muon and not any(group["orthogonal"] for group in groups.values()):
+        raise InputError(
+            "train.optimizer = 'muon': no matrix of a layer is trained (train.weights, lora.rank). Set 'adamw', which updates the others."
+        )
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "fused": True}
+    if muon:
+        return Muon(groups.values(), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, **options)
+    return torch.optim.AdamW(list(groups.values()), **options)
 
 
 def decaying(model: nn.Module) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from retro.adapters.settings import Weights
 
 OnNan = Literal["stop", "skip"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+Optimizer = Literal["adamw", "muon"]
 
 
 @settings
@@ -23,6 +24,12 @@ class TrainSettings:
     """Sequences of one forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
     """Batches of one optimizer step. Each has its own forward and backward pass; the loss is the mean over all labels."""
+    optimizer: Optimizer = "adamw"
+    """`adamw` (paper), or `muon`: orthogonal updates for the matrices of layers, and AdamW for embeddings, output layer, norms, gates,
+    relative positions and adapters."""
+    muon_lr: PositiveFloat = 0.05
+    """Peak learning rate of matrices with `muon`: the largest singular value of an update is about this times sqrt(outputs / inputs), at
+    least this. It follows the schedule of `lr`, and does not depend on the width."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (paper: 2e-4 for the sizes from 172M to 1.5B)."""
     min_lr_ratio: Fraction = 0.1
@@ -35,7 +42,8 @@ class TrainSettings:
     decay_ratio: PositiveFraction = 0.2
     """Fraction of the steps in which `wsd` decays, the last ones."""
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's weight decay (paper: 0.1), for matrices and embeddings. Gains, biases and vectors of heads do not decay."""
+    """Weight decay (paper: 0.1), for matrices and embeddings: a step multiplies them by 1 - `lr` x `weight_decay`, with `muon` too. Gains,
+    biases and vectors of heads do not decay."""
     beta1: Fraction = 0.9
     """AdamW's beta of the first moment (paper: 0.9)."""
     beta2: Fraction = 0.95

@@ -138,7 +138,7 @@ class Trainer:
         factors = learning_rate_factors(model)  # of whole matrices, before they are divided
         flops = settings.train.steps * settings.flops_per_step / self.processes.count
         self.model = distributed_model(model, self.processes, self.placement, settings.train, flops)
-        self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors)
+        self.optimizer = make_optimizer(self.model.model_parts, settings.train, factors, self.placement.dtype)
         self.optimizer_step = OptimizerStep(self.model, self.optimizer, self.processes, self.placement, settings.train)
         on_first(self.group, self._write_settings)  # after all checks of them
         self.step, self.tokens, self.saved = 0, 0, -1

@@ -166,7 +166,12 @@ def plan_training(options: PlanTrainOptions) -> TrainPlan:
     budget, modes = 0.9 * size_bytes(options.device_memory), []
     for parallel in modes_of(options):
         memory = memory_of(
-            model, run, parallel, accumulation=train.gradient_accumulation_steps, compiled=gpu and train.compile != "no"
+            model,
+            run,
+            parallel,
+            accumulation=train.gradient_accumulation_steps,
+            compiled=gpu and train.compile != "no",
+            muon=train.optimizer == "muon",
         )
         seconds = step_seconds * _RECOMPUTATION[parallel.activation_checkpointing] if rate else None
         sent = sent_bytes(model, parallel, train.gradient_accumulation_steps, narrow=run.narrow)

@@ -28,16 +28,18 @@ def tensor_bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_unsharded_states_equal_those_of_a_real_step() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_unsharded_states_equal_those_of_a_real_step(kind: Any) -> None:
     model = build()
-    optimizer = make_optimizer([model], TrainSettings(lr=1e-3))
+    optimizer = make_optimizer([model], TrainSettings(lr=1e-3, optimizer=kind))
     neighbors = torch.zeros(1, 4, 2, 8, dtype=torch.int64)
     model(Inputs(torch.zeros(1, 16, dtype=torch.int64), neighbors=neighbors)).sum().backward()
     gradients = tensor_bytes(parameter.grad for parameter in model.parameters())
     optimizer.step()
     moments = tensor_bytes(value for state in optimizer.state.values() for value in state.values())
     found = (tensor_bytes(model.parameters()), gradients, moments)
-    assert state_bytes(parameter_units(SETTINGS, ParallelSettings()), ParallelSettings()) == found
+    units = parameter_units(SETTINGS, ParallelSettings())
+    assert state_bytes(units, ParallelSettings(), muon=kind == "muon") == found
 
 
 def part_bytes(model: nn.Module, num_processes: int) -> int:
@@ -84,7 +86,9 @@ def test_a_pipeline_process_holds_the_parameters_of_its_stages(schedule: str, ch
         # Two stages that both use the decoder's embeddings share them.
         found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         units = parameter_units(settings, parallel, process)
-        assert sum(shape.numel() for unit in units.values() for shape in unit) == sum(p.numel() for p in found.values())
+        assert sum(held.shape.numel() for unit in units.values() for held in unit) == sum(
+            p.numel() for p in found.values()
+        )
 
 
 def test_expert_parallelism_divides_experts_and_zero_divides_the_rest() -> None:

@@ -88,6 +88,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"shared_embeddings": True},
     "lora alone": {},
     "prefix": {"attention.prefix_tokens": 3},
+    "muon": {"attention.positions": "alibi", "copy_head.context": True},
+    "muon, experts": {"experts.num_experts": 4, "experts.every": 2},
 }
 TUNED: dict[str, tuple[Weights, LoraSettings]] = {
     "retrofit": ("retrieval", NO_LORA),
@@ -126,6 +128,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "copying-context-pipeline": ("copying from the context", {"pipeline": 4}),
     "reading-zero-3": ("reading", {"zero": 3, "activation_checkpointing": "selective"}),
     "copying-neighbors-pipeline-tensor": ("copying without cross-attention", {"pipeline": 2, "tensor": 2}),
+    "muon-tensor-zero-2": ("muon", {"tensor": 2, "zero": 2}),
+    "muon-zero-1-offload": ("muon", {"zero": 1, "cpu_offload": True}),
+    "muon-experts-zero-3": ("muon, experts", {"expert": 2, "zero": 3}),
 }
 """Name of a run → options of the model and parallel settings of four processes."""
 NUM_STEPS = 3
@@ -149,7 +154,8 @@ def run_of(
     """The metrics of a run of a few steps, in one process or in the group."""
     precision: Any = "float16" if options == "float16" else "float32"
     weights, lora = TUNED.get(options, ("all", NO_LORA))
-    settings = replace(config.train, precision=precision, weights=weights, **changes)
+    optimizer: Any = "muon" if options.startswith("muon") else "adamw"
+    settings = replace(config.train, precision=precision, weights=weights, optimizer=optimizer, **changes)
     if options in TUNED:
         whole = options in ("lora alone", "prefix")  # always with retrieval
         settings = replace(settings, init_from=str(config.run / ("retro" if whole else "base")))
@@ -273,8 +279,8 @@ def measure_all(rank: int, folder: Path, config: Config) -> None:
     except FloatingPointError as error:
         (folder / f"not-finite.{rank}").write_text(str(error))
     # Two steps of a run in one configuration, the last one in another.
-    run_of(config, folder / "changed", "alibi", {"zero": 3}, checkpoint_every=2, steps=2)
-    metrics = run_of(config, folder / "changed", "alibi", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
+    run_of(config, folder / "changed", "muon", {"zero": 3}, checkpoint_every=2, steps=2)
+    metrics = run_of(config, folder / "changed", "muon", {"pipeline": 2, "tensor": 2}, checkpoint_every=2)
     if rank == 0:
         (folder / "changed.json").write_text(json.dumps(metrics))
     counted = [measure_communication(parallel, accumulation) for parallel, accumulation in COUNTED]
@@ -404,12 +410,12 @@ def test_all_ranks_stop_at_a_non_finite_batch_and_rank_0_names_it(folder: Path) 
 def test_a_run_resumes_in_another_parallel_configuration(
     folder: Path, config: Config, alone: dict[str, list[dict[str, float]]], tmp_path: Path
 ) -> None:
-    found, expected = json.loads((folder / "changed.json").read_text()), alone["alibi"]
+    found, expected = json.loads((folder / "changed.json").read_text()), alone["muon"]
     assert_same([line for line in found if "loss" in line], [line for line in expected if "loss" in line])
     assert "valid_bits_per_byte_on" in found[-1]  # after the last step, which has used the restored moments
     assert_same(found[-1:], expected[-1:])
     # A single process continues the run of four.
-    for line in run_of(config, folder / "changed", "alibi", {}, steps=NUM_STEPS + 1)[-1:]:
+    for line in run_of(config, folder / "changed", "muon", {}, steps=NUM_STEPS + 1)[-1:]:
         assert line["step"] == NUM_STEPS + 1
 
 
