@@ -20,9 +20,12 @@ _TAG = re.compile(
 )
 # Elements that have no end tag, or end without one where the next of their kind begins.
 _SELF_ENDING = frozenset(
-    "area base br col embed hr img input link meta param source track wbr "
-    "p li dt dd tr td th thead tbody tfoot colgroup caption option optgroup rb rt rp rtc html head body".split()
-)
+    (
+        "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr", "p", "li", "dt", "dd",
+        "tr", "td", "th", "thead", "tbody", "tfoot", "colgroup", "caption", "option", "optgroup", "rb", "rt", "rp", "rtc", "html", "head",
+        "body",
+    )
+)  # fmt: skip
 # The parser opens these again in each paragraph after the one in which they were left open. They do not change the text, nor does `span`.
 _FORMATTING = re.compile(r"<(/?)(?:b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u)(?=[\s/>])", re.IGNORECASE)
 _MOST_REOPENED = 1 << 21  # elements that formatting may add
@@ -50,8 +53,8 @@ def main_text(page: str) -> str:
     tree = HTMLTree.parse(page)
     # A tag opens at most four elements: `<table><td>` has <tbody> and <tr> between. Matching from the right compares each element with at
     # most as many above it as the selector has.
-    is_deep = 4 * num_tags > _MOST_DEPTH and tree.document.query_selector(" > ".join("*" * (_MOST_DEPTH + 1)))
-    if is_deep:
+    document = tree.document if 4 * num_tags > _MOST_DEPTH else None
+    if document is not None and document.query_selector(" > ".join("*" * (_MOST_DEPTH + 1))) is not None:
         raise TooNested(f"its elements are nested more than {_MOST_DEPTH} deep")
     return extract_plain_text(tree, main_content=True)
 

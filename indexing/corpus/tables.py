@@ -72,7 +72,7 @@ def _batch_rows(stored: Any, group: Any, columns: list[str]) -> int:
     parts = [group.column(number) for number in range(group.num_columns)]
     parts = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{one}.") for one in columns)]
     claimed = sum(part.total_uncompressed_size for part in parts)
-    _check_claim(claimed, sum(part.total_compressed_size for part in parts))
+    _check_claim(claimed, min(sum(part.total_compressed_size for part in parts), stored.seek(0, io.SEEK_END)))
     row_bytes = claimed // max(1, group.num_rows) + sum(_dictionary_bytes(stored, part) for part in parts)
     return max(1, min(_ROWS, _SLICE_BYTES // max(1, row_bytes)))
 
@@ -83,8 +83,8 @@ def _dictionary_bytes(stored: Any, part: Any) -> int:
     A page begins with its type and this size, as Thrift's compact protocol writes them: a byte for the field, then a zigzag varint.
     """
     offsets = (part.dictionary_page_offset, part.data_page_offset)
-    stored.seek(min(offset for offset in offsets if offset is not None))
-    header, values, at = stored.read(16), [], 0
+    stored.seek(max(0, min(offset for offset in offsets if offset is not None)))
+    header, values, at = stored.read(16), list[int](), 0
     for _ in range(2):
         at, value, shift = at + 1, 0, 0
         for byte in header[at:]:

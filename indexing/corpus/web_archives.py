@@ -258,7 +258,7 @@ def _text_of_html(body: bytes, charset: str | None, path: str) -> str | bytes:
         _LeftOut: its tags are nested too deeply.
     """
     try:
-        import resiliparse.extract.html2text  # noqa: F401  # `main_text` needs it
+        import resiliparse.extract.html2text  # noqa: F401 (`main_text` needs it)
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
     except ImportError as error:
         raise InputError(

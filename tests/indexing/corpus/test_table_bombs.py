@@ -1,5 +1,6 @@
 """Tables that claim far more memory than they store: refused, or read row by row in memory that does not grow with the rows."""
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,11 +25,11 @@ print(*read_all(sys.argv[1]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def write_parquet(path: Path, table: pa.Table, **options: object) -> Path:
-    pq.write_table(table, path, compression="zstd", **options)  # type: ignore[arg-type]
+    pq.write_table(table, path, compression="zstd", **options)
     return path
 
 
-def repeated(kind: pa.DataType = pa.string()) -> pa.Table:
+def repeated(kind: pa.DataType) -> pa.Table:
     """One value in all rows, stored once."""
     numbers = pa.array([0] * ROWS, pa.int32())
     return pa.table({"text": pa.DictionaryArray.from_arrays(numbers, pa.array([BIG], kind))})
@@ -45,9 +46,9 @@ def views() -> pa.Table:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: write_parquet(path / "d.parquet", repeated()),
-        lambda path: write_parquet(path / "d.parquet", repeated(), data_page_version="2.0"),
-        lambda path: write_arrow(path / "d.arrow", repeated(), compression="zstd"),
+        lambda path: write_parquet(path / "d.parquet", repeated(pa.string())),
+        lambda path: write_parquet(path / "d.parquet", repeated(pa.string()), data_page_version="2.0"),
+        lambda path: write_arrow(path / "d.arrow", repeated(pa.string()), compression="zstd"),
         lambda path: write_arrow(path / "d.arrow", repeated(pa.large_string()), compression="lz4"),
         lambda path: write_arrow(path / "d.arrow", views(), compression="zstd"),
     ],
@@ -90,6 +91,18 @@ def test_a_row_above_the_limit_is_left_out_and_reported_by_row(tmp_path: Path, s
     assert [each.text for each in documents] == ["a", "b" * 90, "d"]
     assert [(each.kind, each.line) for each in problems] == [("long record", 3), ("long record", 5)]
     assert problems[0].detail == "101 bytes, more than corpus.max_line_bytes = 100; it is left out"
+
+
+def test_a_damaged_footer_is_reported_and_never_raised(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "d.parquet", pa.table({"text": ["some", "words"] * 20, "id": range(40)}))
+    data, generator = path.read_bytes(), random.Random(0)
+    footer = int.from_bytes(data[-8:-4], "little")
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[generator.randrange(len(data) - footer - 8, len(data))] ^= generator.randrange(1, 256)
+        path.write_bytes(damaged)
+        documents, _ = read(path)
+        assert len(documents) <= 40
 
 
 def test_rows_of_any_sizes_are_equal_in_slices_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
