@@ -33,15 +33,14 @@ from indexing.store.retrieval_set import tokenizer_fingerprint
 from retro.adapters.adapters import add_adapter, merge, stored_name
 from retro.adapters.settings import LoraSettings, with_lora
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
-from retro.copying.head import open_networks
-from retro.copying.network_file import SUFFIX
+from retro.copying.network_file import has_networks
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
 from retro.model_settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TRANSFORMERS = "transformers"
 """Section of the settings that names a decoder that transformers computes (`any_model.py`)."""
 
@@ -58,7 +57,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder, or the exported file.
-        weights: files of the weights; for a decoder of transformers the JSON file with networks that were fitted to it, if there is one.
+        weights: files of the weights; for a decoder of transformers the file with networks that were fitted to it, if there is one.
         training: files of moments and random states; an exported checkpoint has none.
         fingerprint: identifies the checkpoint in results.
         step: optimizer steps done.
@@ -259,13 +258,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         InputError: there is none, a file is missing, truncated or changed, or transformers computes the model.
     """
     located = locate(path)
-    if located is None and path.suffix == SUFFIX and path.is_file():
-        open_networks(path)  # its error for any other JSON file
+    if has_networks(path):
         raise scores_only(path)
     if located is None:
         raise InputError(
             f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
-            "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export`."
+            "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export` or "
+            "`retro add-retrieval`."
         )
     with during("opening %s", located):
         if located.is_file():
@@ -305,8 +304,6 @@ def of_state(
         LoraSettings(**settings.get("lora", {}))
     except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
-    if weights and TRANSFORMERS in settings:
-        raise _outdated_networks(path, settings)
     stored = index(weights)
     if any(name.startswith("copy_head.") and name.endswith(".agreed") for name in stored):
         raise InputError(
@@ -401,16 +398,6 @@ def scores_only(path: Path, family: str = "") -> InputError:
     )
 
 
-def _outdated_networks(file: Path, settings: Mapping[str, Any]) -> InputError:
-    """The error of networks for a decoder of transformers in a safetensors file."""
-    model, folders = settings[TRANSFORMERS]["path"], settings["data"]["datastores"]
-    return InputError(
-        f"{file} is a safetensors file, as earlier versions wrote for networks of a decoder that transformers computes; now they are in "
-        f"JSON. Make them again: `retro add-retrieval {model} --datastore {folders[0] if folders else 'DATASTORE'} --output "
-        f"{file.with_suffix(SUFFIX)}`."
-    )
-
-
 # --- the checkpoints of a run --------------------------------------------------------------------------------------
 
 
@@ -463,8 +450,8 @@ def _read_exported(file: Path) -> Checkpoint:
 def _check_version(path: Path, version: Any) -> None:
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Use the release of retro "
-            "that wrote it."
+            f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Make it again with the command that "
+            "wrote it: `retro train CONFIG`, `retro import`, `retro export` or `retro add-retrieval` (docs/reference/versions.md)."
         )
 
 

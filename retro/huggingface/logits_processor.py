@@ -286,7 +286,7 @@ def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:
         if missing := [name for name in head.state_dict() if name not in stored]:
             raise InputError(
                 f"networks = {networks!r}: it has no {missing[0].partition('.')[0]}. Make it with `retro add-retrieval MODEL --datastore "
-                f"{datastore_name(datastore.folder)} --output FILE.json`."
+                f"{datastore_name(datastore.folder)} --output FILE.safetensors`."
             )
         head.load_state_dict({name: stored[name] for name in head.state_dict()})
     return head

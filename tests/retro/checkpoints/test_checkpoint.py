@@ -121,7 +121,7 @@ def test_metadata_is_readable_with_safetensors_alone(run: Path, exported: Path) 
     with safe_open(exported, "pt") as file:
         facts = json.loads(file.metadata()["retro"])
     opened = checkpoints.open_checkpoint(run)
-    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (2, 8, opened.fingerprint)
+    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (3, 8, opened.fingerprint)
     assert facts["settings"]["model"]["d_model"] == opened.model.d_model
 
 
@@ -150,9 +150,9 @@ def test_foreign_files_other_suffixes_and_other_versions_are_rejected(
     opened = checkpoints.open_checkpoint(exported)
     with pytest.raises(InputError, match=r"\.safetensors"):
         export(opened, tmp_path / "model.pt")
-    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 4)
     for path in (exported, run):
-        with pytest.raises(InputError, match=r"version 2.*version 3"):
+        with pytest.raises(InputError, match=r"version 3.*version 4.*`retro train CONFIG`"):
             checkpoints.open_checkpoint(path)
 
 
