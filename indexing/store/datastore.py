@@ -42,7 +42,7 @@ from indexing.store.sharded_array import ShardedArray
 
 log = logging.getLogger("retro")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SPLITS = ("train", "valid", "test")
 _MOST_ROWS = 1 << 40  # of a split; a chunk id has 40 bits (retrieval_set.py)
 _LONGEST_CHUNK = 65_535  # tokens; lengths are uint16
@@ -322,11 +322,7 @@ class Datastore:
             manifest = read_datastore_manifest(folder)
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}. Run `retro index CONFIG` to write it again.") from error
-        if manifest.get("format_version") != FORMAT_VERSION:
-            raise InputError(
-                f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
-                "Build the datastore again with `retro index CONFIG --rebuild`."
-            )
+        check_version(folder, manifest)
         if not _is_complete(manifest):
             raise InputError(
                 f"{path} lacks keys or has values of other types. Run `retro index CONFIG` to write it again."
@@ -394,7 +390,7 @@ class Datastore:
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Whether a datastore's manifest has what a reader needs, with values of the right types."""
     splits, prints, length = (manifest.get(key) for key in ("splits", "fingerprints", "chunk_length"))
-    if not isinstance(prints, dict) or not isinstance(manifest.get("artifacts", {}), dict):
+    if not isinstance(prints, dict) or not isinstance(manifest.get("artifacts"), dict):
         return False
     if not isinstance(splits, dict) or "train" not in splits:
         return False
@@ -484,6 +480,15 @@ def read_datastore_manifest(folder: Path) -> dict[str, Any]:
         ValueError: it has changed since it was written.
     """
     return read_checked(folder / "manifest.json")
+
+
+def check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise InputError if the manifest of a datastore has another format version."""
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        raise InputError(
+            f"{folder / 'manifest.json'} has format version {version}, this program reads {FORMAT_VERSION} (docs/reference/versions.md). "
+            "Build the datastore again: `retro index CONFIG --rebuild`."
+        )
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -153,8 +153,8 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
         InputError: the stage is not finished, or an older version ran it.
     """
     datastore.require(FOLDER)
-    paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
-    for name in [name for part in parts_of(paths) for name in names_at(part)] if paths else [FOLDER]:
+    paths = datastore.manifest["artifacts"].get(FOLDER, FOLDER)
+    for name in (name for part in parts_of(paths) for name in names_at(part)):
         if (shards := shards_of(name)) is None:
             raise _older(datastore.folder / name)
         yield name, shards

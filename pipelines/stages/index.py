@@ -1,6 +1,5 @@
 """The `train-index` and `add` stages: embeddings → a trained index → filled shards and a tuned `nprobe`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
-from indexing.store.artifact import Artifacts, Recipe, damage, is_finished, made_by
+from indexing.store.artifact import Artifacts, Recipe, damage, is_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.paths import path_of
 from indexing.store.remote import present
@@ -20,7 +19,7 @@ from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, former_setting, prefixed, run_shards
+from pipelines.stages.shards import Shard, finished, prefixed, run_shards
 
 TRAINED, TUNED = "index/trained", "index/tuned"
 
@@ -30,7 +29,7 @@ def run_train_index(config: Config, executor: Executor) -> Artifacts:
     folder, settings = config.datastore, config.index
     first = generations(folder)[0]
     train = Datastore.open(folder).train.first_shards(len(first))
-    points = former_setting(folder / TRAINED, "index.points_per_list", index.POINTS_PER_LIST)
+    points = index.POINTS_PER_LIST
     recipe = Recipe(
         stage="train-index",
         version=3,
@@ -64,10 +63,9 @@ def run_add(config: Config, executor: Executor) -> Artifacts:
     def shard_of(shard: int) -> Shard:
         first_id, embeddings = int(train.tokens.starts[shard]), finished(folder, path_of("embeddings", shard))
         recipe = Recipe("add", 2, {"first_id": first_id}, {"trained": trained, "embeddings": embeddings})
-        path, earlier = path_of("index", shard), replace(recipe, version=1)
-        # Shards of version 1 hold the quantizer, and are read as well.
-        recipe = earlier if made_by(folder / path, [earlier]) else recipe
-        return Shard(path, recipe, (folder, folder / embeddings.paths, first_id), train.chunk_rows[shard])
+        return Shard(
+            path_of("index", shard), recipe, (folder, folder / embeddings.paths, first_id), train.chunk_rows[shard]
+        )
 
     run_shards(folder, "add", "chunks", add_task, map(shard_of, all_shards(folder)), executor)
     first = generations(folder)[0]
@@ -86,7 +84,7 @@ def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: 
 def _tune(config: Config, executor: Executor, first: range) -> None:
     """Choose `nprobe` for the first generation."""
     folder, settings, candidates = config.datastore, config.index, config.neighbors.candidates
-    queries = former_setting(folder / TUNED, "index.tune_queries", index.TUNE_QUERIES)
+    queries = index.TUNE_QUERIES
     recipe = Recipe(
         stage="add",
         version=2,

@@ -115,7 +115,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             tokenizer: the model's tokenizer, of transformers.
             model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right in the
                 prompt. None = little is copied.
-            networks: JSON file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
+            networks: file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 

@@ -20,7 +20,6 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
-from retro.checkpoints import single_file
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
 from retro.training.trainer import train
@@ -162,14 +161,6 @@ def test_a_setting_that_does_not_exist_is_named_with_the_checkpoint(run: Path, t
     file.write_text(file.read_text().replace("capacity_factor", "capacity_shared"))  # as many bytes
     with pytest.raises(InputError, match=r"00000008.*model\.experts\.capacity_shared"):
         checkpoints.read(folder)
-
-
-def test_a_copy_head_of_an_older_version_is_refused_with_advice(exported: Path, tmp_path: Path) -> None:
-    state, tensors = single_file.exported(checkpoints.open_checkpoint(exported))
-    old = tensors | {"copy_head.neighbors.agreed": torch.zeros(17)}
-    single_file.write_exported(state, old, tmp_path / "old.safetensors")
-    with pytest.raises(InputError, match=r"its copy head has tables.*add-retrieval"):
-        checkpoints.open_checkpoint(tmp_path / "old.safetensors")
 
 
 def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:
