@@ -24,7 +24,7 @@ from indexing.tokenization.tokenizer import Tokenizer
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor, kept_for_stage
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, chunks_in_shards, finished, prefixed, run_shards
+from pipelines.stages.shards import Shard, chunks_in_shards, finished, former_setting, prefixed, run_shards
 from pipelines.terminal.progress import progress
 
 
@@ -55,7 +55,7 @@ def _make_embedder(config: Config) -> None:
         inputs = {"embedder.path": fingerprint(files)}
     else:
         inputs = {"chunks": finished(folder, path_of("chunks", first))}
-        values["embedder.fit_chunks"] = FIT_CHUNKS
+        values["embedder.fit_chunks"] = former_setting(folder / "embedder", "embedder.fit_chunks", FIT_CHUNKS)
     recipe = Recipe("embed", 1, values, inputs)
     if is_finished(folder / "embedder", recipe):
         return

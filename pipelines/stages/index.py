@@ -19,7 +19,7 @@ from indexing.store.sharded_array import open_array
 from pipelines.config import Config
 from pipelines.executors.tasks import Executor
 from pipelines.stages.generations import all_shards, generations
-from pipelines.stages.shards import Shard, finished, prefixed, run_shards
+from pipelines.stages.shards import Shard, finished, former_setting, prefixed, run_shards
 
 TRAINED, TUNED = "index/trained", "index/tuned"
 
@@ -29,7 +29,7 @@ def run_train_index(config: Config, executor: Executor) -> Artifacts:
     folder, settings = config.datastore, config.index
     first = generations(folder)[0]
     train = Datastore.open(folder).train.first_shards(len(first))
-    points = index.POINTS_PER_LIST
+    points = former_setting(folder / TRAINED, "index.points_per_list", index.POINTS_PER_LIST)
     recipe = Recipe(
         stage="train-index",
         version=3,
@@ -84,7 +84,7 @@ def add_task(work: Path, folder: Path, source: Path, first_id: int, *, advance: 
 def _tune(config: Config, executor: Executor, first: range) -> None:
     """Choose `nprobe` for the first generation."""
     folder, settings, candidates = config.datastore, config.index, config.neighbors.candidates
-    queries = index.TUNE_QUERIES
+    queries = former_setting(folder / TUNED, "index.tune_queries", index.TUNE_QUERIES)
     recipe = Recipe(
         stage="add",
         version=2,

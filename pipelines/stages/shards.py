@@ -15,6 +15,7 @@ from indexing.store.artifact import (
     damage,
     fingerprint,
     is_finished,
+    parse_manifest,
     read_manifest,
 )
 from indexing.store.datastore import shard_name
@@ -115,6 +116,14 @@ def shard_counts(folder: Path) -> list[dict[str, Any]]:
 def chunks_in_shards(folder: Path) -> list[int]:
     """The chunks of all splits in each shard."""
     return [sum(split["chunks"] for split in counts.values()) for counts in shard_counts(folder)]
+
+
+def former_setting(out: Path, key: str, value: int) -> int:
+    """The value of a removed setting: the one in the recipe of the artifact `out`, or `value` if there is none."""
+    try:
+        return int(parse_manifest(out)["recipe"]["settings"].get(key, value))
+    except InputError:  # not made yet, or damaged
+        return value
 
 
 def prefixed(section: str, settings: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
