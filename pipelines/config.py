@@ -43,7 +43,7 @@ REMOVED = {
     "model.rope.high_freq_factor": _OF_MODEL,
     "model.rope.low_freq_factor": _OF_MODEL,
     "neighbors.retrieval": "It was removed: stored neighbors no longer come from terms. Delete the key.",
-    "neighbors.search = lists": "It was removed (commit 4e16f2ed has it): use index, or delete the key to read neighbors that it found.",
+    "neighbors.search = lists": "It was removed (commit 4e16f2ed has it): use index, or delete the key.",
     "train.num_threads": "It was removed: set the environment variable OMP_NUM_THREADS. Delete the key.",
     "train.peak_tflops": "It was removed: the peak is the maker's figure, or measured. Delete the key.",
     "tuning": "The section was replaced by train.weights and [lora].",

@@ -453,47 +453,18 @@ def as_json(settings: ModelSettings) -> dict[str, Any]:
     return values
 
 
-_REMOVED = (
-    ("retrieval", "smeared_keys", False, "98cfcf4c"),
-    ("copy_head", "content_width", 0, "1c1fe1bf"),
-)
-"""Options of stored models that were removed: section, name, the value that is off, and the last commit that reads another one."""
-
-
-_CONVERTED = ("attention", "retrieval", "copy_head")  # of a model, that earlier versions stored otherwise
-
-
 def from_json(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from what `as_json` returned, in this version or an earlier one.
-
-    What was stored before copy heads existed has none. Options that were removed are left out if they were off.
+    """Settings from what `as_json` returned, in this version or an earlier one. A stored copy head has no sources that came later.
 
     Raises:
-        InputError: there is no such setting, a value is not accepted, or the weights need an option that was removed.
+        InputError: there is no such setting, or a value is not accepted.
     """
     if not isinstance(values, Mapping):
         raise InputError(f"model = {values!r:.50}: should be an object.")
-    for name in _CONVERTED:
-        if not isinstance(values.get(name, {}), Mapping):
-            raise InputError(f"model.{name} = {values[name]!r:.50}: should be an object.")
-    sections = {name: {**values.get(name, {})} for name in _CONVERTED}
-    for section, name, off, commit in _REMOVED:
-        if (value := sections[section].pop(name, off)) != off:
-            raise InputError(
-                f"model.{section}.{name} = {value!r} was removed; commit {commit} is the last one that reads it."
-            )
-    attention, reads = sections["attention"], sections["retrieval"].get("cca_layers", True)
-    smeared = attention.pop("smeared_keys", None)  # None: stored since `smeared_tokens` = 0 means none
-    if smeared and (reads or attention.get("smeared_tokens", 1) == 1):
-        raise InputError(
-            "model.attention.smeared_keys = True of one token, or with cross-attention, was removed; commit f9664737 is the last one "
-            "that reads it. Train the model again with model.attention.smeared_tokens = 3."
-        )
-    if smeared is False:
-        attention["smeared_tokens"] = 0
-    sections["copy_head"] = asdict(NO_COPY_HEAD) | sections["copy_head"]
-    # `copying_init` decided initial weights only.
-    return ModelSettings(**{name: value for name, value in {**values, **sections}.items() if name != "copying_init"})
+    head = values.get("copy_head", {})
+    if not isinstance(head, Mapping):
+        raise InputError(f"model.copy_head = {head!r:.50}: should be an object.")
+    return ModelSettings(**{**values, "copy_head": {**asdict(NO_COPY_HEAD), **head}})
 
 
 def keys_with(role: str, *values: Any) -> set[str]:

@@ -29,7 +29,7 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the source archive, as `pip install retro-0.1.0.tar.gz` builds it."""
+    """A wheel built from the source archive, as `pip install retro-0.9.0.tar.gz` builds it."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "checkout"  # a copy, since a build writes into its source tree
     for name in PACKAGES:

@@ -1,8 +1,8 @@
-"""Fit the weights that every copy head begins with, `retro/copying/weights.json`, to several models and their training text.
+"""Fit the weights that every copy head begins with, `retro/copying/weights.safetensors`, to several models and their training text.
 
     retro import MODEL --output base.safetensors
     retro index CONFIG                                        # once for each datastore, with its votes
-    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/copying/weights.json
+    python -m benchmarks.quality.copy_weights base.safetensors=DATASTORE ... --output retro/copying/weights.safetensors
 
 One set of networks for all of them, so that it fits other text and other models. Models that have read little text teach it that an unsure model
 gains more from a copy. Sources are left out at random, token by token, since not every model has all of them. No held-out document is
@@ -110,13 +110,7 @@ def run(options: argparse.Namespace) -> None:
         "fitted_to": [f"{Path(base).stem} and {Path(folder).name}" for base, folder in pairs],
         "fit": {"tokens": sum(part.vocabulary.nats.numel() for part in fitted), "loss_off": off, "loss_after": loss},
     }
-    weights = {name: torch.tensor(rounded(tensor.tolist())) for name, tensor in head.state_dict().items()}
-    write_networks(options.output, about, weights)
-
-
-def rounded(values: list[Any]) -> list[Any]:
-    """Numbers, or rows of them, with five digits after the point."""
-    return [rounded(value) if isinstance(value, list) else round(value, 5) for value in values]
+    write_networks(options.output, about, head.state_dict())
 
 
 def main() -> None:
@@ -125,7 +119,7 @@ def main() -> None:
     parser.add_argument(
         "pairs", nargs="+", metavar="BASE=DATASTORE", help="a model and a datastore made with its tokenizer"
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--output", type=Path, required=True, help="FILE.safetensors")
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens of training text of each datastore")
     parser.add_argument("--steps", type=int, default=3000, help="largest number of steps")
     parser.add_argument("--k", type=int, default=4, help="neighbors of each chunk")

@@ -38,7 +38,7 @@ def write_shard(path: Path, index: Any) -> None:
 
 
 def read_shard(path: Path, trained: Any) -> Any:
-    """Read an index that `write_shard` has written, or one with a quantizer, as earlier versions wrote them.
+    """Read an index that `write_shard` has written, with the trained index's quantizer if it shares it.
 
     Raises:
         InputError: the file is missing or damaged.

@@ -14,8 +14,6 @@ from indexing.store.files import MANIFEST
 from indexing.store.settings import Fraction, settings
 
 Method = Literal["index", "exact", "ngrams"]
-FORMER_METHOD = "lists"
-"""A search of the embeddings in the nearest inverted lists, which found the neighbors of some datastores of earlier versions."""
 
 # Far above any use (the paper reads at most 40 neighbors). Without a limit, a mistyped number could fill a disk.
 _MOST_NEIGHBORS, _MOST_CANDIDATES = 4096, 65_536
@@ -76,29 +74,17 @@ class NeighborSettings:
 
 
 class _Counts(TypedDict):
-    search: Method | Literal["lists"]
+    search: Method
 
 
 def stored_settings(datastore: Datastore) -> tuple[NeighborSettings, Method] | None:
-    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors.
-
-    Neighbors that `FORMER_METHOD` found are those of `index`, nearest first.
-    """
+    """The settings of the stored neighbors without `extra_datastores`, and the method that found them; None without neighbors."""
     if not datastore.has("neighbors"):
         return None
     folder = datastore.folder / "neighbors" / shard_name(0)
-    manifest = read_manifest(folder)
-    stored = {key.removeprefix("neighbors."): value for key, value in manifest["recipe"]["settings"].items()}
-    if "retrieval" in stored:
-        raise InputError(
-            f"the neighbors of {datastore.folder} were found with neighbors.retrieval = {stored['retrieval']!r}, by terms. This program "
-            "finds neighbors by embeddings or n-grams only: remove that setting and run "
-            "`retro index CONFIG --stage neighbors --rebuild`."
-        )
+    settings = read_manifest(folder)["recipe"]["settings"]
+    stored = {key.removeprefix("neighbors."): value for key, value in settings.items()}
     method: Any = recorded(folder, "counts", _Counts)["search"]
-    if method == FORMER_METHOD:
-        method = stored["search"] = "index"
-        stored["rerank"] = "tokens" if stored.get("rerank") == "tokens" else "embeddings"  # it compared no codes
     accepted = {field.name: stored[field.name] for field in fields(NeighborSettings) if field.name in stored}
     try:
         return NeighborSettings(**accepted), method

@@ -45,7 +45,7 @@ from indexing.store.sharded_array import ShardedArray
 
 log = logging.getLogger("retro")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SPLITS = ("train", "valid", "test")
 _CONTENT = ("chunk", "embed", "train-index", "add", "neighbors")
 """Stages that decide what a reader of the datastore gets."""
@@ -332,11 +332,7 @@ class Datastore:
             raise
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}. Run `retro index CONFIG` to write it again.") from error
-        if manifest.get("format_version") != FORMAT_VERSION:
-            raise InputError(
-                f"{path} has format version {manifest.get('format_version')}, this program reads {FORMAT_VERSION}. "
-                "Build the datastore again with `retro index CONFIG --rebuild`."
-            )
+        check_version(folder, manifest)
         return cls(folder, dict(parsed(FinishedManifest, manifest, path)), reading)
 
     @property
@@ -474,6 +470,15 @@ def read_datastore_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / "manifest.json"
     return dict(parsed(DatastoreManifest, read_checked(path), path))
+
+
+def check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise InputError if the manifest of a datastore has another format version."""
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        raise InputError(
+            f"{folder / 'manifest.json'} has format version {version}, this program reads {FORMAT_VERSION} (docs/reference/versions.md). "
+            "Build the datastore again: `retro index CONFIG --rebuild`."
+        )
 
 
 def write_datastore_manifest(folder: Path, manifest: dict[str, Any]) -> None:

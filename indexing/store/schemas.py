@@ -34,7 +34,7 @@ LARGEST_VOCABULARY = 1 << 31
 _MOST_BYTES = 1 << 60
 _LONGEST_PATH = 4096
 _SHOWN = 100  # characters of a value in a message
-_NEEDED = ("fingerprints", "splits", "chunk_length", "pad_id", "vocab_size")  # to read chunks
+_NEEDED = ("fingerprints", "artifacts", "splits", "chunk_length", "pad_id", "vocab_size")  # to read chunks
 
 Rows = Annotated[int, Field(ge=0, lt=MOST_ROWS)]
 Bytes = Annotated[int, Field(ge=0, lt=_MOST_BYTES)]

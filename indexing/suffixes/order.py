@@ -155,9 +155,9 @@ def recorded_parts(datastore: Datastore) -> Iterator[tuple[str, range]]:
         InputError: the stage is not finished, or an older version ran it.
     """
     datastore.require(FOLDER)
-    paths = datastore.manifest.get("artifacts", {}).get(FOLDER)
+    paths = datastore.manifest["artifacts"].get(FOLDER, FOLDER)
     try:
-        names = [name for part in parts_of(paths) for name in names_at(part)] if paths is not None else [FOLDER]
+        names = [name for part in parts_of(paths) for name in names_at(part)]
     except InputError as error:
         raise InputError(f"{datastore.folder / MANIFEST}: artifacts.{FOLDER}: {error}") from error
     if not names:

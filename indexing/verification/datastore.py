@@ -81,7 +81,6 @@ class Verified:
         bytes: size of these files.
         stages: finished stages.
         problems: all problems, in the order in which the artifacts are made.
-        unnamed: number of artifacts of an earlier version, whose manifests do not name what they were made from.
     """
 
     artifacts: int
@@ -89,7 +88,6 @@ class Verified:
     bytes: int
     stages: tuple[str, ...]
     problems: tuple[DatastoreProblem, ...]
-    unnamed: int = 0
 
 
 def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) -> Verified:
@@ -134,7 +132,6 @@ def verify_datastore(folder: Path, progress: Progress, *, locked: bool = False) 
                 key=lambda problem: (problem.artifact in (MANIFEST, ""), rank(problem.artifact), problem.artifact),
             )
         ),
-        unnamed=sum("paths" not in manifest for manifest in manifests.values()),
     )
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from indexing.index.key import num_lists
 from indexing.index.sharded import MEMORY, Trained, Tuned
-from indexing.neighbors.settings import FORMER_METHOD, Method
+from indexing.neighbors.settings import Method
 from indexing.store.artifact import damage, parse_manifest, stored_json
 from indexing.store.datastore import Datastore
-from indexing.store.errors import InputError
 from pipelines.config import Config
 
 log = logging.getLogger("retro")
@@ -29,19 +28,17 @@ _LEAST_LENGTH = 8
 def with_choices(config: Config) -> Config:
     """Replace every `auto` of `[neighbors]`, except that of a search of embeddings, which depends on the tuned index.
 
-    Stored neighbors keep their method. Earlier versions wrote "auto" in their recipes, which stays there, and the method in the counts.
+    Stored neighbors keep their method.
     """
     stored, is_lexical = _stored(config.datastore), config.embedder.kind == "lexical"
     chosen: dict[str, Any] = {}
     if config.neighbors.rerank == "auto":
         chosen["rerank"] = "tokens" if is_lexical else "embeddings"
     if config.neighbors.search == "auto":
-        chosen["search"] = "auto" if stored or _without_ngrams(config) else "ngrams"
+        chosen["search"] = "auto" if _without_ngrams(config) else "ngrams"
     recorded = stored["recipe"]["settings"] if stored else {}
     if is_lexical or recorded.get("neighbors.rerank") != "tokens":  # else the stage `embed` refuses the other embedder
         chosen |= {key: recorded.get(f"neighbors.{key}", chosen[key]) for key in chosen}
-    if chosen.get("search") == FORMER_METHOD:
-        chosen["search"] = "auto"  # `search_method` refuses it
     return replace(config, neighbors=replace(config.neighbors, **chosen))
 
 
@@ -50,19 +47,9 @@ def search_method(config: Config) -> tuple[Config, Method]:
 
     Args:
         config: the settings `with_choices`.
-
-    Raises:
-        InputError: `FORMER_METHOD` found the stored neighbors.
     """
     if config.neighbors.search != "auto":
         return config, config.neighbors.search
-    if stored := _stored(config.datastore):
-        if (method := stored["counts"]["search"]) == FORMER_METHOD:
-            raise InputError(
-                f"the neighbors of {config.datastore} were found with neighbors.search = {method!r}, which was removed. They can "
-                "still be read, but not extended or repaired: run `retro index CONFIG --stage neighbors --rebuild`."
-            )
-        return config, method
     train = Datastore.open(config.datastore).train
     index = stored_json(train.folder / "index" / "trained" / "index.json", Trained)
     tuned = stored_json(train.folder / "index" / "tuned" / "tuned.json", Tuned)

@@ -207,10 +207,8 @@ def make_corpus(
 
 def _recipe(settings: CorpusSettings, files: list[CorpusFile], checksums: Sequence[str], deleted: str | None) -> Recipe:
     """The recipe of a generation; `deleted` is the fingerprint of the ids that it leaves out, if any."""
-    names = ["text_key", "id_key", "metadata_keys", "shard_bytes"]
+    names = ["text_key", "id_key", "metadata_keys", "shard_bytes", "max_line_bytes"]
     names += ["boundary_ids"] if any(is_megatron(file.name) for file in files) else []
-    # Only if it is not the default: datastores that are older than the setting have no such key.
-    names += ["max_line_bytes"] if settings.max_line_bytes != CorpusSettings.max_line_bytes else []
     values = {f"corpus.{name}": getattr(settings, name) for name in names}
     inputs = recipe_inputs([(file.name, value) for file, value in zip(files, checksums, strict=True)])
     return Recipe("chunk", 1, values | ({_DELETED: deleted} if deleted else {}), inputs)

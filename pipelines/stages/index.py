@@ -1,6 +1,5 @@
 """The `train-index` and `add` stages: embeddings → a trained index → filled shards and a tuned `nprobe`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from indexing.index.key import choose_key
 from indexing.index.merged import merge_shards
 from indexing.index.sharded import ShardedIndex
 from indexing.progress import Advance
-from indexing.store.artifact import Artifacts, Recipe, damage, is_finished, made_by
+from indexing.store.artifact import Artifacts, Recipe, damage, is_finished
 from indexing.store.datastore import Datastore, Split, shard_name
 from indexing.store.paths import path_of
 from indexing.store.remote import present
@@ -64,10 +63,9 @@ def run_add(config: Config, executor: Executor) -> Artifacts:
     def shard_of(shard: int) -> Shard:
         first_id, embeddings = int(train.tokens.starts[shard]), finished(folder, path_of("embeddings", shard))
         recipe = Recipe("add", 2, {"first_id": first_id}, {"trained": trained, "embeddings": embeddings})
-        path, earlier = path_of("index", shard), replace(recipe, version=1)
-        # Shards of version 1 hold the quantizer, and are read as well.
-        recipe = earlier if made_by(folder / path, [earlier]) else recipe
-        return Shard(path, recipe, (folder, folder / embeddings.paths, first_id), train.chunk_rows[shard])
+        return Shard(
+            path_of("index", shard), recipe, (folder, folder / embeddings.paths, first_id), train.chunk_rows[shard]
+        )
 
     run_shards(folder, "add", "chunks", add_task, map(shard_of, all_shards(folder)), executor)
     first = generations(folder)[0]

@@ -20,6 +20,7 @@ from indexing.store.artifact import Artifacts, leftovers, remove
 from indexing.store.datastore import (
     SPLITS,
     Datastore,
+    check_version,
     read_datastore_manifest,
     record_deletions,
     write_datastore_manifest,
@@ -121,6 +122,8 @@ def build(
     view = view or StagesView()
     with lock(folder):
         remote.pull(folder)
+        if (manifest := _manifest_so_far(folder)) and not (rebuild and only in ("all", "chunk")):
+            check_version(folder, manifest)
         if rebuild:
             if only in ("all", "chunk"):
                 corpus.list_files_before_rebuild(config)
@@ -250,7 +253,7 @@ def _write_manifest(config: Config, name: str, made: Artifacts) -> None:
     is_same = old.get("fingerprints", {}).get(name) == made.fingerprint
     manifest = _without(old, [] if is_same else _depending_on(name))
     manifest["fingerprints"][name] = made.fingerprint
-    manifest["artifacts"][name] = made.paths  # earlier versions recorded none
+    manifest["artifacts"][name] = made.paths
     if name == "neighbors":
         manifest["extra_datastores"] = entries_of(Datastore.open(folder), config.neighbors.extra_datastores)
     if name == "chunk":

@@ -1,7 +1,6 @@
 """Which weights of a model are trained, and the settings of `[lora]`."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -42,21 +41,3 @@ def check_trained(weights: Weights, lora: LoraSettings, prefix_tokens: int) -> N
         raise InputError(
             "train.weights = 'none' trains nothing without an adapter: set lora.rank or model.attention.prefix_tokens to 1 or more."
         )
-
-
-def with_lora(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored sections of a run with `lora` and `train.weights`. Earlier versions stored a section `tuning` for both.
-
-    Raises:
-        InputError: its adapter is a prefix or a prompt, which earlier versions had.
-    """
-    tuning = sections.get("tuning")
-    if not isinstance(tuning, Mapping):
-        return dict(sections)
-    adapter = tuning.get("adapter", "none")
-    if adapter not in ("none", "lora"):
-        raise InputError(f"tuning.adapter = {adapter!r}: this version of retro has no such adapter, only LoRA.")
-    lora = {key: tuning[key] for key in ("alpha", "dropout", "targets") if key in tuning}
-    lora["rank"] = tuning.get("rank", 8) if adapter == "lora" else 0
-    train = {**sections.get("train", {}), "weights": tuning.get("weights", "all")}
-    return {key: value for key, value in sections.items() if key != "tuning"} | {"train": train, "lora": lora}

@@ -3,7 +3,7 @@
     a checkpoint, a run, a file ──────────────┐
     a folder in Hugging Face's format ────────┼─► open_model ─► Checkpoint ─► load_scorer ─► Retro, or TransformersModel
     a name on the Hugging Face Hub, a .gguf ──┤
-    networks fitted to one of these, a .json ─┘
+    networks fitted to one of these ──────────┘
 
 A decoder of transformers is a `Checkpoint` without weights: its settings name where transformers finds them. `retro add-retrieval` writes
 the networks of its copy head alone (`network_file.py`), with the name of the model.
@@ -35,7 +35,7 @@ from retro.checkpoints.checkpoint import (
 )
 from retro.copying.head import CopyHead, open_networks
 from retro.copying.model import CopyingModel
-from retro.copying.network_file import ACCEPTED, SUFFIX, write_networks
+from retro.copying.network_file import ACCEPTED, has_networks, write_networks
 from retro.copying.sources import SOURCES
 from retro.copying.transformers_model import TransformersModel
 from retro.data.settings import DataSettings
@@ -66,7 +66,7 @@ def open_model(path: Path) -> Checkpoint:
     Raises:
         InputError: there is none, a file is damaged, or transformers cannot read the configuration.
     """
-    if path.suffix == SUFFIX and not path.is_dir():
+    if has_networks(path):
         return _fitted(path)
     return _reference(path) if is_of_transformers(path) else open_checkpoint(path)
 
@@ -125,7 +125,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> Any:
 def write_fitted(
     checkpoint: Checkpoint, head: CopyHead, data: DataSettings, datastore: Datastore, fit: Mapping[str, Any], file: Path
 ) -> None:
-    """Write the networks of a decoder of transformers as a JSON file that `open_model` opens.
+    """Write the networks of a decoder of transformers as a safetensors file that `open_model` opens.
 
     Args:
         checkpoint: the decoder, for the datastore.

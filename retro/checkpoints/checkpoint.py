@@ -30,21 +30,18 @@ from indexing.progress import during
 from indexing.store.artifact import MANIFEST, Recipe, create, read_manifest, remove, verify
 from indexing.store.errors import InputError
 from indexing.store.files import parse_json, read_json, write_json
-from indexing.store.remote import url_of
-from indexing.store.retrieval_set import tokenizer_fingerprint
 from indexing.store.schemas import parsed
 from retro.adapters.adapters import add_adapter, merge, stored_name
-from retro.adapters.settings import LoraSettings, with_lora
+from retro.adapters.settings import LoraSettings
 from retro.checkpoints.tensor_files import check_shapes, check_size, fill, index, save_tensors
-from retro.copying.head import open_networks
-from retro.copying.network_file import SUFFIX
+from retro.copying.network_file import has_networks
 from retro.model.datastore_fit import ADVICE, check_fits
 from retro.model.retro import Retro
 from retro.model.shapes import shapes_only
 from retro.model_settings import ModelSettings, from_json
 from retro.parallel.coordination import on_first
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TRANSFORMERS = "transformers"
 """Section of the settings that names a decoder that transformers computes (`any_model.py`)."""
 
@@ -61,7 +58,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder, or the exported file.
-        weights: files of the weights; for a decoder of transformers the JSON file with networks that were fitted to it, if there is one.
+        weights: files of the weights; for a decoder of transformers the file with networks that were fitted to it, if there is one.
         training: files of moments and random states; an exported checkpoint has none.
         fingerprint: identifies the checkpoint in results.
         step: optimizer steps done.
@@ -70,7 +67,7 @@ class Checkpoint:
         settings: the run's settings by section, as JSON.
         datastores: fingerprints of the datastores it was trained on; empty for an imported model.
         num_ids: number of ids of its tokenizer; rows of the embedding tables beyond them are unused.
-        tokenizer: fingerprint of its tokenizer; empty = not recorded: an imported model, or one trained by an older version.
+        tokenizer: fingerprint of its tokenizer; empty = not recorded, as for an imported model.
         unlogged: sum of the `loss` and number of `steps` since the last line of metrics.
         best: `step`, `metric` and `value` of the best evaluation before the checkpoint was saved, or None. The evaluation of
             its own step usually comes later; it is in `metrics.jsonl`.
@@ -127,20 +124,11 @@ class Checkpoint:
             raise InputError(f"{self.path} was trained on no datastore: name one, built with its tokenizer.")
         return folders
 
-    @property
-    def known_tokenizer(self) -> str:
-        """Fingerprint of its tokenizer; if none is recorded, that of the datastore of training, if there still is one. Empty = unknown."""
-        folders = self.settings["data"]["datastores"]
-        if self.tokenizer or not folders:
-            return self.tokenizer
-        folder = Path(folders[0])
-        return tokenizer_fingerprint(folder) if url_of(folder) or (folder / "tokenizer").exists() else ""
-
     def check_fits(self, datastore: Mapping[str, Any], source: object, *, tokenizer: str, advice: str = ADVICE) -> None:
         """As `datastore_fit.check_fits`, with the fingerprint of the datastore's tokenizer; an imported model may have more rows."""
         num_ids = self.num_ids if self.datastores else 0
         properties = {**datastore, "tokenizer": tokenizer}
-        check_fits(self.model, properties, source, num_ids=num_ids, tokenizer=self.known_tokenizer, advice=advice)
+        check_fits(self.model, properties, source, num_ids=num_ids, tokenizer=self.tokenizer, advice=advice)
 
     def reads(self, num_ids: int) -> bool:
         """Whether a tokenizer with this number of ids can be the model's. An imported model may have more rows than ids."""
@@ -262,13 +250,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         InputError: there is none, a file is missing, truncated or changed, or transformers computes the model.
     """
     located = locate(path)
-    if located is None and path.suffix == SUFFIX and path.is_file():
-        open_networks(path)  # its error for any other JSON file
+    if has_networks(path):
         raise scores_only(path)
     if located is None:
         raise InputError(
             f"{path} is neither a checkpoint nor a run with one: `retro train CONFIG` makes both. Name the folder of a run (its "
-            "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export`."
+            "newest checkpoint), RUN@best (its best evaluated one), the folder of one checkpoint, or a file written by `retro export` or "
+            "`retro add-retrieval`."
         )
     with during("opening %s", located):
         if located.is_file():
@@ -286,7 +274,7 @@ def read(folder: Path) -> Checkpoint:
         InputError: the checkpoint has another format version.
     """
     manifest = read_manifest(folder)
-    _check_version(folder, manifest["recipe"]["version"])
+    check_version(folder, manifest["recipe"]["version"])
     weights, training = (
         tuple(folder / name for name in sorted(manifest["files"]) if name.startswith(stem))
         for stem in ("model", "optimizer")
@@ -304,18 +292,11 @@ def of_state(
     """
     _check_state(path, state)
     try:
-        model, settings = from_json(state["settings"]["model"]), with_lora(state["settings"])
+        model, settings = from_json(state["settings"]["model"]), state["settings"]
         LoraSettings(**settings.get("lora", {}))
     except (InputError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: {error}") from error
-    if weights and TRANSFORMERS in settings:
-        raise _outdated_networks(path, settings)
     stored = index(weights)
-    if any(name.startswith("copy_head.") and name.endswith(".agreed") for name in stored):
-        raise InputError(
-            f"{path}: its copy head has tables, which were removed; commit 0846f7bc is the last one that reads it. Train the "
-            "model again, or add copying to its base again (`retro add-retrieval`)."
-        )
     if TRANSFORMERS not in settings:
         check_size(model, len(stored), sum(one.shape.numel() for one in stored.values()), path)
     return Checkpoint(
@@ -350,6 +331,7 @@ _STATE: dict[str, type | tuple[type, ...]] = {
     "settings.data.sequence_length": int,
     "settings.data.datastores": list,
 }
+# An exported file leaves out what is at its default, and has nothing of the training.
 _OPTIONAL: dict[str, type | tuple[type, ...]] = {
     "num_ids": int,
     "tokenizer": str,
@@ -404,16 +386,6 @@ def scores_only(path: Path, family: str = "") -> InputError:
     )
 
 
-def _outdated_networks(file: Path, settings: Mapping[str, Any]) -> InputError:
-    """The error of networks for a decoder of transformers in a safetensors file."""
-    model, folders = settings[TRANSFORMERS]["path"], settings["data"]["datastores"]
-    return InputError(
-        f"{file} is a safetensors file, as earlier versions wrote for networks of a decoder that transformers computes; now they are in "
-        f"JSON. Make them again: `retro add-retrieval {model} --datastore {folders[0] if folders else 'DATASTORE'} --output "
-        f"{file.with_suffix(SUFFIX)}`."
-    )
-
-
 # --- the checkpoints of a run --------------------------------------------------------------------------------------
 
 
@@ -465,15 +437,17 @@ def _read_exported(file: Path) -> Checkpoint:
         whole = False
     if not whole:
         raise InputError(f"{file} has changed since it was written (checksum). Export or copy it again.")
-    _check_version(file, state.get("format_version"))
+    check_version(file, state.get("format_version"))
     return of_state(file, (file,), (), str(state.get("fingerprint", "")), state)
 
 
-def _check_version(path: Path, version: Any) -> None:
+def check_version(path: Path, version: Any) -> None:
+    """Raise InputError if a checkpoint, an exported file or an exported folder has another format version."""
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Use the release of retro "
-            "that wrote it."
+            f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Make it again with the command that "
+            "wrote it: `retro train CONFIG` with another `run`, `retro import`, `retro export` or `retro add-retrieval` "
+            "(docs/reference/versions.md)."
         )
 
 

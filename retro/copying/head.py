@@ -9,7 +9,7 @@ as many of the last tokens, or more, equal those that were read.
 
 The shares s are a softmax of log-odds. Those of each source come from a small network, which reads how many votes there are and whether they agree,
 for every source and length, and how sure the vocabulary is. It reads no activations, so it fits any model: it begins with weights that were fitted
-to other text (`weights.json`). Not in the paper of RETRO.
+to other text (`weights.safetensors`). Not in the paper of RETRO.
 
     tokens, neighbors, votes ─ counts by length ─ evidence ─┬─ networks ─ shares ─┐
     logits ─ probability of the likeliest token ────────────┘                     ├─ mixture ─ loss
@@ -56,7 +56,7 @@ _TINY = torch.finfo(torch.float32).tiny
 @cache
 def initial_weights() -> dict[str, Tensor]:
     """The weights that every copy head begins with, by name."""
-    return open_networks(Path(__file__).with_name("weights.json")).weights
+    return open_networks(Path(__file__).with_name("weights.safetensors")).weights
 
 
 def open_networks(file: Path) -> NetworkFile:

@@ -27,7 +27,7 @@ from indexing.tokenization.backends import read_object
 from indexing.tokenization.installation import open_huggingface
 from indexing.tokenization.metadata import MODEL
 from indexing.tokenization.tokenizer import Tokenizer
-from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint
+from retro.checkpoints.checkpoint import FORMAT_VERSION, Checkpoint, check_version
 from retro.checkpoints.single_file import exported
 from retro.checkpoints.tensor_files import index, read_tensors
 from retro.huggingface.families import config_of
@@ -146,10 +146,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     state = dict(read_object(folder / "config.json").get("checkpoint") or {})
     version, recorded = state.pop("format_version", None), state.pop("weights", None)
-    if version != FORMAT_VERSION:
-        raise InputError(
-            f"{folder / 'config.json'}: checkpoint.format_version is {version!r}, this program reads version {FORMAT_VERSION}. Export the checkpoint again."
-        )
+    check_version(folder, version)
     with open_weights(folder) as weights:
         files = sorted(set(weights.files.values()))
     stored = {name: check_finite(folder, name, tensor) for name, tensor in read_tensors(index(files)).items()}
@@ -193,7 +190,7 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path, datastore: str, token
             write_bytes(folder / "chat_template.jinja", template.encode())
         opened = Tokenizer.open(source)
         fits = checkpoint.reads(opened.vocab_size)
-        if fits and checkpoint.known_tokenizer not in ("", tokenizer_fingerprint(store)):
+        if fits and checkpoint.tokenizer not in ("", tokenizer_fingerprint(store)):
             raise InputError(
                 f"{source} is another tokenizer than that of {checkpoint.path}: other tokens for the same ids. {advice}"
             )

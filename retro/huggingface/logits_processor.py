@@ -130,7 +130,7 @@ class DatastoreLogitsProcessor(LogitsProcessor):
             tokenizer: the model's tokenizer, of transformers.
             model: the model, of transformers. It reads each prompt once more, and copying is as strong as it was right in the
                 prompt. None = little is copied.
-            networks: JSON file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
+            networks: file of `retro add-retrieval` for a model of transformers, whose networks are used; empty = those that fit other text.
             k: neighbors of each chunk to copy from as well; 0 = only the whole datastore is searched.
             copy_strength: 0 to 1, factor of the odds of copying. 0 = the scores stay as they are.
 
@@ -356,7 +356,7 @@ def _open_head(datastore: Datastore, networks: str, k: int) -> CopyHead:
         if missing := [name for name in head.state_dict() if name not in stored]:
             raise InputError(
                 f"networks = {networks!r}: it has no {missing[0].partition('.')[0]}. Make it with `retro add-retrieval MODEL --datastore "
-                f"{datastore_name(datastore.folder)} --output FILE.json`."
+                f"{datastore_name(datastore.folder)} --output FILE.safetensors`."
             )
         head.load_state_dict({name: stored[name] for name in head.state_dict()})
     return head

@@ -8,6 +8,7 @@ ON and OFF use the same weights.
 """
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from retro.batch.inputs import Inputs
+from retro.checkpoints.checkpoint import check_version
 from retro.copying.rows import Row
 from retro.device import Placement
 from retro.huggingface.retrieval import RetrieveNeighbors, open_retrieval
@@ -53,6 +55,8 @@ class RetroConfig(PretrainedConfig):
         k: int = 2,
         **kwargs: Any,
     ) -> None:
+        if checkpoint:  # transformers also makes configurations without
+            check_version(Path(kwargs.get("name_or_path") or "config.json"), checkpoint.get("format_version"))
         self.model_settings = asdict(from_json(model_settings or {}))
         self.num_ids = num_ids or self.model_settings["vocab_size"]
         self.context = context

@@ -88,7 +88,7 @@ def add_retrieval(
     Args:
         checkpoint: the model.
         folder: folder or URL of a datastore with neighbors. The file names it as its own.
-        file: see `single_file.export`; for a decoder of transformers JSON, see `any_model.write_fitted`.
+        file: see `single_file.export`; for a decoder of transformers, see `any_model.write_fitted`.
         placement: device and precision.
         k: neighbors of each chunk in the forward passes.
         num_tokens: tokens of training text to read.

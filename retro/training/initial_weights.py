@@ -60,7 +60,7 @@ def load_initial_weights(
             f"not train: {', '.join(untrained)}. {_switch(untrained, 'false')}{advice}"
         )
     _check_function(checkpoint, model)
-    recorded = checkpoint.known_tokenizer if tokenizer else ""
+    recorded = checkpoint.tokenizer if tokenizer else ""
     if recorded not in ("", tokenizer):
         raise InputError(
             f"train.init_from: {path} has another tokenizer than data.datastores. Build these with the model's tokenizer."

@@ -2,12 +2,10 @@
 
 import json
 from dataclasses import asdict, is_dataclass
-from typing import Any
 
 import pytest
 
 from indexing.store.errors import InputError
-from retro.model.presets import resolve
 from retro.model_settings import (
     NO_COPY_HEAD,
     AttentionSettings,
@@ -41,43 +39,6 @@ def test_every_setting_can_be_set_by_its_key() -> None:
         updated(OTHER, {"attention.heads": 3})
     with pytest.raises(InputError, match=r"model\.attention\.num_heads = 0"):
         updated(OTHER, {"attention.num_heads": 0})
-
-
-@pytest.mark.parametrize(
-    ("section", "options", "loaded"),
-    [
-        ("retrieval", {"smeared_keys": False}, {}),
-        ("retrieval", {"smeared_keys": True}, r"^model\.retrieval\.smeared_keys = True .* commit 98cfcf4c"),
-        ("copy_head", {"content_width": 0}, {}),
-        ("copy_head", {"content_width": 16}, r"^model\.copy_head\.content_width = 16 .* commit 1c1fe1bf"),
-        ("attention", {"smeared_keys": False, "smeared_tokens": 3}, {}),
-        (
-            "attention",
-            {"smeared_keys": True, "smeared_tokens": 1},
-            r"^model\.attention\.smeared_keys = True .* commit f9664737",
-        ),
-        ("attention", {"smeared_keys": True, "smeared_tokens": 3}, {"attention.smeared_tokens": 3}),
-        ("", {"copying_init": True}, {}),
-    ],
-)
-def test_a_removed_option_of_a_stored_model_is_ignored_unless_its_weights_need_it(
-    section: str, options: dict[str, Any], loaded: dict[str, Any] | str
-) -> None:
-    plain = updated(OTHER, {"retrieval.cca_layers": ()})
-    stored = asdict(plain)
-    (stored[section] if section else stored).update(options)
-    if isinstance(loaded, dict):
-        assert from_json(stored) == updated(plain, loaded)
-    else:
-        with pytest.raises(InputError, match=loaded):
-            from_json(stored)
-
-
-def test_a_stored_model_with_smeared_cross_attention_is_refused() -> None:
-    stored = asdict(OTHER)
-    stored["attention"] |= {"smeared_keys": True, "smeared_tokens": 3}
-    with pytest.raises(InputError, match=r"model\.attention\.smeared_keys = True .* commit f9664737"):
-        from_json(stored)
 
 
 @pytest.mark.parametrize("left_out", ["copy_head", "copy_head.datastore"])
@@ -128,11 +89,6 @@ def test_settings_of_unused_parts_have_no_effect(
     assert found < set(flatten(settings))
 
 
-@pytest.mark.parametrize("stored", [{}, {"copy_head": {"content_width": 0}}])
-def test_a_model_stored_before_copy_heads_existed_has_none(stored: dict[str, Any]) -> None:
-    assert resolve(from_json(stored)).copy_head == from_json(stored).copy_head == NO_COPY_HEAD
-
-
-def test_a_stored_model_that_used_a_removed_setting_is_refused_by_its_name() -> None:
+def test_a_setting_that_does_not_exist_is_refused_by_its_name() -> None:
     with pytest.raises(InputError, match="content_width"):
         from_json({"copy_head": {"content_width": 8}})

@@ -22,7 +22,7 @@ from pipelines.cli.results import ResultOptions
 from pipelines.config import Config
 from pipelines.terminal.output import aligned
 from pipelines.terminal.units import human_bytes, human_count, long_time
-from retro.adapters.settings import NO_LORA, LoraSettings, Weights, with_lora
+from retro.adapters.settings import NO_LORA, LoraSettings, Weights
 from retro.data.settings import DataSettings
 from retro.model_settings import ModelSettings, from_json
 from retro.parallel.settings import Checkpointing, ParallelSettings, num_microbatches
@@ -219,6 +219,7 @@ def measured_flops(run: Path, num_devices: int) -> float:
     Raises:
         InputError: the folder is not a run, or has no rates yet.
     """
+    from retro.checkpoints.checkpoint import latest, read
     from retro.training.run_folder import read_metrics
 
     if not (run / "settings.json").is_file():
@@ -228,7 +229,9 @@ def measured_flops(run: Path, num_devices: int) -> float:
         raise InputError(
             f"{run / 'metrics.jsonl'}: no line has tokens_per_second yet. Wait until the run has logged a step."
         )
-    sections: dict[str, dict[str, Any]] = with_lora(read_json(run / "settings.json"))
+    if folder := latest(run):
+        read(folder)  # refuses a run of another format version
+    sections: dict[str, dict[str, Any]] = read_json(run / "settings.json")
     data, lora = DataSettings(**sections.get("data", {})), LoraSettings(**sections.get("lora", {}))
     trained = sections.get("train", {}).get("weights", "all")
     flops = flops_per_token(from_json(sections["model"]), data, trained, lora)

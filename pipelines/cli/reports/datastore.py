@@ -112,9 +112,7 @@ def _way(search: str, index: dict[str, Any]) -> str:
     """The method that found the neighbors, with its number of visited lists."""
     if search == "ngrams":
         return "rare n-grams"
-    if search == "exact":
-        return "exhaustive search"
-    return f"index, nprobe {index['nprobe']}" if search == "index" else search  # `FORMER_METHOD`
+    return "exhaustive search" if search == "exact" else f"index, nprobe {index['nprobe']}"
 
 
 def _totals(datastore: Datastore, name: str) -> dict[str, int]:

@@ -326,11 +326,6 @@ def verify(datastore: str, options: VerifyOptions) -> int:
         removed = repair(folder, result) if options.repair else []
     for problem in result.problems:
         echo(problem)
-    if result.unnamed:
-        echo(
-            f"{folder}: the manifests of {result.unnamed:,} artifacts are of an earlier version and hold no paths of inputs: only "
-            "their files were compared."
-        )
     size = f"{result.artifacts:,} artifacts, {result.files:,} files, {human_bytes(result.bytes)}"
     if not result.problems:
         stages = ", ".join(stage for stage in STAGES if stage in result.stages)

@@ -73,7 +73,7 @@ def demo_of_model(options: DemoOptions) -> int:
     datastore = build_datastore(config)
 
     is_served = base.suffix == ".safetensors"  # transformers computes the others
-    file = out / ("model.safetensors" if is_served else "model.json")
+    file = out / "model.safetensors"
     echo("\n2. retrieval is added without training")
     if not file.exists():
         is_slow = deadline - time.monotonic() < _FITTING * 60 * options.minutes

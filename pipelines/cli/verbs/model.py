@@ -72,11 +72,11 @@ class AddRetrievalOptions:
     forward passes over training text. With `--reader decoder`, its self-attention reads neighbors too. All its other weights stay
     the same, so retrieval OFF is the model as it was. The output is one file, which other verbs accept as CHECKPOINT.
 
-    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file is JSON, has the
-    networks of the copy head alone, and names the model."""
+    MODEL is any decoder of transformers: a folder, a name on the Hugging Face Hub, a `.gguf` file. Then the file has the networks
+    of the copy head alone, and names the model."""
 
     output: Path
-    """The file, `NAME.safetensors`; for MODEL `NAME.json`."""
+    """The file, `NAME.safetensors`."""
     datastore: str = ""
     """Datastore with neighbors, built with the model's tokenizer; the file names it as its own. Empty: the datastore of the
     training run."""
@@ -97,7 +97,7 @@ class AddRetrievalOptions:
 
 
 def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
-    """`retro add-retrieval CHECKPOINT|MODEL --output FILE.safetensors|FILE.json`."""
+    """`retro add-retrieval CHECKPOINT|MODEL --output FILE.safetensors`."""
     from retro.checkpoints.any_model import open_model
     from retro.data.settings import DataSettings
     from retro.device import choose_inference_placement
@@ -105,11 +105,8 @@ def add_retrieval(path: str, options: AddRetrievalOptions) -> int:
 
     check_target(options.output, options.overwrite)
     checkpoint = open_model(Path(path))
-    suffix, owner = (".json", "transformers") if checkpoint.of_transformers else (".safetensors", "this project")
-    if options.output.suffix != suffix:
-        raise InputError(
-            f"output = {str(options.output)!r}: the file name must end in {suffix} for a model that {owner} computes."
-        )
+    if options.output.suffix != ".safetensors":
+        raise InputError(f"output = {str(options.output)!r}: the file name must end in .safetensors.")
     folder = options.datastore or checkpoint.folders[0]
     placement = choose_inference_placement(options.device, checkpoint.settings["train"]["precision"])
     with progress("add-retrieval", total=options.tokens, unit="tokens") as advance:

@@ -152,5 +152,5 @@ def test_other_limits_of_a_line_are_refused_for_a_finished_datastore(tmp_path: P
     (tmp_path / "d.jsonl").write_text("".join(f'{{"text": "{SENTENCE[:20]} {n}"}}\n' for n in range(40)))
     config = tiny_config(tmp_path, tmp_path / "d.jsonl")
     build_local(config, only="chunk")
-    with pytest.raises(InputError, match=r"corpus\.max_line_bytes was 'not set', now 1000"):
+    with pytest.raises(InputError, match=r"corpus\.max_line_bytes was 67108864, now 1000"):
         build_local(replace(config, corpus=replace(config.corpus, max_line_bytes=1000)), only="chunk")

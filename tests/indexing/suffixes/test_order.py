@@ -207,20 +207,14 @@ def test_a_grown_datastore_has_few_orders_each_larger_than_the_next() -> None:
         assert sorted_again <= sum(tokens) * np.log(sum(tokens)) / np.log(1.5)
 
 
-@pytest.mark.parametrize("recorded", [f"{FOLDER}/00000", None])
-def test_orders_of_an_older_version_name_the_command_that_replaces_them(
-    recorded: str | None, datastore: Datastore, tmp_path: Path
-) -> None:
+def test_orders_of_an_older_version_name_the_command_that_replaces_them(datastore: Datastore, tmp_path: Path) -> None:
     folder = tmp_path / "datastore"
     shutil.copytree(datastore.folder, folder)
     shutil.rmtree(folder / FOLDER)
     with create(folder / FOLDER / "00000", Recipe("suffixes", 3)):
         pass
     manifest = read_json(folder / "manifest.json")
-    if recorded:
-        manifest["artifacts"][FOLDER] = recorded
-    else:
-        del manifest["artifacts"]
+    manifest["artifacts"][FOLDER] = f"{FOLDER}/00000"
     write_checked(folder / "manifest.json", manifest)
     config = tiny_config(tmp_path, datastore.folder.parent / "corpus.jsonl")
     for opened in (SuffixIndex.open, lambda folder: build_local(replace(config, datastore=folder), only="votes")):

@@ -181,7 +181,6 @@ def test_intact_datastore_has_no_problems_and_is_not_changed(config: Config) -> 
     assert verified.problems == ()
     assert verified.artifacts == len(list(folder.rglob("manifest.json"))) - 1
     assert {*verified.stages} >= {"chunk", "embed", "train-index", "add", "sparse", "neighbors"}
-    assert verified.unnamed == 0
     assert verified.bytes == sum((folder / name).stat().st_size for name in files_of(folder, manifests=False))
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
@@ -380,38 +379,3 @@ def test_deletions_beyond_the_datastore_are_a_problem(folder: Path) -> None:
     assert any("deletes chunks of train up to" in line for line in lines(folder))
     write_checked(folder / "deleted.json", {"documents": {"a": 1}, "chunks": {"train": [[4, 8], [0, 2]]}})
     assert any("the ranges are not in order" in line for line in lines(folder))
-
-
-# --- datastores of earlier versions ----------------------------------------------------------------------------------
-
-
-def test_datastore_whose_manifests_hold_no_paths_is_read_grown_and_repaired(
-    tmp_path: Path, grown: Config, capsys
-) -> None:
-    config = replace(grown, datastore=shutil.copytree(grown.datastore, tmp_path / "datastore"))
-    folder, whole = config.datastore, contents(config.datastore)
-    for path in folder.rglob("manifest.json"):
-        edit(path, lambda manifest: [manifest.pop(key, None) for key in ("name", "paths", "artifacts")])
-    before = contents(folder)
-    check_contents(Datastore.open(folder))
-    verified = verify(folder)
-    assert verified.problems == ()
-    assert verified.unnamed == verified.artifacts
-    assert main(["verify", str(folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "hold no paths of inputs" in printed
-    assert "finished stages chunk, embed, train-index, add, sparse, neighbors" in printed
-    build_local(config)
-    after = contents(folder)
-    assert {name for name in before if before[name] != after[name]} == {"manifest.json"}
-    assert after["manifest.json"] == whole["manifest.json"]
-    victim = folder / "embeddings" / "00001"
-    shutil.rmtree(victim)
-    assert lines(folder)[0].startswith("embeddings/00001 is not finished")
-    build_local(config)
-    assert contents(victim) == {
-        name.removeprefix("embeddings/00001/"): data
-        for name, data in whole.items()
-        if name.startswith("embeddings/00001/")
-    }
-    assert verify(folder).problems == ()

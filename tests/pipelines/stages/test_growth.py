@@ -4,16 +4,14 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from indexing.index import faiss_files
 from indexing.index.exact_search import stored_distances
 from indexing.index.sharded import ShardedIndex
 from indexing.retrieval.retriever import Retriever
-from indexing.store.artifact import Recipe, read_manifest
+from indexing.store.artifact import read_manifest
 from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
 from indexing.store.retrieval_set import RetrievalSet
@@ -23,7 +21,6 @@ from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config
 from pipelines.executors.factory import make_executor
 from pipelines.stages import corpus as corpus_stage
-from pipelines.stages import index as index_stage
 from pipelines.stages.generations import generations
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 from tests.indexing.verification.contents import check_contents
@@ -201,31 +198,6 @@ def test_materialized_neighbors_are_updated_by_append(tmp_path) -> None:
     build_local(configs[1], only="neighbors", rebuild=True)
     build_local(configs[1])
     assert contents(grown.folder) == before
-
-
-def test_shards_of_an_index_with_the_quantizer_are_kept_and_appended_to(tmp_path, monkeypatch) -> None:
-    """As earlier versions wrote them."""
-
-    def earlier(stage: str, version: int, settings: Any = (), inputs: Any = ()) -> Recipe:
-        return Recipe(stage, 1 if "first_id" in settings else version, settings, inputs)
-
-    files = corpora(tmp_path)
-    configs = [config_of(tmp_path, files[:count], "index") for count in (1, 2)]
-    with monkeypatch.context() as patched:
-        patched.setattr(faiss_files, "shares_quantizer", lambda _: False)
-        patched.setattr(index_stage, "Recipe", earlier)
-        before = contents(build_local(configs[0]).folder)
-    assert contents(build_local(configs[0]).folder) == before
-    grown = build_local(configs[1], append=True)
-    sizes = [path.stat().st_size for path in sorted(grown.folder.glob("index/[0-9]*/vectors.faiss"))]
-    trained = (grown.folder / "index" / "trained" / "trained.faiss").stat().st_size
-    assert sizes[-1] < trained < sizes[0]
-    assert main(["verify", str(grown.folder)]) == 0
-    mixed = contents(grown.folder / "neighbors")
-    build_local(configs[1], only="add", rebuild=True)
-    again = contents(build_local(configs[1]).folder / "neighbors")
-    assert mixed.keys() == again.keys()
-    assert all(mixed[name] == again[name] for name in mixed if name.endswith(".npy"))
 
 
 def test_killed_append_resumes_to_the_same_bytes(tmp_path, whole) -> None:

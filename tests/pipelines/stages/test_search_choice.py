@@ -6,24 +6,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from indexing.corpus.chunks import ChunkSettings
 from indexing.embedding.settings import EmbedderSettings
 from indexing.index.build import IndexSettings
 from indexing.index.product_search import ProductIndex
-from indexing.index.sharded import ShardedIndex
-from indexing.neighbors.settings import Method, NeighborSettings, stored_settings
+from indexing.neighbors.settings import NeighborSettings
 from indexing.retrieval.retriever import Retriever
-from indexing.store.artifact import fingerprint, read_manifest
-from indexing.store.datastore import Datastore, read_datastore_manifest, write_datastore_manifest
+from indexing.store.artifact import read_manifest
+from indexing.store.datastore import Datastore
 from indexing.store.errors import InputError
-from indexing.store.files import read_json, write_checked
 from pipelines.cli.main import main
-from pipelines.cli.reports.datastore import measure
 from pipelines.config import Config
-from pipelines.stages.agreement import check_agreement
 from pipelines.stages.choices import by_embeddings
 from tests.conftest import build_local, contents, tiny_config, write_corpus
 
@@ -45,24 +40,6 @@ def recorded(datastore: Datastore) -> set[tuple[str, str]]:
     return {(found["recipe"]["settings"]["neighbors.search"], found["counts"]["search"]) for found in manifests}
 
 
-def written_by_an_earlier_version(
-    config: Config, search: Method = "exact", method: str = "exact", setting: str = "auto"
-) -> Config:
-    """A datastore as earlier versions built it: `setting` in the recipes of its neighbors, and the method in their counts."""
-    folder = build_local(replace(config, neighbors=replace(config.neighbors, search=search))).folder
-    prints = []
-    for path in sorted((folder / "neighbors").glob("*/manifest.json")):
-        manifest = read_json(path)
-        manifest["recipe"]["settings"]["neighbors.search"] = setting
-        manifest["counts"]["search"] = method
-        prints.append(fingerprint(manifest["recipe"]))
-        write_checked(path, manifest | {"fingerprint": prints[-1]})
-    manifest = read_datastore_manifest(folder)
-    prints = {**manifest["fingerprints"], "neighbors": fingerprint(prints)}
-    write_datastore_manifest(folder, {**manifest, "fingerprints": prints})
-    return config
-
-
 def test_the_lexical_embedder_has_ngrams_in_recipe_and_stages(tmp_path: Path) -> None:
     config = config_of(tmp_path, "a")
     datastore = build_local(config)
@@ -76,44 +53,21 @@ def test_the_lexical_embedder_has_ngrams_in_recipe_and_stages(tmp_path: Path) ->
     assert recorded(grown) == {("ngrams", "ngrams")}
 
 
-def test_stored_neighbors_keep_the_method_of_earlier_versions(tmp_path: Path) -> None:
+def test_stored_neighbors_keep_their_method(tmp_path: Path) -> None:
     """Resume, append, verify and live search; a rebuild chooses again."""
-    config = written_by_an_earlier_version(config_of(tmp_path, "a"))
+    config = config_of(tmp_path, "a")
+    build_local(replace(config, neighbors=replace(AUTO, search="exact")))
     before = contents(config.datastore)
     assert contents(build_local(config).folder) == before
     shutil.rmtree(config.datastore / "neighbors" / "00000")  # as a killed build leaves it
     assert contents(build_local(config).folder) == before
     grown = build_local(config_of(tmp_path, "a", "b"), append=True)
-    assert recorded(grown) == {("auto", "exact")}
+    assert recorded(grown) == {("exact", "exact")}
     assert not grown.has("ngrams")
     assert main(["verify", str(config.datastore)]) == 0
     assert isinstance(Retriever.open(config.datastore).neighbors.indexes[0], ProductIndex)
     rebuilt = build_local(config_of(tmp_path, "a", "b"), rebuild=True)
     assert recorded(rebuilt) == {("ngrams", "ngrams")}
-
-
-@pytest.mark.parametrize("setting", ["auto", "lists"])
-def test_neighbors_found_by_lists_are_read_but_not_extended(tmp_path: Path, setting: str) -> None:
-    """Live search uses the index for them, nearest first; a rebuild searches again by another method."""
-    config = replace(config_of(tmp_path, "a"), index=IndexSettings(factory="IVF8,PQ8x4"))
-    ordered = replace(config, neighbors=replace(AUTO, rerank="none"))
-    folder = written_by_an_earlier_version(ordered, "index", "lists", setting).datastore
-    before = contents(folder)
-    assert main(["verify", str(folder)]) == 0
-    check_agreement(replace(ordered, given=frozenset({"neighbors.search"})))
-    assert stored_settings(Datastore.open(folder)) == (replace(AUTO, search="index"), "index")
-    retriever = Retriever.open(folder)
-    assert isinstance(retriever.neighbors.indexes[0], ShardedIndex)
-    assert (retriever.neighbors.rank(retriever.datastore.train.tokens.read(0, 3).astype(np.int64), 4).ids >= 0).all()
-    assert measure(retriever)["search"] == "lists"
-    assert contents(folder) == before
-    for append in (False, True):
-        files = replace(ordered, corpus=config_of(tmp_path, "a", "b").corpus)
-        with pytest.raises(InputError, match=r"neighbors\.search = 'lists'.*--stage neighbors --rebuild"):
-            build_local(files if append else ordered, append=append)
-        assert contents(folder) == before
-    again = replace(ordered, neighbors=replace(AUTO, search="index"))
-    assert recorded(build_local(again, only="neighbors", rebuild=True)) == {("index", "index")}
 
 
 def test_neighbors_alone_name_the_stage_that_is_missing(tmp_path: Path) -> None:

@@ -121,8 +121,11 @@ def test_rebuilding_everything_replaces_a_datastore_of_another_format(tmp_path, 
     build_local(config)
     manifest = config.datastore / "manifest.json"
     write_checked(manifest, read_json(manifest) | {"format_version": 99})
-    with pytest.raises(InputError, match="format version 99"):
-        build_local(config, only="embed")
+    before = contents(config.datastore)
+    for options in ({}, {"only": "embed"}, {"only": "neighbors", "rebuild": True}, {"append": True}):
+        with pytest.raises(InputError, match=r"format version 99.*`retro index CONFIG --rebuild`"):
+            build_local(config, **options)
+        assert contents(config.datastore) == before
     build_local(config, rebuild=True)
     assert contents(config.datastore) == contents(tiny_datastore.folder)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from indexing.store.errors import InputError
 from retro.adapters.adapters import RETRIEVAL, add_adapter, check_parallel, is_adapter, matrices, merge, train_only
-from retro.adapters.settings import NO_LORA, LoraSettings, check_trained, with_lora
+from retro.adapters.settings import NO_LORA, LoraSettings, check_trained
 from retro.batch.inputs import Inputs
 from retro.model.residual_block import Residual
 from retro.model.retro import Retro
@@ -157,24 +157,6 @@ def test_settings_without_effect_are_rejected_with_their_key() -> None:
         train_only(build(**{"retrieval.cca_layers": ()}), "retrieval")
     with pytest.raises(InputError, match=r"parallel\.tensor = 2.*lora\.rank = 8"):
         check_parallel(LoraSettings(rank=8), ParallelSettings(tensor=2))
-
-
-LORA_OF_FORMER_RUNS = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ["attention"], "virtual_tokens": 16}
-
-
-@pytest.mark.parametrize(("adapter", "rank"), [("none", 0), ("lora", 8)])
-def test_the_section_tuning_of_former_runs_is_read(adapter: str, rank: int) -> None:
-    stored = {"train": {"lr": 1.0}, "tuning": {"weights": "retrieval", "adapter": adapter, **LORA_OF_FORMER_RUNS}}
-    sections = with_lora(stored)
-    assert sections["train"] == {"lr": 1.0, "weights": "retrieval"}
-    assert LoraSettings(**sections["lora"]) == LoraSettings(rank=rank, targets=("attention",))
-    assert sections.keys() == {"train", "lora"}
-    assert with_lora(sections) == sections
-
-
-def test_an_adapter_of_former_versions_is_refused_by_its_name() -> None:
-    with pytest.raises(InputError, match=r"tuning\.adapter = 'prefix'"):
-        with_lora({"train": {}, "tuning": {"adapter": "prefix"}})
 
 
 # ----------------------------------------------------------------------------------------------------------------- LoRA

@@ -20,7 +20,6 @@ from indexing.store.errors import InputError
 from indexing.store.files import read_json
 from retro.batch.inputs import Inputs
 from retro.checkpoints import checkpoint as checkpoints
-from retro.checkpoints import single_file
 from retro.checkpoints.single_file import export
 from retro.checkpoints.tensor_files import save_tensors
 from retro.training.trainer import train
@@ -121,7 +120,7 @@ def test_metadata_is_readable_with_safetensors_alone(run: Path, exported: Path) 
     with safe_open(exported, "pt") as file:
         facts = json.loads(file.metadata()["retro"])
     opened = checkpoints.open_checkpoint(run)
-    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (2, 8, opened.fingerprint)
+    assert (facts["format_version"], facts["step"], facts["fingerprint"]) == (3, 8, opened.fingerprint)
     assert facts["settings"]["model"]["d_model"] == opened.model.d_model
 
 
@@ -150,9 +149,9 @@ def test_foreign_files_other_suffixes_and_other_versions_are_rejected(
     opened = checkpoints.open_checkpoint(exported)
     with pytest.raises(InputError, match=r"\.safetensors"):
         export(opened, tmp_path / "model.pt")
-    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(checkpoints, "FORMAT_VERSION", 4)
     for path in (exported, run):
-        with pytest.raises(InputError, match=r"version 2.*version 3"):
+        with pytest.raises(InputError, match=r"version 3.*version 4.*`retro train CONFIG`"):
             checkpoints.open_checkpoint(path)
 
 
@@ -162,14 +161,6 @@ def test_a_setting_that_does_not_exist_is_named_with_the_checkpoint(run: Path, t
     file.write_text(file.read_text().replace("capacity_factor", "capacity_shared"))  # as many bytes
     with pytest.raises(InputError, match=r"00000008.*model\.experts\.capacity_shared"):
         checkpoints.read(folder)
-
-
-def test_a_copy_head_of_an_older_version_is_refused_with_advice(exported: Path, tmp_path: Path) -> None:
-    state, tensors = single_file.exported(checkpoints.open_checkpoint(exported))
-    old = tensors | {"copy_head.neighbors.agreed": torch.zeros(17)}
-    single_file.write_exported(state, old, tmp_path / "old.safetensors")
-    with pytest.raises(InputError, match=r"its copy head has tables.*add-retrieval"):
-        checkpoints.open_checkpoint(tmp_path / "old.safetensors")
 
 
 def test_files_have_default_permissions(run: Path, exported: Path, tmp_path: Path) -> None:

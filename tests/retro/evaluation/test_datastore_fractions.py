@@ -197,12 +197,6 @@ def test_ngrams_of_a_fraction_are_counted_in_the_fraction(by_ngrams: Datastore, 
     assert np.array_equal(left.found, half.found)
 
 
-def test_neighbors_by_the_terms_of_earlier_versions_are_refused(held_out: EvaluationSet, tmp_path: Path) -> None:
-    by_terms = with_setting(held_out, tmp_path / "copy", "neighbors.retrieval", "sparse")
-    with pytest.raises(InputError, match=r"neighbors\.retrieval = 'sparse'.*--stage neighbors --rebuild"):
-        next(search_fractions(by_terms, 4, 4, (1.0,)))
-
-
 def test_given_neighbors_replace_the_stored_ones(tiny_model: Retro, held_out: EvaluationSet) -> None:
     def bits(use: NeighborUse) -> float:
         return evaluator_of(tiny_model, max_tokens=500).score(held_out, use).bits_per_byte

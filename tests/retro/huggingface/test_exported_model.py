@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ from retro.batch.inputs import Inputs
 from retro.checkpoints.checkpoint import load_model, open_checkpoint
 from retro.checkpoints.single_file import exported, write_exported
 from retro.device import choose_placement
-from retro.huggingface.export import export_folder
+from retro.huggingface.export import export_folder, read_folder
 from retro.huggingface.import_folder import tokenizer_size
 from retro.huggingface.retrieval import open_retrieval
 from retro.inference.language_model import LanguageModel
@@ -299,6 +300,18 @@ def test_bfloat16_routing_of_experts_uses_float32(auto: Any, checkpoint: Path, t
     with placement.autocast():
         expected = ours(Inputs(tokens))
     assert torch.equal(auto(tmp_path / "hf", dtype=torch.bfloat16).eval()(tokens).logits, expected)
+
+
+def test_a_folder_of_another_format_version_names_the_command_that_writes_it_again(
+    auto: Any, folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["checkpoint"]["format_version"] = 2
+    (copy / "config.json").write_text(json.dumps(config))
+    for opened in (auto, read_folder):
+        with pytest.raises(ValueError, match=r"copy has format version 2.*`retro export`"):
+            opened(copy)
 
 
 def test_invalid_inputs_datastores_and_folders_are_rejected(

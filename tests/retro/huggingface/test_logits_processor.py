@@ -338,9 +338,9 @@ def test_it_generates_what_our_own_llama_generates(
     assert main([*command, "--k", "2"]) == 0
     own = LanguageModel.open(added, device="cpu")
     assert own.model.copy_head is not None
-    write_networks(tmp_path / "networks.json", {}, own.model.copy_head.state_dict())
+    write_networks(tmp_path / "networks.safetensors", {}, own.model.copy_head.state_dict())
     processor = DatastoreLogitsProcessor.open(
-        datastore.folder, tokenizer, models["llama"], networks=tmp_path / "networks.json", k=2
+        datastore.folder, tokenizer, models["llama"], networks=tmp_path / "networks.safetensors", k=2
     )
     for text in (passage[:150], passage[33:90], "8342 6190"):
         inputs, settings = encoded(tokenizer, text), GenerationSettings(max_tokens=NEW, temperature=0)
@@ -352,15 +352,15 @@ def test_it_generates_what_our_own_llama_generates(
 def test_networks_of_a_file_are_used(
     models: dict[str, Any], folders: dict[str, Path], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "added.json"
+    file = tmp_path / "added.safetensors"
     command = ["add-retrieval", str(folders["phi"]), "--datastore", str(datastore.folder), "--output", str(file)]
     assert main([*command, "--k", "2", "--tokens", "500"]) == 0
     never = {name: torch.full_like(tensor, -9.0) for name, tensor in open_networks(file).weights.items()}
-    write_networks(tmp_path / "never.json", {}, never)
+    write_networks(tmp_path / "never.safetensors", {}, never)
     ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.randn(1, 258)
     opened_with = [
         DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["phi"], networks=networks)(ids, scores)
-        for networks in (file, tmp_path / "never.json")
+        for networks in (file, tmp_path / "never.safetensors")
     ]
     assert (opened_with[0] - scores.log_softmax(-1)).abs().max() > 0.1
     torch.testing.assert_close(opened_with[1], scores.log_softmax(-1))
@@ -370,24 +370,22 @@ def test_networks_of_a_file_are_used(
 def test_the_networks_of_the_package_in_a_file_change_no_bit(
     models: dict[str, Any], datastore: Datastore, tokenizer: Any, passage: str, tmp_path: Path, k: int
 ) -> None:
-    write_networks(tmp_path / "same.json", {"fitted_to": "other text"}, initial_weights())
+    write_networks(tmp_path / "same.safetensors", {"fitted_to": "other text"}, initial_weights())
     ids, scores = encoded(tokenizer, passage[:100])["input_ids"], torch.randn(1, 258)
     mixed = [
         DatastoreLogitsProcessor.open(datastore.folder, tokenizer, models["phi"], networks=networks, k=k)(ids, scores)
-        for networks in ("", tmp_path / "same.json")
+        for networks in ("", tmp_path / "same.safetensors")
     ]
     assert torch.equal(*mixed)
 
 
 def test_networks_that_cannot_be_read_are_refused_by_name(datastore: Datastore, tokenizer: Any, tmp_path: Path) -> None:
-    old, less = tmp_path / "added.safetensors", tmp_path / "less.json"
-    save_tensors(initial_weights(), old)
-    with pytest.raises(
-        InputError, match=r"added\.safetensors is a safetensors file.*`retro add-retrieval MODEL.*\.json`"
-    ):
-        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, networks=old)
+    other, less = tmp_path / "other.safetensors", tmp_path / "less.safetensors"
+    save_tensors(initial_weights(), other)
+    with pytest.raises(InputError, match=r"other\.safetensors does not have the format .*`retro add-retrieval MODEL"):
+        DatastoreLogitsProcessor.open(datastore.folder, tokenizer, networks=other)
     write_networks(less, {}, {name: tensor for name, tensor in initial_weights().items() if "datastore" in name})
-    with pytest.raises(InputError, match=r"less\.json': it has no neighbors\. .*--output FILE\.json`"):
+    with pytest.raises(InputError, match=r"less\.safetensors': it has no neighbors\. .*--output FILE\.safetensors`"):
         DatastoreLogitsProcessor.open(datastore.folder, tokenizer, networks=less, k=2)
 
 

@@ -146,7 +146,7 @@ def test_an_extension_that_changes_past_learning_rates_is_rejected(config: Confi
         run(with_train(config, lr_schedule=schedule, steps=9))
 
 
-def test_a_run_from_before_the_copy_head_resumes_without_one_and_without_removed_options(
+def test_a_run_from_before_a_setting_existed_resumes_without_it(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_train(config, lr_schedule="constant")
@@ -157,8 +157,7 @@ def test_a_run_from_before_the_copy_head_resumes_without_one_and_without_removed
         found = read(folder)
         stored = found.settings["model"]
         del stored["copy_head"]
-        stored["attention"] |= {"smeared_keys": False, "smeared_tokens": 1}
-        stored["copying_init"] = False
+        del stored["attention"]["prefix_tokens"]
         return replace(found, model=from_json(stored))
 
     monkeypatch.setattr(checkpoints, "read", read_old)
