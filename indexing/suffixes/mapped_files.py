@@ -107,7 +107,8 @@ class MappedFiles:
                 f"The sorted prefixes of {split.folder} are damaged: a position is behind all texts. Run `retro verify`."
             )
         files = split.tokens, split.lengths, split.document_offsets
-        dtypes, shapes = (self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64)), ((m,), (), ())
+        dtypes: tuple[np.dtype, ...] = self._token_dtype, np.dtype(np.uint16), np.dtype(np.int64)
+        shapes: tuple[tuple[int, ...], ...] = (m,), (), ()
         arrays = [file.shard(shard) for file in files]
         for file, array, dtype, shape in zip(files, arrays, dtypes, shapes, strict=True):
             check_array(file.paths[shard], array, dtype, shape, 0)

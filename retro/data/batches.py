@@ -7,7 +7,7 @@ depend on the number of processes, and resuming needs no state.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ def read_sequences(
     num_chunks: int,
     use: NeighborUse,
     epochs: Sequence[int] = (),
-) -> Inputs:
+) -> Inputs[np.ndarray]:
     """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
 
     Args:
@@ -97,21 +97,22 @@ def read_sequences(
     )
 
 
-def join(parts: Sequence[Inputs], rows: np.ndarray) -> Inputs:
+def join(parts: Sequence[Inputs[np.ndarray]], rows: np.ndarray) -> Inputs[np.ndarray]:
     """Concatenate batches; row i becomes row `rows[i]`."""
     order = np.argsort(rows)
-    return Inputs(
-        *(None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True))
+    joined: Iterator[Any] = (
+        None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True)
     )
+    return Inputs(*joined)
 
 
-def without_single_documents(batch: Inputs) -> Inputs:
+def without_single_documents(batch: Inputs[np.ndarray]) -> Inputs[np.ndarray]:
     """The batch with `documents` None if every row is a single document."""
     several = (batch.documents != batch.documents[:, :1]).any()
     return batch if several else batch._replace(documents=None)
 
 
-def drop_neighbors(batch: Inputs, samples: Sequence[int], retrieval_dropout: float, seed: int) -> None:
+def drop_neighbors(batch: Inputs[np.ndarray], samples: Sequence[int], retrieval_dropout: float, seed: int) -> None:
     """Remove, in place, neighbors and votes of a share of the sequences, drawn by sample number."""
     for row, sample in enumerate(samples):
         if mix(mix(seed + 1) ^ sample) < retrieval_dropout * 2**64:
@@ -120,7 +121,7 @@ def drop_neighbors(batch: Inputs, samples: Sequence[int], retrieval_dropout: flo
                     values[row] = 0
 
 
-def readers_first(batch: Inputs, num_absent: int) -> Inputs:
+def readers_first(batch: Inputs[np.ndarray], num_absent: int) -> Inputs[np.ndarray]:
     """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
 
     So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
@@ -232,11 +233,11 @@ class TrainingData:
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
-    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs:
+    def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
         """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
         return without_single_documents(self.rows(samples, retrieval_dropout))
 
-    def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs:
+    def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
         """The sequences of some samples, always with `documents`. So a row depends on no other one."""
         located = [self._locate(sample) for sample in samples]
         parts, rows = [], []

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +27,7 @@ class BatchSource(Protocol):
     def fingerprints(self) -> list[str]:
         """Fingerprints of everything that batches depend on, except settings."""
 
-    def batch(self, samples: range, retrieval_dropout: float) -> Inputs:
+    def batch(self, samples: range, retrieval_dropout: float) -> Inputs[np.ndarray]:
         """The batch of these sample numbers; `retrieval_dropout` is the fraction of sequences without neighbors."""
 
     def origin(self, sample: int) -> dict[str, Any]:
@@ -47,7 +48,7 @@ class _Batches(Dataset):
         return as_tensors(readers_first(batch, self.num_absent))
 
 
-def as_tensors(batch: Inputs) -> Inputs:
+def as_tensors(batch: Inputs[np.ndarray]) -> Inputs:
     """A batch as tensors that share the arrays' memory."""
     return batch.map(torch.from_numpy)
 

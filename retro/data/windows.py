@@ -113,7 +113,7 @@ def scored_tokens(split: Split, window: ScoringWindow) -> np.ndarray:
 
 def window_batches(
     split: Split, retrieval: RetrievalSet, windows: Sequence[ScoringWindow], batch_size: int, use: NeighborUse
-) -> Iterator[tuple[list[ScoringWindow], Inputs]]:
+) -> Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray]]]:
     """Yield batches of windows of similar length, padded to the longest one, together with the windows in them.
 
     Labels of tokens that an earlier window scores are `IGNORED_LABEL`. Neighbors are chosen for each window as for a training

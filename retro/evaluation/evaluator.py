@@ -150,7 +150,7 @@ class Evaluator:
 
     def _batches(
         self, evaluation_set: EvaluationSet, uses: Sequence[NeighborUse], windows: Iterable[ScoringWindow]
-    ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs, float]]]]:
+    ) -> Iterator[tuple[list[ScoringWindow], list[tuple[Inputs[np.ndarray], float]]]]:
         """Yield batches of windows: the inputs with each use, and the seconds in which they were read."""
         split, datastore, remaining = evaluation_set.split, evaluation_set.datastore, iter(windows)
         retrieval = [RetrievalSet.of(datastore) if use.k else RetrievalSet((datastore.train,)) for use in uses]
@@ -162,7 +162,9 @@ class Evaluator:
             for reads in zip(*readers, strict=True):  # equal windows, with other neighbors and votes
                 yield reads[0][0], [(inputs, seconds) for _, inputs, seconds in reads]
 
-    def _score(self, batches: Sequence[tuple[Inputs, float]], advance: Advance) -> list[tuple[np.ndarray, float]]:
+    def _score(
+        self, batches: Sequence[tuple[Inputs[np.ndarray], float]], advance: Advance
+    ) -> list[tuple[np.ndarray, float]]:
         """Nats of the tokens of a batch with each use, and the seconds that each takes alone.
 
         Nats are [B, T] float32 at the token, NaN for those that are not scored.
@@ -223,8 +225,8 @@ class _Sums:
 
 
 def _timed(
-    batches: Iterator[tuple[list[ScoringWindow], Inputs]],
-) -> Iterator[tuple[list[ScoringWindow], Inputs, float]]:
+    batches: Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray]]],
+) -> Iterator[tuple[list[ScoringWindow], Inputs[np.ndarray], float]]:
     """Yield batches with the seconds in which each was read."""
     while True:
         started = time.perf_counter()

@@ -130,7 +130,7 @@ def score_passage(
     )
 
 
-def _query(batch: Inputs, chunk: int, m: int) -> Queries:
+def _query(batch: Inputs[np.ndarray], chunk: int, m: int) -> Queries:
     """The chunk before the last one of a batch of one window, as a query of a held-out split."""
     return Queries(
         ids=np.array([chunk]),
