@@ -64,11 +64,13 @@ class _Writer:
 
     def append(self, positions: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add prefixes by the positions [n] int64 of their last tokens, with their tokens [n, 65] if they are known."""
+        # Of these n rows, those whose number in the part is a multiple of 256.
         stored = slice(-self._positions.rows % ROWS_OF_HEAD, None, ROWS_OF_HEAD)
         self._heads.append(self._texts.heads(positions[stored]) if tokens is None else heads_of(tokens[stored]))
         if self._tokens is not None and tokens is not None:
             self._tokens.append(tokens)
         if self._width > 4:
+            # [n] int64 → [n, 5] uint8: the lowest byte is first, so the bytes that are left out are zeros.
             positions = positions.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : self._width]
         self._positions.append(positions)
 
@@ -96,6 +98,7 @@ def write_run(
         carried: whether to store the tokens of each prefix with it.
     """
     positions = texts.shard(shard).positions() + texts.starts[shard]
+    # Positions [n] ascend, so a stable sort by heads [n] leaves prefixes with equal heads in the order of positions.
     heads = np.concatenate(
         [texts.heads(positions[block]) for block in blocks(len(positions), _BLOCK)] or [np.empty(0, np.uint64)]
     )
@@ -118,6 +121,7 @@ def cuts(texts: Texts, shards: range, count: int) -> list[int]:
         text = texts.shard(shard)
         step = max(1, int(text.lengths.sum(dtype=np.int64)) // _SAMPLES)
         heads.append(texts.heads(text.positions(step) + texts.starts[shard]))
+    # All prefixes with the same head are on one side of a cut, whatever run they are in: parts can be merged alone.
     ordered = np.sort(np.concatenate(heads))
     return [int(ordered[len(ordered) * number // count]) for number in range(1, count)] if len(ordered) else []
 
@@ -179,6 +183,7 @@ def _sorted_range(
     positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
     if not all(run.carried for run in runs):
         return positions, order_of_prefixes(texts, positions, compared), None
+    # [n, 65]: column 0 is the token after the prefix, which does not decide its place in the order.
     tokens = np.concatenate([run.tokens(own.start, own.stop) for run, own in rows])
     return positions, order_of_windows(tokens[:, 1:], compared), tokens
 
@@ -217,6 +222,7 @@ def _write_rows(work: Path, part: Prefixes) -> None:
 
 def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
     """Heads inside of (first, stop) that divide the rows of some runs into ranges of about 2^20."""
+    # A stored head stands for 256 rows of its run, so every 4,096th of all runs' heads is a border.
     heads = np.sort(np.concatenate([run.heads_between(first, stop) for run in runs]))
     step = max(1, RANGE_TOKENS // ROWS_OF_HEAD)
     return [head for head in np.unique(heads[step::step]).tolist() if head > first]
@@ -251,16 +257,19 @@ def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns:
         keys: gives the numbers [r] uint64 of some rows [r] in a column. Columns after the first are read for ties only.
         columns: number of columns.
     """
+    # The first column is read and sorted for all n rows. Later ones are for ties only.
     values = keys(np.arange(count), 0)
     order = np.argsort(values, kind="stable")
     values = values[order]
-    tied = values[1:] == values[:-1]  # with the row before
+    tied = values[1:] == values[:-1]  # [n - 1]: row i + 1 of the order equals row i so far
     for column in range(1, columns):
+        # Places [t] in the order that are tied to the next or the one before, and the number of their run of equal rows.
         places = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
         if not len(places):
             break
         group = np.cumsum(~np.append(False, tied))[places]
         values = keys(order[places], column)
+        # By group, then by value: rows move inside of their group only. It is stable, as the first sort.
         inner = np.lexsort((values, group))
         order[places], values = order[places][inner], values[inner]
         tied[:] = False

@@ -97,12 +97,15 @@ class RowWriter:
 
     def append(self, tokens: np.ndarray) -> None:
         """Add rows by the token after each prefix and its last 64 tokens, [n, 65], see `Prefixes.tokens`."""
+        # [n + 1, 32]: the last row of the call before comes first, so that every new row has one to be compared with.
         window = np.concatenate([self._before, tokens[:, 1 : LONGEST_SHARED + 2]])
         rows = np.empty((len(tokens), *self._file.row_shape), np.uint16)
+        # A token of 32 bits is two numbers of 16 bits, the lower one first.
         rows[:, :-1] = np.ascontiguousarray(tokens[:, :1]).view(np.uint16)
         compiled(_distinguish)(window, rows[:, -1])
         self._file.append(rows)
         self._before, left = window[-1:], np.concatenate([self._left, rows])
+        # The next level is made of whole groups of 32. It is kept in memory, as it follows all rows in the file.
         whole = left[: len(left) // FAN_OUT * FAN_OUT]
         if len(whole):
             self._level.append(_every(whole, self._shared))
@@ -129,6 +132,8 @@ def _every(rows: np.ndarray, shared: np.ndarray) -> np.ndarray:
         shared: by the 31 rows before.
     """
     count = -(-len(rows) // FAN_OUT)
+    # Shifted by 31, the i-th group of 32 ends with row 32 i. Its least number is what row 32 i shares with row 32 (i - 1),
+    # since that is shared from row to row.
     of_all = np.concatenate([shared, rows[:, -1] >> TOKEN_BITS])[: count * FAN_OUT]
     sampled = rows[::FAN_OUT].copy()
     sampled[:, -1] &= TOKEN_MASK

@@ -145,11 +145,13 @@ class SuffixIndex:
         """The longest match of a text, from the match of its last 64 tokens: those of its places that share most of the text before."""
         ends, length = self._ends_of(match).positions(), LONGEST
         while length < len(text):
+            # Up to 64 tokens before the match, backwards and plus 1, as `Texts.windows` has them for each place [n, 64].
             wanted = text[max(0, len(text) - length - LONGEST) : len(text) - length][::-1] + 1
             available = self._texts.available(ends) - length
             inside = np.flatnonzero(available > 0)
             shared = np.zeros(len(ends), np.int64)
             windows = self._texts.windows(ends[inside] - length, LONGEST)[:, : len(wanted)]
+            # The product is 1 up to the first token that differs, so the sum counts the equal ones before it.
             shared[inside] = np.cumprod(windows == wanted, axis=1).sum(axis=1)
             more = int(shared.max(initial=0))
             ends, length = ends[shared == more], length + more
@@ -210,12 +212,14 @@ class SuffixIndex:
         Returns:
             [t - first, 32] int64, as `votes.as_columns`.
         """
+        # Every token gets a window of 64 tokens that ends with it, backwards. `sizes` says how many of them are of the text.
         padded = np.concatenate([np.zeros(LONGEST - 1, np.int64), text])
         votes, windows = (
             np.empty((len(text) - first, COLUMNS), np.int64),
             sliding_window_view(padded, LONGEST)[first:, ::-1],
         )
         sizes = np.minimum(np.arange(first, len(text)) + 1, LONGEST)
+        # The windows overlap in memory, so only those of a block are copied.
         for some in blocks(len(votes), _TOGETHER):
             votes[some] = self._votes(np.ascontiguousarray(windows[some]), sizes[some])
         return votes

@@ -53,6 +53,7 @@ def read_sequences(
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
+    # [B, U] bool. Every table is gathered for the C = real.sum() chunks only and written through the mask; the rest is padding.
     real, m = (ids < stop) & ~inside(ids, split.deleted), split.chunk_length
     tokens = np.full((*ids.shape, m), split.pad_id, dtype=np.int64)
     tokens[real] = split.tokens.gather(ids[real])
@@ -72,10 +73,12 @@ def read_sequences(
     if use.k:
         # The documents of a range of chunks are a range of chunks too.
         own = np.stack([starts.min(axis=1), stops.max(axis=1)], axis=1)  # [B, 2]
+        # The chunk that reads a chunk's neighbors is the next one of its row, if it is of the same document.
         followed = np.zeros(ids.shape, dtype=bool)
         followed[:, :-1] = documents[:, 1:] == documents[:, :-1]
         queries = Queries(
             ids=ids[real],
+            # [C, 2]; the range [0, 0) of another split excludes none.
             excluded=np.repeat(own * (split.name == retrieval.own.name), real.sum(axis=1), axis=0),
             tokens=tokens[real],
             lengths=lengths[real],
@@ -99,7 +102,7 @@ def read_sequences(
 
 def join(parts: Sequence[Inputs[np.ndarray]], rows: np.ndarray) -> Inputs[np.ndarray]:
     """Concatenate batches; row i becomes row `rows[i]`."""
-    order = np.argsort(rows)
+    order = np.argsort(rows)  # the inverse of the permutation `rows`
     joined: Iterator[Any] = (
         None if values[0] is None else np.concatenate(values)[order] for values in zip(*parts, strict=True)
     )
@@ -132,7 +135,7 @@ def readers_first(batch: Inputs[np.ndarray], num_absent: int) -> Inputs[np.ndarr
     reads = batch.neighbor_lengths.any(axis=(1, 2))  # [B]
     if (~reads).sum() < num_absent:
         return batch
-    order = np.argsort(~reads, kind="stable")
+    order = np.argsort(~reads, kind="stable")  # those that read come first, in their order
     readers = order[: len(order) - num_absent]
     return batch.rows(order)._replace(
         neighbors=batch.neighbors[readers], neighbor_lengths=batch.neighbor_lengths[readers]
@@ -144,7 +147,7 @@ def _labels(tokens: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> n
     batch_size, num_chunks, m = tokens.shape
     text = tokens.reshape(batch_size, num_chunks * m)
     real = (np.arange(m) < lengths[:, :, None]).reshape(text.shape)
-    of_document = np.repeat(documents, m, axis=1)
+    of_document = np.repeat(documents, m, axis=1)  # [B, U] → [B, U m]
     followed = real[:, 1:] & (of_document[:, 1:] == of_document[:, :-1])
     labels = np.full(text.shape, IGNORED_LABEL, dtype=np.int64)
     labels[:, :-1][followed] = text[:, 1:][followed]
@@ -228,6 +231,7 @@ class TrainingData:
         total = self.datastores[chosen].train.num_chunks
         per_epoch = max(1, total // self.num_chunks)
         epoch, position = divmod(earlier, per_epoch)
+        # Each epoch leaves over other chunks, and its sequences begin at other ones.
         spare = total - per_epoch * self.num_chunks
         offset = mix(self.seed ^ mix(epoch)) % (spare + 1) if spare > 0 else 0
         first = offset + self.num_chunks * permuted(position, per_epoch, mix(mix(self.seed) + epoch))

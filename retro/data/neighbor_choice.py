@@ -106,6 +106,8 @@ def text_reader(split: Split, retrieval: RetrievalSet, queries: Queries, use: Ne
         copied = same.any(axis=1)
         tokens = np.empty((len(ids), 2 * split.chunk_length), dtype=np.int64)
         lengths = np.empty(len(ids), dtype=np.int64)
+        # A chunk's copies [held, R] are read at once, also if several of its neighbors are wanted. Pairs of chunk and copy
+        # then pick the n rows.
         chunks, number = np.unique(rows[copied], return_inverse=True)
         positions = (number.ravel(), same[copied].argmax(axis=1))
         tokens[copied] = split.materialized_tokens.gather(queries.ids[chunks])[positions]
@@ -147,6 +149,7 @@ def choose_neighbors(
 
 def random_numbers(ids: np.ndarray, below: int, num_draws: int, seed: int, epochs: np.ndarray | int = 0) -> np.ndarray:
     """Uniform draws from `range(below)`, functions of seed, epoch, chunk id and column: [C] → [C, num_draws] int64."""
+    # Hashes in place of a generator: a draw does not depend on the draws before it, so neither on the batch.
     of_epoch = mix(np.uint64(mix(seed)) + np.atleast_1d(epochs).astype(np.uint64))
     of_chunk = mix(of_epoch ^ ids.astype(np.uint64))
     draws = np.arange(num_draws, dtype=np.uint64)
@@ -165,10 +168,12 @@ def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: 
     it predicts the *next* chunk, so a neighbor that contains the next chunk gives the answer away even if it has little in
     common with its own chunk. The larger overlap decides.
     """
+    # [C], the row of the next chunk. Where it is of another document its length counts as 0, which overlaps with nothing.
     following = np.minimum(np.arange(1, len(queries.ids) + 1), len(queries.ids) - 1)
     following_lengths = np.where(queries.followed, queries.lengths[following], 0)
     candidates, tested, depth = candidates.copy(), candidates < 0, k
     while True:
+        # [C, s] each. A round tests the first `depth` candidates that are left, in rows with fewer than k that passed.
         present = candidates >= 0
         lacking = np.cumsum(present & tested, axis=1)[:, -1:] < k
         rows, columns = np.nonzero(present & ~tested & lacking & (np.cumsum(present, axis=1) <= depth))
@@ -186,6 +191,7 @@ def without_copies(candidates: np.ndarray, read: ReadText, queries: Queries, k: 
 
 def first_present(candidates: np.ndarray, k: int) -> np.ndarray:
     """The first k candidates of each row that are not -1: [C, s] → [C, k], filled with -1."""
+    # False sorts before True, and a stable sort leaves the others in their order, best first.
     order = np.argsort(candidates < 0, axis=1, kind="stable")[:, :k]
     chosen = np.take_along_axis(candidates, order, 1)
     return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)

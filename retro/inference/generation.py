@@ -247,6 +247,7 @@ class Batch:
 
     def _step(self) -> list[tuple[Continuation, GeneratedToken | Exception]]:
         """Take a step of all rows. If it raises an exception, no continuation has changed."""
+        # Logits [sum over rows of 1 + d, V]: a row with a draft of d tokens has those after its text, then after each of the d.
         rows, logits = self._decoder.step(self._propose)
         if not rows:
             return []
@@ -254,6 +255,8 @@ class Batch:
         texts = {row: self._texts[row][0] for row in first}
         drawn: dict[Row, list[SampledToken]] = {row: [] for row in first}
         going = list(first)  # whose drafts are right so far
+        # Each round samples one more token of the rows whose draft was right so far, in one batch. A row leaves with its first
+        # token that differs from the draft, which was sampled from the right logits, or with the one after the whole draft.
         for number in itertools.count():
             for row, token in zip(going, self._draw(going, number, logits, first), strict=True):
                 drawn[row].append(token)
@@ -269,8 +272,10 @@ class Batch:
         """Sample the token of each row after `number` tokens of its draft."""
         texts = [self._texts[row][0] for row in rows]
         settings = [text.settings for text in texts]
+        # Penalties count the accepted tokens of the draft, as if they had been generated one by one.
         generated = [[*text.generated, *row.draft[:number].tolist()] for row, text in zip(rows, texts, strict=True)]
         chosen = [first[row] + number for row in rows]
+        # Without drafts all rows are taken, and the logits [rows, V] need no copy.
         unchanged = logits if chosen == [*range(len(logits))] else logits[chosen]
         changed = with_penalties(unchanged, settings, [text.prompt for text in texts], generated)
         return draw(changed, unchanged, settings, [text.random(number) for text in texts], self._masked)

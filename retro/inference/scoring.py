@@ -205,6 +205,7 @@ def _find_neighbors(windows: Sequence[Window], m: int, retrieve: RetrieveNeighbo
     chunks = [sequence.chunks(m) for sequence in sequences]
     if not sum(map(len, chunks)):
         return
+    # One search for all sequences: their chunks [n, m] go in together, and its tables [n, …] are cut between sequences.
     borders = np.cumsum(list(map(len, chunks)))[:-1]
     parts = (np.split(table, borders) for table in retrieve(np.concatenate(chunks)))
     for sequence, *tables in zip(sequences, *parts, strict=True):
@@ -253,6 +254,8 @@ def _shape_of_neighbors(windows: Sequence[Window]) -> tuple[int, ...]:
 
 def _batch(windows: list[Window], m: int) -> Inputs:
     """Return the model's inputs. Missing chunks of shorter rows have neighbors of length 0."""
+    # A window of t tokens is t - 1 inputs and t - 1 labels, one to the left of them. Labels that an earlier window scored
+    # stay ignored, and so does padding.
     width = max(map(len, windows)) - 1
     tokens, labels = np.zeros((2, len(windows), width), dtype=np.int64)
     labels[:] = IGNORED_LABEL
@@ -267,6 +270,7 @@ def _batch(windows: list[Window], m: int) -> Inputs:
         neighbors, lengths = np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
         for row, window in enumerate(windows):
             if window.sequence.neighbors is not None:
+                # Windows begin at a chunk of their sequence, so chunk u of the row is chunk first + u there.
                 first, count = window.start // m, (len(window) - 1) // m
                 for table, part in zip((neighbors, lengths), window.sequence.neighbors[:2], strict=True):
                     table[row, :count] = part[first : first + count]
@@ -298,7 +302,9 @@ def _likeliest(
     trust: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probabilities and ids of the likeliest next tokens for activations [1, T, D]: [scored, top] each."""
+    # Matches need all T tokens. Logits [1, block, V] are made for some positions at a time: they are the largest tensor.
     blocks, sources, head = [], model.copy_sources(inputs), model.copy_head
+    # Shares do not depend on labels, so these can be any.
     evidence = None if head is None else head.evidence(sources, torch.zeros_like(inputs.tokens))
     for start in range(scored.start, scored.stop, _BLOCK):
         kept = slice(start, min(start + _BLOCK, scored.stop))
