@@ -121,7 +121,7 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
     return dispatcher
 
 
-_KEPT: dict[Callable[..., Any], bool] = {}
+_KEPT: dict[Callable[..., object], bool] = {}
 """Functions of `compiled`, and whether the file system keeps the results."""
 
 

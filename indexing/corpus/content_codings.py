@@ -12,7 +12,6 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from indexing.corpus.documents import BinaryValue, ProblemKind, marked
 from indexing.corpus.streams import DAMAGED, damage_of
@@ -72,7 +71,7 @@ def _undone(name: str, body: bytes, limit: int) -> bytes:
         raise CodingProblem(kind, f"its coding {name[:40]!r} cannot be undone: {error}") from error
 
 
-def _up_to(stream: Any, limit: int) -> bytes:
+def _up_to(stream: io.BufferedIOBase | io.RawIOBase, limit: int) -> bytes:
     """Read a stream of at most `limit` bytes. Bytes of another format after the compressed ones are left out, as browsers do."""
     contents = bytearray()
     try:

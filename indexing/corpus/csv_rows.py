@@ -19,7 +19,7 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CSV_SUFFIXES = tuple(_DELIMITERS)
 
 
-def csv_rows(stream: Any, suffix: str, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
+def csv_rows(stream: io.BufferedIOBase, suffix: str, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
     """Yield the documents of the requested rows, and report problems by row, counted from 1 below the header.
 
     Args:

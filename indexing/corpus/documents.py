@@ -258,7 +258,7 @@ def record_document(
             return None if key != settings.text_key else value
         return decode(value, line, request) if isinstance(value, bytes) else value
 
-    def clean(value: Any) -> str:
+    def clean(value: object) -> str:
         if isinstance(value, str):
             text = value
         elif value is None or isinstance(value, bool | int | float | list | dict):
@@ -315,7 +315,7 @@ def marked(value: bytes) -> bytes:
     return BinaryValue(value) if seen.is_binary else value
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """A value that JSON does not have as text: times in ISO 8601, decimals as their digits."""
     if isinstance(value, Decimal):
         return format(value, "f")

@@ -122,7 +122,7 @@ def read(raw: Any, request: ReadRequest) -> Iterator[Document]:
         yield from _whole_file(stream, request, is_text=content_suffix is not None)
 
 
-def _whole_file(stream: Any, request: ReadRequest, is_text: bool) -> Iterator[Document]:
+def _whole_file(stream: io.BufferedIOBase, request: ReadRequest, is_text: bool) -> Iterator[Document]:
     """Read a file in one pass. The text is kept while it is small; `LargeText` reads it again.
 
     `is_text`: whether its suffix says so. Otherwise a file with a NUL in its first block is binary, as for Git, and is skipped.
@@ -167,7 +167,7 @@ def _whole_file(stream: Any, request: ReadRequest, is_text: bool) -> Iterator[Do
         request.report("empty document", 1, "no text in the file")
 
 
-def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
+def _json_lines(stream: io.BufferedIOBase, request: ReadRequest, has_offsets: bool) -> Iterator[Document]:
     record, position = (request.start, request.offset) if request.offset else (0, 0)
     limit = request.settings.max_line_bytes
     while request.stop is None or record < request.stop:
@@ -192,7 +192,7 @@ def _json_lines(stream: Any, request: ReadRequest, has_offsets: bool) -> Iterato
         record += 1
 
 
-def _skip_line(stream: Any) -> int:
+def _skip_line(stream: io.BufferedIOBase) -> int:
     """Skip the rest of a line; returns its bytes."""
     size = 0
     while part := stream.readline(BLOCK_BYTES):

@@ -83,7 +83,7 @@ def uncompressed(name: str) -> str:
     return name.removesuffix(compression_suffix(name))
 
 
-def unpacked(raw: "StoredReader", name: str) -> tuple[Any, str]:
+def unpacked(raw: "StoredReader", name: str) -> tuple[io.BufferedIOBase, str]:
     """The contents of a file as a buffered stream, and its compression: `.gz`, `.zst`, or empty. `name` is in lower case.
 
     The first bytes decide the compression. The name decides only if they are neither those of a compressed file nor text.

@@ -5,9 +5,9 @@ stream ─ `text_blocks` ─ bytes that end between characters ─ `TextSeen.dec
 
 import codecs
 import hashlib
+import io
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from indexing.corpus.streams import DAMAGED
 
@@ -77,12 +77,12 @@ class TextSeen:
         return text
 
 
-def text_digest() -> Any:
+def text_digest() -> hashlib.blake2b:
     """The hash of a document's text, to be updated with its UTF-8 bytes; it decides the split."""
     return hashlib.blake2b(digest_size=8)
 
 
-def text_blocks(stream: Any) -> Iterator[bytes]:
+def text_blocks(stream: io.BufferedIOBase) -> Iterator[bytes]:
     """Read a text file in blocks of at least 1 MiB that end between two characters, without the byte order mark.
 
     Raises:

@@ -30,7 +30,7 @@ class ZstdReader(io.RawIOBase):
     Reading raises EOFError if the stream is truncated, and DamagedZstd if it is damaged, or expands to more than memory should hold.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: io.BufferedIOBase) -> None:
         self._blocks, self._ready = _blocks(raw), memoryview(b"")
 
     def readable(self) -> bool:
@@ -48,7 +48,7 @@ class ZstdReader(io.RawIOBase):
         return size
 
 
-def _blocks(raw: Any) -> Iterator[bytes]:
+def _blocks(raw: io.BufferedIOBase) -> Iterator[bytes]:
     """Decompress the blocks of a stream."""
     while magic := raw.read(_MAGIC_BYTES):
         if 0x50 <= magic[0] < 0x60 and magic[1:] == _SKIPPABLE:
@@ -63,7 +63,7 @@ def _blocks(raw: Any) -> Iterator[bytes]:
             raise DamagedZstd("Unknown frame descriptor")
 
 
-def _blocks_of_frame(raw: Any) -> Iterator[bytes]:
+def _blocks_of_frame(raw: io.BufferedIOBase) -> Iterator[bytes]:
     """Decompress the blocks of a frame, after its magic number."""
     import zstandard
 
@@ -94,7 +94,7 @@ def _blocks_of_frame(raw: Any) -> Iterator[bytes]:
         raise DamagedZstd(str(error)) from error
 
 
-def _read_header(raw: Any) -> bytes:
+def _read_header(raw: io.BufferedIOBase) -> bytes:
     """The header of a frame with its magic number. Its first byte says which of the other fields it has."""
     first = _exactly(raw, 1)
     has_window = not first[0] & 0x20
@@ -102,7 +102,7 @@ def _read_header(raw: Any) -> bytes:
     return _MAGIC + first + _exactly(raw, has_window + (0, 1, 2, 4)[first[0] & 3] + size_bytes)
 
 
-def _exactly(raw: Any, size: int) -> bytes:
+def _exactly(raw: io.BufferedIOBase, size: int) -> bytes:
     data: bytes = raw.read(size)
     if len(data) < size:
         raise EOFError("the file ends inside a zstd frame")

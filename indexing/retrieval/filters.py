@@ -70,7 +70,7 @@ def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[An
     return checked
 
 
-def matching_chunks(split: Split, filters: Mapping[str, Sequence[Any]]) -> np.ndarray:
+def matching_chunks(split: Split, filters: Mapping[str, Sequence[object]]) -> np.ndarray:
     """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and disjoint.
 
     Raises:
@@ -106,7 +106,7 @@ def stored_examples(split: Split, column: str, count: int = 3) -> list[Any]:
     return list(values)[:count]
 
 
-def _values(column: str, values: Sequence[Any], kind: Any) -> Any:
+def _values(column: str, values: Sequence[object], kind: Any) -> Any:
     """The values as an array of the column's type. Metadata that is not text is stored as JSON."""
     import pyarrow as pa
 

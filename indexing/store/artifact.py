@@ -47,7 +47,7 @@ Record = TypeVar("Record")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """A hash of a JSON-able value in 16 hexadecimal digits: equal values give equal fingerprints on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()

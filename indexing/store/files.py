@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from indexing.store.errors import InputError
 
@@ -38,7 +39,7 @@ class NpyWriter:
         row_shape: shape of one row; `()` for a one-dimensional array.
     """
 
-    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, path: Path, dtype: npt.DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
         self.dtype = np.dtype(dtype)
         self.row_shape = row_shape
         self.rows = 0
@@ -106,17 +107,17 @@ def files_of(manifest: Any, folder: Path) -> dict[str, dict[str, Any]]:
     return files or {}
 
 
-def _is_entry(bytes: Any = None, checksum: Any = None, **others: Any) -> bool:
+def _is_entry(bytes: object = None, checksum: object = None, **others: object) -> bool:
     is_size = isinstance(bytes, int) and not isinstance(bytes, bool) and bytes >= 0
     return is_size and isinstance(checksum, str) and not others
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON with sorted keys, atomically: readers see the whole old or the whole new file."""
     write_bytes(path, _json_bytes(value))
 
 
-def _json_bytes(value: Any) -> bytes:
+def _json_bytes(value: object) -> bytes:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     # File names can contain bytes that are not UTF-8: lone surrogates in Python, and escapes in JSON (\udce9).
     return text.encode(errors="backslashreplace")
@@ -201,7 +202,7 @@ def parse_json(data: bytes | str) -> Any:
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: object) -> None:
     """Raise ValueError if lists and dictionaries are nested more than a hundred levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(_DEEPEST):

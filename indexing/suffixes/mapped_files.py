@@ -65,7 +65,7 @@ class MappedFiles:
             looked_at=LOOKED_AT,
         )
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a compiled function, whose last argument are the files, and open the texts that it needs.
 
         Raises:

@@ -51,7 +51,7 @@ class Verb:
     positional: tuple[str, ...] = ()
     resumes: bool = False
 
-    def load(self) -> tuple[Callable[..., int], type[Any]]:
+    def load(self) -> tuple[Callable[..., int], type[object]]:
         """Import the function and the type of its settings."""
         module = importlib.import_module(f"pipelines.cli.{self.module}")
         return getattr(module, self.run), getattr(module, self.settings)
@@ -280,7 +280,7 @@ def run_verb(arguments: Sequence[str]) -> int:
         return run(*values, loaded)
 
 
-def _named_while_running(name: str) -> contextlib.AbstractContextManager[Any]:
+def _named_while_running(name: str) -> contextlib.AbstractContextManager[object]:
     """Context that logs what a verb does after ten silent seconds; only in the first process of torchrun or Slurm."""
     is_silent = name in _ENDLESS or int(os.environ.get("RANK", "0")) > 0
     return contextlib.nullcontext() if is_silent else running(name)

@@ -322,7 +322,7 @@ class _Worker:
     def ready(self) -> None:
         """Return as soon as the process is up."""
 
-    def run(self, stage: int, index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, stage: int, index: int, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
         if stage != self.stage:
             forget_stage()
             self.stage = stage

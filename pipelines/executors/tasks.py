@@ -32,7 +32,7 @@ class Task:
     """
 
     name: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     size: int
 
 

@@ -13,7 +13,7 @@ from indexing.neighbors.build import neighbor_shard
 from indexing.neighbors.index_search import open_index
 from indexing.neighbors.materialize import materialize_shard
 from indexing.neighbors.search import NeighborSearch, OpenIndex
-from indexing.neighbors.settings import Method
+from indexing.neighbors.settings import Method, NeighborSettings
 from indexing.ngrams.search import NgramIndex
 from indexing.progress import Advance
 from indexing.similarity.shared_tokens import SharedTokens
@@ -203,7 +203,7 @@ def neighbor_task(
     work: Path,
     folder: Path,
     shard: int,
-    settings: Any,
+    settings: NeighborSettings,
     searched: tuple[SearchedShards, ...],
     method: Method,
     before: Path | None,

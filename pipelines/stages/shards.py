@@ -40,7 +40,7 @@ class Shard:
 
     path: str
     recipe: Recipe
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     size: int
 
 
@@ -83,7 +83,7 @@ def run_shards(
 
 
 def _make_once(
-    function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: Any, advance: Advance
+    function: Callable[..., dict[str, Any] | None], out: Path, recipe: Recipe, *arguments: object, advance: Advance
 ) -> None:
     """Make a shard unless it is finished: a worker may have died after the last rename and before reporting it."""
     drop_if_changed(out)

@@ -341,7 +341,7 @@ class _Voters:
         chunks = finished(self.datastore.folder, path_of("chunks", range(self.stops[-1])))
         return deletions_of(self.datastore), chunks
 
-    def recipe(self, **settings: Any) -> Recipe:
+    def recipe(self, **settings: object) -> Recipe:
         """The recipe of something that is made from these documents."""
         deleted, chunks = self._inputs
         made_from = {"deleted": deleted, "orders": self.stops, "searched": self.searched}

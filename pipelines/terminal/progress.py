@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -83,7 +83,7 @@ def finished(units: int, unit: str, seconds: float, aside: float = 0.0) -> str:
     return f"{human_count(units, unit, named=True)} in {human_seconds(seconds)} ({rate}/s){others}"
 
 
-def running(name: str) -> contextlib.AbstractContextManager[Any]:
+def running(name: str) -> contextlib.AbstractContextManager[object]:
     """Log what a verb does after ten seconds of silence, also where no `progress` runs."""
     return _work(name, None, "")
 

@@ -469,7 +469,7 @@ def _read_exported(file: Path) -> Checkpoint:
     return of_state(file, (file,), (), str(state.get("fingerprint", "")), state)
 
 
-def _check_version(path: Path, version: Any) -> None:
+def _check_version(path: Path, version: object) -> None:
     if version != FORMAT_VERSION:
         raise InputError(
             f"{path} has format version {version}, but this program reads version {FORMAT_VERSION}. Use the release of retro "

@@ -140,13 +140,13 @@ def _check_names(file: Path, networks: dict[str, Any], shapes: Shapes) -> None:
         raise InputError(f"{file}: {missing[0] if missing else 'every network'} is missing under networks. {ACCEPTED}")
 
 
-def _tensor(where: str, values: Any, shape: tuple[int, ...]) -> Tensor:
+def _tensor(where: str, values: object, shape: tuple[int, ...]) -> Tensor:
     """A parameter; raises InputError if it has another shape, or something in it is not a number."""
     _check_numbers(where, values, shape)
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _check_numbers(where: str, values: Any, shape: tuple[int, ...]) -> None:
+def _check_numbers(where: str, values: object, shape: tuple[int, ...]) -> None:
     size, *inner = shape
     if not isinstance(values, list) or len(values) != size:
         found = f"a list of {len(values)}" if isinstance(values, list) else f"{values!r:.50}"

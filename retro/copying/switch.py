@@ -14,7 +14,6 @@ The switch has no parameters. Training does without, so the gates learn from all
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ TRANSITIONS = (
 )
 
 
-def checked_trust(name: str, trust: Any) -> tuple[float, ...]:
+def checked_trust(name: str, trust: object) -> tuple[float, ...]:
     """The trust in each strength that a caller gives, divided by its sum.
 
     Args:
@@ -63,7 +62,7 @@ def checked_trust(name: str, trust: Any) -> tuple[float, ...]:
     return tuple(float(number) / total for number in numbers)
 
 
-def is_fraction(value: Any) -> bool:
+def is_fraction(value: object) -> bool:
     """Whether a value is a number from 0 to 1. NaN and booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 

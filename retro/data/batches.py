@@ -195,7 +195,7 @@ class TrainingData:
         sizes = [datastore.train.num_chunks for datastore in self.datastores]
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
         return self._arguments
 

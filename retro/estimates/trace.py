@@ -176,7 +176,7 @@ class Storages(TorchDispatchMode):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._finish_gradient)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
         results = self._results(function, args, kwargs or {})
         for tensor in tree_leaves(results):

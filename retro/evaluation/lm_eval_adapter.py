@@ -101,7 +101,7 @@ class RetroLM(TemplateLM):
         fingerprints = {"checkpoint": model.checkpoint.fingerprint, "datastore": source}
         return {"fingerprints": fingerprints, "retrieval": "on" if self.k else "off", "k": self.k}
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Tokenize without special tokens; `add_special_tokens` is ignored."""
         return self.language_model.tokenizer.encode(string).tolist()
 
@@ -132,7 +132,7 @@ class RetroLM(TemplateLM):
         return texts
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
         """Return for each (key, context, continuation) the log-likelihood of the continuation, and True if greedy decoding gives it."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(requests)

@@ -177,7 +177,7 @@ class ExampleData:
         self.fingerprints = [*datastores, self.prepared.fingerprint]
         self.k = settings.k if retrieval else 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another process opens the files itself."""
         return self._arguments
 

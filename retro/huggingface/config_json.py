@@ -65,7 +65,7 @@ class Config:
             self.refuse(key, ", ".join(accepted))
         return accepted[value]
 
-    def only(self, key: str, accepted: Any) -> None:
+    def only(self, key: str, accepted: object) -> None:
         """Reject all values except one, which is also the default."""
         if self._value(key, accepted) != accepted:
             self.refuse(key, repr(accepted))

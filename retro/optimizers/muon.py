@@ -60,7 +60,7 @@ class Muon(torch.optim.AdamW):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Update all parameters. With `found_inf` of the loss scale nothing changes, without a wait for the device."""
         assert closure is None, "gradients are computed before"
         groups = self.param_groups

@@ -17,7 +17,7 @@ from retro.inference.source_texts import Sources
 from retro.inference.verbatim_runs import TracedRun
 
 
-def _as_integer(value: Any) -> Any:
+def _as_integer(value: object) -> Any:
     """Convert 2.0 to 2, as JSON Schema's `integer` includes it."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from retro.evaluation.bits_per_byte import SetResult
     from retro.evaluation.evaluator import Evaluator
     from retro.evaluation.sets import EvaluationSet
+    from retro.training.trainer import Outcome
 
 _EVALUATION = 0.2
 """Part of the minutes that training leaves for the evaluation."""
@@ -158,7 +159,7 @@ class Trained:
     """
 
     config: Config
-    outcomes: dict[str, Any]
+    outcomes: "dict[str, Outcome]"
     tokens: int
 
 
@@ -199,7 +200,7 @@ def train_models(config: Config, folder: Path, until: float) -> Trained:
     return Trained(load(Config, folder / "demo.toml", [], verb="train"), outcomes, tokens)
 
 
-def train_silently(config: Config, advance: Advance = lambda _: None) -> Any:
+def train_silently(config: Config, advance: Advance = lambda _: None) -> "Outcome":
     """Train without the messages of a run except warnings: every round resumes it."""
     log = logging.getLogger("retro")
 
@@ -222,7 +223,7 @@ def _with_steps(config: Config, now: Round) -> Config:
     return replace(config, train=train)
 
 
-def _seconds_per_step(outcome: Any) -> float:
+def _seconds_per_step(outcome: "Outcome") -> float:
     """Time of a step, as logged last."""
     lines = [line for line in outcome.metrics if "tokens_per_second" in line][-3:]
     tokens = lines[-1]["tokens"] / lines[-1]["step"]
@@ -331,7 +332,7 @@ def _sections(trained: Trained, datastore: dict[str, Any]) -> list[Section]:
     ]
 
 
-def _training_plot(outcomes: dict[str, Any]) -> Picture:
+def _training_plot(outcomes: "dict[str, Outcome]") -> Picture:
     """Training loss of all models, on the same batches."""
     losses, colors = {}, {"retro": 0, "baseline": 1, "plain": 1}
     for name, outcome in outcomes.items():
