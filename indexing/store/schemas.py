@@ -43,7 +43,7 @@ Fingerprint = Annotated[str, Field(max_length=64)]
 Version = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-def _paths(value: Any) -> Any:
+def _paths(value: object) -> object:
     """Paths of artifacts, see `paths.py`, which reads them."""
     if not isinstance(value, str | list | dict):
         raise ValueError("cannot be an artifact: should be its path, or a list or an object of such paths")
@@ -150,7 +150,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def parsed(kind: type[T], value: Any, file: Path, key: str = "") -> T:
+def parsed(kind: type[T], value: object, file: Path, key: str = "") -> T:
     """Check what a JSON file holds, without conversions: a number as text is refused.
 
     Args:

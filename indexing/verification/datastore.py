@@ -194,7 +194,7 @@ def _read_manifests(folder: Path, top: Mapping[str, Any] | None, problems: list[
     return manifests
 
 
-def _check_paths(folder: Path, paths: Any) -> None:
+def _check_paths(folder: Path, paths: object) -> None:
     """Raise InputError if the manifest of a folder names something that cannot be an artifact of the datastore."""
     try:
         list(parts_of(paths))

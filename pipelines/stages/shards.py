@@ -103,7 +103,7 @@ def _require_seen(made: Sequence[Path]) -> None:
         )
 
 
-def finished(folder: Path, paths: Any) -> Artifacts:
+def finished(folder: Path, paths: object) -> Artifacts:
     """The finished artifacts at these paths of a datastore."""
     return Artifacts(fingerprint_at(paths, lambda path: read_manifest(folder / path)["fingerprint"]), paths)
 
