@@ -1,0 +1,106 @@
+"""Optimizers and learning rates: bits per byte of held-out text after the same tokens, retrieval OFF and ON.
+
+    python -m benchmarks.quality.recipe docs.jsonl.zst --output RUNS [--steps 240] [--seeds 0 1 2] [--recipes adamw muon] [--minutes 0]
+    python -m benchmarks.quality.recipe summary --output RUNS
+
+The model is a preset with its copying; a baseline is the same model with retrieval OFF. Finished runs are kept, so the benchmark resumes. A
+step's time is compared within a run only: machines drift.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Budget, budget, markdown, model_parser, say, write
+from pipelines.cli.main import main as retro
+from pipelines.cli.results import Table
+
+RECIPES: dict[str, dict[str, str]] = {
+    "AdamW, 1e-3": {"train.lr": "1e-3"},
+    "AdamW, 3e-3": {"train.lr": "3e-3"},
+    "AdamW, 1e-2": {"train.lr": "1e-2"},
+    "Muon, 0.02": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.02"},
+    "Muon, 0.05": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.05"},
+    "Muon, 0.1": {"train.optimizer": "muon", "train.lr": "3e-3", "train.muon-lr": "0.1"},
+    "Muon, 0.05, AdamW 1e-2": {"train.optimizer": "muon", "train.lr": "1e-2", "train.muon-lr": "0.05"},
+}
+"""Name → settings of `retro train`."""
+
+
+def verb(folder: Path, name: str, values: dict[str, str]) -> None:
+    """Run a verb with settings."""
+    config = folder / "config.toml"
+    config.write_text("")
+    flags = [part for key, value in values.items() for part in (f"--{key}", *value.split())]
+    assert retro([name, str(config), *flags]) == 0
+
+
+def train(folder: Path, run: Path, recipe: dict[str, str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train with a recipe, unless that is done; returns the last figures."""
+    sizes = {"data.sequence-length": "512", "train.batch-size": "4", "train.steps": str(options.steps)}
+    evaluated = {"train.eval-every": "0", "train.eval-tokens": str(options.tokens), "train.checkpoint-every": "1000"}
+    common = {"datastore": str(folder / "datastore"), "model.preset": options.preset, "train.warmup-steps": "20"}
+    named = {"run": str(run), "train.seed": str(seed), "train.precision": "float32"}
+    verb(folder, "train", common | sizes | evaluated | named | recipe)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    last = {key: value for line in lines for key, value in line.items()}
+    return {
+        key: last[key]
+        for key in ("valid_bits_per_byte_off", "valid_bits_per_byte_on", "tokens_per_second", "tokens")
+        if key in last
+    }
+
+
+def measure(corpus: Path, options: argparse.Namespace, limit: Budget) -> dict[str, Any]:
+    """Train all recipes and seeds on a corpus that fit into the time."""
+    folder = options.output / corpus.name.partition(".")[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    verb(folder, "index", {"corpus.paths": str(corpus), "datastore": str(folder / "datastore")})
+    names = [name for name in RECIPES if not options.recipes or any(part in name.lower() for part in options.recipes)]
+    rows = []
+    for name, seed in limit.each([(name, seed) for seed in options.seeds for name in names], "run"):
+        run = folder / f"{options.preset}-{options.steps}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+        rows.append({"recipe": name, "seed": seed, **train(folder, run, RECIPES[name], seed, options)})
+        say(json.dumps(rows[-1]))
+    return {"preset": options.preset, "steps": options.steps, "rows": rows}
+
+
+def summary(folder: Path) -> None:
+    """Print means over the seeds as Markdown."""
+    for file in sorted(folder.glob("*.json")):
+        found = json.loads(file.read_text())
+        body = []
+        for name in dict.fromkeys(row["recipe"] for row in found["rows"]):
+            rows = [row for row in found["rows"] if row["recipe"] == name]
+            means = [statistics.mean(row[f"valid_bits_per_byte_{mode}"] for row in rows) for mode in ("off", "on")]
+            body.append(
+                [name, str(len(rows)), *(f"{mean:.4f}" for mean in means), f"{rows[-1]['tokens_per_second']:,.0f}"]
+            )
+        say(f"{file.stem}: {found['machine']}, commit {found['commit']}, {found['steps']} steps of 2,048 tokens")
+        say(markdown(Table(["recipe", "seeds", "OFF", "ON", "tokens/s"], body)))
+
+
+def main() -> None:
+    """Measure some corpora, or print the tables."""
+    parser = model_parser(__doc__)
+    parser.add_argument("corpora", nargs="*", type=Path, help="more files of text")
+    parser.add_argument("--preset", default="tiny", help="of the model")
+    parser.add_argument("--steps", type=int, default=240, help="of 2,048 tokens")
+    parser.add_argument("--tokens", type=int, default=50_000, help="held-out tokens")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--recipes", nargs="*", default=[], help="those whose name contains one of these, in lower case"
+    )
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    limit = budget(options)
+    for corpus in [Path(options.base), *options.corpora] if options.base != "summary" else ():
+        stored = options.output / f"{corpus.name.partition('.')[0]}-{options.preset}-{options.steps}.json"
+        write(stored, measure(corpus, options, limit))
+    summary(options.output)
+
+
+if __name__ == "__main__":
+    main()
