@@ -150,7 +150,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def parsed(kind: type[T], value: object, file: Path, key: str = "") -> T:
+def parsed(kind: type[T], value: Any, file: Path, key: str = "") -> T:
     """Check what a JSON file holds, without conversions: a number as text is refused.
 
     Args:
