@@ -38,7 +38,7 @@ ProblemKind = Literal[
     "undecodable bytes", "lone surrogates", "empty document", "broken JSON", "not an object", "missing text",
     "duplicate id", "truncated file", "damaged file", "wrong checksum", "missing dictionary", "foreign bytes",
     "unreadable file", "wrong suffix", "not UTF-8", "long line",
-    "binary value", "broken record", "long record", "unknown coding", "binary file",
+    "binary value", "broken record", "long record", "nested page", "unknown coding", "binary file",
 ]  # fmt: skip
 BINARY_FILE: ProblemKind = "binary file"
 """A file that only `corpus.suffixes` admits and that is not text: skipped and counted by suffix."""
@@ -69,7 +69,7 @@ class CorpusSettings:
     shard_bytes: PositiveInt = 64 * 2**20
     """Approximate bytes of text per shard. A Megatron token counts as 4."""
     max_line_bytes: PositiveInt = 64 * 2**20
-    """Bytes of the longest JSON line, CSV row or WARC record. A longer one is left out and reported. Memory holds several copies of
+    """Bytes of the longest JSON line, row (CSV, Parquet, Arrow) or WARC record. A longer one is left out and reported. Memory holds several copies of
     one."""
     split: tuple[PositiveInt, NonNegativeInt, NonNegativeInt] = (980, 20, 0)
     """Weights of train, valid and test. A hash of its text assigns each document to a split. valid and test are held out."""

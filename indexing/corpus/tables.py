@@ -2,17 +2,27 @@
 
 Parquet   a footer leads to the pages of each column: the file is read out of order, and only the needed columns
 Arrow     record batches in sequence, as Hugging Face `datasets` stores them; the file format wraps this stream
+
+Both compress, and a dictionary stores a value once for many rows. So few bytes can claim any memory: the sizes that a file claims are
+compared with its bytes before pyarrow decompresses them, and rows become Python values in slices of bounded size.
 """
 
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from indexing.corpus.documents import Document, ReadRequest, marked, record_document
 
 PARQUET_SUFFIX, ARROW_SUFFIX = ".parquet", ".arrow"
 _PARQUET_MAGIC, _ARROW_FILE_MAGIC, _ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
-_ROWS = 256  # as Python values at a time
+_ROWS, _SLICE_BYTES = 256, 1 << 26  # as Python values at a time
+# A batch or row group may have this size, and more if its stored bytes are enough for it. Text compresses 3 to 10 times.
+_FREE_BYTES, _MOST_EXPANSION = 1 << 27, 64
+_FRAME_MAGIC = (0xFD2FB528, 0x184D2204)  # of zstd and LZ4
+_MOST_CLAIM = 1 << 40  # larger ones are refused by the allocator
+_DICTIONARY_PAGE = 2
 # In the messages of pyarrow about files that end too early.
 _SHORT = ("not found in footer", "file size is", "only read", "bytes available", "Expected to be able to read", "null or length 0")  # fmt: skip
 
@@ -37,27 +47,99 @@ def arrow_rows(stream: io.BufferedReader, request: ReadRequest) -> Iterator[Docu
 
 
 def _parquet_batches(stored: Any, start: int, keys: list[str]) -> Iterator[tuple[int, Any, list[str]]]:
-    """Yield the first row, a batch and the file's columns, from the row group that holds row `start`."""
+    """Yield the first row, a batch and the file's columns, from the row group that holds row `start`.
+
+    Raises:
+        pyarrow.ArrowInvalid: a row group claims more bytes than its stored ones can hold.
+    """
     import pyarrow.parquet as pq
 
     parquet = pq.ParquetFile(stored, page_checksum_verification=True)
-    sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
-    record = first = 0
-    while first < len(sizes) and record + sizes[first] <= start:
-        record += sizes[first]
-        first += 1
-    names = parquet.schema_arrow.names
+    record, names = 0, parquet.schema_arrow.names
     columns = [key for key in keys if key in names or key.split(".")[0] in names]
-    for batch in parquet.iter_batches(_ROWS, row_groups=list(range(first, len(sizes))), columns=columns):
-        yield record, batch, names
-        record += batch.num_rows
+    for group in range(parquet.num_row_groups):
+        found = parquet.metadata.row_group(group)
+        if record + found.num_rows <= start:
+            record += found.num_rows
+            continue
+        for batch in parquet.iter_batches(_batch_rows(stored, found, columns), row_groups=[group], columns=columns):
+            yield record, batch, names
+            record += batch.num_rows
+
+
+def _batch_rows(stored: Any, group: Any, columns: list[str]) -> int:
+    """Rows of a row group to read at a time. A value of a dictionary has at most the bytes of the dictionary, and may be in each row."""
+    parts = [group.column(number) for number in range(group.num_columns)]
+    parts = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{one}.") for one in columns)]
+    claimed = sum(part.total_uncompressed_size for part in parts)
+    _check_claim(claimed, min(sum(part.total_compressed_size for part in parts), stored.seek(0, io.SEEK_END)))
+    row_bytes = claimed // max(1, group.num_rows) + sum(_dictionary_bytes(stored, part) for part in parts)
+    return max(1, min(_ROWS, _SLICE_BYTES // max(1, row_bytes)))
+
+
+def _dictionary_bytes(stored: Any, part: Any) -> int:
+    """Bytes of the dictionary of a column in a row group, decompressed, as its page claims; 0 without one.
+
+    A page begins with its type and this size, as Thrift's compact protocol writes them: a byte for the field, then a zigzag varint.
+    """
+    offsets = (part.dictionary_page_offset, part.data_page_offset)
+    stored.seek(max(0, min(offset for offset in offsets if offset is not None)))
+    header, values, at = stored.read(16), list[int](), 0
+    for _ in range(2):
+        at, value, shift = at + 1, 0, 0
+        for byte in header[at:]:
+            value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+            if byte < 0x80:
+                break
+        values.append(value >> 1)
+    return values[1] if values[0] == _DICTIONARY_PAGE else 0
+
+
+def _check_claim(claimed: int, stored: int) -> None:
+    """Compare claimed with stored bytes.
+
+    Raises:
+        pyarrow.ArrowInvalid: they are too few.
+    """
+    import pyarrow as pa
+
+    if claimed > _FREE_BYTES + _MOST_EXPANSION * stored:
+        raise pa.ArrowInvalid(
+            f"{stored:,} stored bytes claim to hold {claimed:,}; accepted above {_FREE_BYTES:,}: an expansion by {_MOST_EXPANSION}"
+        )
+
+
+class _CheckedBodies:
+    """An Arrow stream whose compressed buffers are compared with what they claim, before pyarrow decompresses them.
+
+    pyarrow reads the body of a message at once. In it a buffer begins at a multiple of 8 bytes: with its decompressed size, then a frame
+    of zstd or LZ4.
+    """
+
+    closed = False
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        words = np.frombuffer(data, "<u8", len(data) // 8)
+        claims = words[:-1][np.isin(words[1:] & 0xFFFFFFFF, _FRAME_MAGIC)]
+        _check_claim(sum(claims[claims < _MOST_CLAIM].tolist()), len(data))
+        return data
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def _arrow_batches(stream: io.BufferedReader) -> Iterator[tuple[int, Any, list[str]]]:
     """Yield the first row, a batch and the file's columns."""
     import pyarrow as pa
 
-    reader, record = pa.ipc.open_stream(stream), 0
+    reader, record = pa.ipc.open_stream(_CheckedBodies(stream)), 0
     for batch in reader:
         batch.validate()  # before anything follows the offsets, which the file decides
         yield record, batch, reader.schema.names
@@ -78,15 +160,18 @@ def _rows(
             if record + batch.num_rows <= request.start:
                 continue
             columns = {key: column for key in keys if (column := _column(batch, key)) is not None}
-            for begin in range(0, batch.num_rows, _ROWS):
-                values = {key: _values(column.slice(begin, _ROWS)) for key, column in columns.items()}
-                for row in range(min(_ROWS, batch.num_rows - begin)):
+            begin = 0
+            while begin < batch.num_rows:
+                rows = _slice_rows(list(columns.values()), begin, batch.num_rows - begin)
+                values = {key: _values(column.slice(begin, rows)) for key, column in columns.items()}
+                for row in range(rows):
                     if request.stop is not None and record >= request.stop:
                         return
                     if record >= request.start:
                         fields = {key: column[row] for key, column in values.items()}
-                        yield from record_document(fields, request, record, 0, names)
+                        yield from _bounded_document(fields, request, record, names)
                     record += 1
+                begin += rows
     except pa.ArrowNotImplementedError as error:
         request.report("unreadable file", record + 1, str(error))
     except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:  # a damaged length takes any memory
@@ -94,6 +179,55 @@ def _rows(
             raise  # a disk or network error; Arrow's own errors about contents are plain OSErrors without a number
         is_short = any(words in str(error) for words in _SHORT)
         request.report("truncated file" if is_short else "damaged file", record + 1, str(error))
+
+
+def _bounded_document(
+    fields: dict[str, Any], request: ReadRequest, record: int, names: list[str]
+) -> Iterator[Document]:
+    size, limit = sum(map(_size, fields.values())), request.settings.max_line_bytes
+    if size > limit:
+        request.report(
+            "long record", record + 1, f"{size:,} bytes, more than corpus.max_line_bytes = {limit:,}; it is left out"
+        )
+    else:
+        yield from record_document(fields, request, record, 0, names)
+
+
+def _size(value: Any) -> int:
+    """Bytes of the strings in a value."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_size, inner))
+
+
+def _slice_rows(columns: list[Any], begin: int, rows: int) -> int:
+    """How many rows from `begin` become Python values together: as many as `_SLICE_BYTES` hold, and at least one."""
+    rows = min(rows, _ROWS)
+    while rows > 1 and sum(_python_bytes(column.slice(begin, rows)) for column in columns) > _SLICE_BYTES:
+        rows //= 2
+    return rows
+
+
+def _python_bytes(column: Any) -> int:
+    """About how many bytes the values of a column have in Python. Rows that share a value of a dictionary share its object."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return 0
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):  # several rows may view the same bytes
+        lengths = np.frombuffer(column.buffers()[1], "<i4")[::4]  # a view has 16 bytes, and begins with its length
+        return int(lengths[column.offset : column.offset + len(column)].sum(dtype=np.int64))
+    return column.nbytes * (len(column) if _has_shared(kind) else 1)
+
+
+def _has_shared(kind: Any) -> bool:
+    """Whether rows of a nested type may share values."""
+    import pyarrow as pa
+
+    shared = (pa.types.is_dictionary, pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_run_end_encoded)
+    return any(test(kind) for test in shared) or any(_has_shared(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _column(batch: Any, key: str) -> Any:
@@ -126,7 +260,9 @@ def _values(column: Any) -> list[Any]:
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        used = column.indices.unique().drop_null()
+        values = dict(zip(used.to_pylist(), _values(column.dictionary.take(used)), strict=True))
+        return [values.get(number) for number in column.indices.to_pylist()]
     if any(test(column.type) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)) or (
         pa.types.is_fixed_size_binary(column.type)
     ):

@@ -18,6 +18,7 @@ from typing import Any
 
 from indexing.corpus.content_codings import CodingProblem, decoded_body
 from indexing.corpus.documents import BinaryValue, Document, ProblemKind, ReadRequest, marked, record_document
+from indexing.corpus.html_pages import TooNested, main_text
 from indexing.corpus.streams import DAMAGED, damage_of
 from indexing.corpus.text_bytes import BLOCK_BYTES, is_noise
 from indexing.store.errors import InputError
@@ -251,9 +252,13 @@ def _checked(text: str, body: bytes) -> str | bytes:
 
 
 def _text_of_html(body: bytes, charset: str | None, path: str) -> str | bytes:
-    """The main text of an HTML page; the body as `BinaryValue` if it is not text."""
+    """The main text of an HTML page; the body as `BinaryValue` if it is not text.
+
+    Raises:
+        _LeftOut: its tags are nested too deeply.
+    """
     try:
-        from resiliparse.extract.html2text import extract_plain_text
+        import resiliparse.extract.html2text  # noqa: F401 (`main_text` needs it)
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
     except ImportError as error:
         raise InputError(
@@ -262,4 +267,7 @@ def _text_of_html(body: bytes, charset: str | None, path: str) -> str | bytes:
         ) from error
     encoding = map_encoding_to_html5(charset) if charset else detect_encoding(body, from_html_meta=True)
     page = _checked(bytes_to_str(body, encoding or "utf-8", errors="replace"), body)
-    return extract_plain_text(page, main_content=True) if isinstance(page, str) else page
+    try:
+        return main_text(page) if isinstance(page, str) else page
+    except TooNested as error:
+        raise _LeftOut("nested page", str(error)) from error

@@ -19,6 +19,13 @@ def read(path: object, **settings: object) -> tuple[list[Document], list[CorpusP
     return list(read_documents(only_file(path), corpus, on_problem=problems.append)), problems
 
 
+def read_all(path: object) -> tuple[int, int]:
+    """Read the one file at `path` document by document; returns the numbers of documents and problems."""
+    problems: list[CorpusProblem] = []
+    documents = read_documents(only_file(path), CorpusSettings(), on_problem=problems.append)
+    return sum(1 for _ in documents), len(problems)
+
+
 def to_tokens(chunks: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Join the chunks of a document: chunks [n, m] and lengths [n] → tokens [t]."""
     return np.asarray(chunks)[np.arange(chunks.shape[1]) < np.asarray(lengths)[:, None]]

@@ -287,7 +287,7 @@ def test_sources_are_the_neighbors_that_were_read_and_the_runs_that_were_copied(
 
 
 def test_sources_are_empty_without_retrieval_and_refused_without_generation(client: TestClient) -> None:
-    empty = {"chunks": [], "copies": [], "runs": []}
+    empty = {"chunks": [], "copies": [], "runs": [], "copied_tokens": 0.0}
     assert post(client, GENERATE, retrieval=False, return_sources=True).json()["sources"] == empty
     off = post(client, COMPLETIONS, model="tiny:off", return_sources=True).json()
     assert off["choices"][0]["sources"] == empty

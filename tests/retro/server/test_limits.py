@@ -231,9 +231,9 @@ def test_a_generation_timeout_is_504_or_the_last_event_of_a_stream(
         rows.append(row)
         return step(batch)
 
-    monkeypatch.setattr(Batch, "step", held)
     body = {"prompt": "a", "temperature": 0, "retrieval": False}
     with TestClient(app_with(request_seconds=3)) as client:  # a stream starts with its first token
+        monkeypatch.setattr(Batch, "step", held)  # the server generated some tokens before it was ready
         assert reason(client.post("/generate", json=body)) == (504, "timeout")
         let_go.set()
         let_go.clear()

@@ -168,9 +168,9 @@ def test_only_the_longest_runs_have_places_and_equal_runs_are_looked_up_once(
         return find(index, match, most)
 
     find = SuffixIndex.places
-    monkeypatch.setattr(SuffixIndex, "places", places)
     monkeypatch.setattr(trace_api, "_PLACED", 2)
     with serving(two) as client:
+        monkeypatch.setattr(SuffixIndex, "places", places)  # the server found some runs before it was ready
         text = "of the ships leaves zzz ship number zzz the train zzz " * 3
         answer = client.post("/trace", json={"text": text, "least": 2}).json()
     runs = answer["runs"]
