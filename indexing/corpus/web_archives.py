@@ -5,8 +5,8 @@
     conversion   text that a crawler extracted from a page (WET)
     response     an HTTP response with status 200 (WARC): text/plain as it is, HTML through the extractor of resiliparse
 
-Other records hold no text of a page and are skipped. A record whose Content-Length is wrong is left out, and reading continues at
-the next line that begins a record. Memory holds one record.
+Other records hold no text of a page and are skipped. A record whose Content-Length is wrong is left out, and reading
+continues at the next line that begins a record. Memory holds one record.
 """
 
 import codecs
@@ -89,7 +89,8 @@ class _Record:
     problem: _LeftOut | None = None
 
     def uri(self, name: str) -> str | None:
-        """A header with a URI, without the brackets that the format writes around ids, and some programs around URLs."""
+        """A header with a URI, without the brackets that the format writes around ids, and some programs around
+        URLs."""
         return self.headers.get_header(name, "").removeprefix("<").removesuffix(">") or None
 
 

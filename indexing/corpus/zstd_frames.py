@@ -4,8 +4,9 @@
     frame    header  block …  checksum
     block    3 bytes: whether it is the last, its type, its size; then its bytes, which decompress to at most 128 KiB
 
-`zstandard` decompresses all the bytes that it receives, and 4 of them can hold a block of 128 KiB. So each call receives one block
-(RFC 8878, section 3.1.1). Its `stream_reader` bounds memory too, but ends silently if a file is truncated.
+`zstandard` decompresses all the bytes that it receives, and 4 of them can hold a block of 128 KiB. So each call
+receives one block (RFC 8878, section 3.1.1). Its `stream_reader` bounds memory too, but ends silently if a file is
+truncated.
 """
 
 import io
@@ -15,8 +16,9 @@ from typing import Any
 _MAGIC, _MAGIC_BYTES, _SKIPPABLE = b"\x28\xb5\x2f\xfd", 4, b"\x2a\x4d\x18"
 _BLOCK_BYTES = 1 << 17
 _REPEATED, _COMPRESSED = 1, 2  # types of blocks; 0 is a copy
-# zstd writes windows of up to 2 GiB (`--long=31`), and large published corpora have them. Memory holds what was decompressed, up to the
-# window. Above the limit that the program `zstd` has too, the stored bytes must be enough for it.
+# zstd writes windows of up to 2 GiB (`--long=31`), and large published corpora have them. Memory holds what was
+# decompressed, up to the window. Above the limit that the program `zstd` has too, the stored bytes must be enough for
+# it.
 _WINDOW_BYTES, _MOST_EXPANSION = 1 << 27, 256
 
 
@@ -27,7 +29,8 @@ class DamagedZstd(Exception):
 class ZstdReader(io.RawIOBase):
     """The contents of all frames of a zstd stream.
 
-    Reading raises EOFError if the stream is truncated, and DamagedZstd if it is damaged, or expands to more than memory should hold.
+    Reading raises EOFError if the stream is truncated, and DamagedZstd if it is damaged, or expands to more than memory
+    should hold.
     """
 
     def __init__(self, raw: io.BufferedIOBase) -> None:

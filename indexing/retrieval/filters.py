@@ -36,7 +36,8 @@ class DocumentFilters:
         return [name for name in first if all(name in columns for columns in others)]
 
     def chunks(self, filters: Filters) -> list[np.ndarray]:
-        """The matching chunks of each datastore, as by `matching_chunks`. Those of the last filters are cached until a deletion.
+        """The matching chunks of each datastore, as by `matching_chunks`. Those of the last filters are cached until a
+        deletion.
 
         Raises:
             InputError: see `check_filters` and `matching_chunks`.
@@ -71,7 +72,8 @@ def check_filters(filters: Filters, columns: Sequence[str]) -> dict[str, list[An
 
 
 def matching_chunks(split: Split, filters: Mapping[str, Sequence[object]]) -> np.ndarray:
-    """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and disjoint.
+    """The chunks of all documents that match every filter, without deleted ones: [ranges, 2] int64, sorted and
+    disjoint.
 
     Raises:
         InputError: a value cannot be converted to the type of its column.

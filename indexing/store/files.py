@@ -19,10 +19,11 @@ from indexing.store.errors import InputError
 
 MANIFEST = "manifest.json"
 
-# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size it can be
-# written first with a wrong number of rows, and overwritten in place once the rows have been counted.
+# A version 1.0 .npy header is 10 bytes of magic, version and length, then text padded with blanks. With this fixed size
+# it can be written first with a wrong number of rows, and overwritten in place once the rows have been counted.
 _HEADER_BYTES = 128
-# A part of a name that leads elsewhere: nothing, `.`, `..`, `C:`, `s3:`, or with a character that separates parts on some system.
+# A part of a name that leads elsewhere: nothing, `.`, `..`, `C:`, `s3:`, or with a character that separates parts on
+# some system.
 _FOREIGN_PART = re.compile(r"^\.{0,2}$|^[A-Za-z]:|:$|[\\\x00]|[\ud800-\udc7f\udd00-\udfff]")
 _LONGEST_NAME = 255
 _DEEPEST = 100
@@ -79,11 +80,12 @@ class NpyWriter:
 
 
 def member(folder: Path, name: Any) -> Path:
-    """The path of a file in a folder, by its name in a manifest or a listing. Another machine may have written the name.
+    """The path of a file in a folder, by its name in a manifest or a listing. Another machine may have written the
+    name.
 
     Raises:
-        InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a protocol. Or it
-            names no file.
+        InputError: the name can lead out of the folder: it is absolute, or has `..`, a backslash, a drive or a
+            protocol. Or it names no file.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(_FOREIGN_PART.search(part) or len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
@@ -124,7 +126,8 @@ def _json_bytes(value: object) -> bytes:
 
 
 def write_checked(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object like `write_json`, with a `checksum` of its other keys, so that `read_checked` detects any change."""
+    """Write an object like `write_json`, with a `checksum` of its other keys, so that `read_checked` detects any
+    change."""
     write_json(path, _with_checksum(value))
 
 

@@ -1,9 +1,11 @@
-"""The fields of JSON files in a datastore: types, ranges and sizes, checked where a file is parsed. Another machine may have written it.
+"""The fields of JSON files in a datastore: types, ranges and sizes, checked where a file is parsed. Another machine may
+have written it.
 
     manifest.json ─► `parsed(kind, value, file)` ─► the same value, or InputError: file, field, what was found, what is accepted
 
-Manifests of artifacts and of datastores are described here. A module that reads settings or counts of one stage describes them itself,
-as a `TypedDict` (`artifact.recorded`). Keys that nobody reads are ignored, so that later versions can add some.
+Manifests of artifacts and of datastores are described here. A module that reads settings or counts of one stage
+describes them itself, as a `TypedDict` (`artifact.recorded`). Keys that nobody reads are ignored, so that later
+versions can add some.
 """
 
 import json

@@ -5,12 +5,13 @@
     the runs ─ cut at the same heads ─► ranges of about 2^20 prefixes ─ sort by the last 64 tokens ─► the order, in parts
     a part ─► what a search reads of it (`rows.py`)
 
-Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards alone.
-An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its heads, so the files that
-are opened grow with the prefixes times the levels of merges.
+Prefixes with equal last 64 tokens stay in the order of their positions. So an order depends on the text of its shards
+alone. An order is a run too: what was appended is merged with it. A part is made from the parts of runs that have its
+heads, so the files that are opened grow with the prefixes times the levels of merges.
 
-If the text is larger than half of the memory, runs carry the tokens of each prefix. Then runs are written and read in sequence, and the text
-is read when the runs are made, and not by merges. The last of them is kept until `votes` has read it.
+If the text is larger than half of the memory, runs carry the tokens of each prefix. Then runs are written and read in
+sequence, and the text is read when the runs are made, and not by merges. The last of them is kept until `votes` has
+read it.
 """
 
 import shutil
@@ -47,9 +48,11 @@ _BLOCK = 1 << 18
 class _Writer:
     """Appends prefixes to the files of a part.
 
-    - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than 2^32 positions.
+    - `positions.npy`: of their last tokens, uint32 [n], or [n, 5] uint8, the lowest byte first, if there are more than
+      2^32 positions.
     - `heads.npy` [n / 256, rounded up] uint64: the head of every 256th prefix.
-    - `tokens.npy` [n, 65], if they carry tokens: the token after each prefix, and its last ones backwards, all plus 1; 0 = none.
+    - `tokens.npy` [n, 65], if they carry tokens: the token after each prefix, and its last ones backwards, all plus 1;
+      0 = none.
     """
 
     def __init__(self, work: Path, texts: Texts, positions: int, *, carried: bool = False) -> None:
@@ -86,7 +89,8 @@ class _Writer:
 def write_run(
     work: Path, texts: Texts, shard: int, advance: Advance = lambda units: None, *, carried: bool = False
 ) -> None:
-    """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of positions.
+    """Write the prefixes of one shard in the order of their heads, see `_Writer`; equal heads in the order of
+    positions.
 
     Memory: `RUN_BYTES` for each token of the shard.
 
@@ -110,7 +114,8 @@ def write_run(
 
 
 def cuts(texts: Texts, shards: range, count: int) -> list[int]:
-    """Heads at which the prefixes of some shards are cut into `count` parts of about the same size: [count - 1], equal ones are possible.
+    """Heads at which the prefixes of some shards are cut into `count` parts of about the same size: [count - 1], equal
+    ones are possible.
 
     They depend on the text alone: the heads of up to 4,096 prefixes of each shard, spread evenly, are sorted.
     """
@@ -138,18 +143,20 @@ def write_part(
     compared: int = LONGEST,
     carried: bool = False,
 ) -> int:
-    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of `runs`; of an order also
-    `rows.npy` (`rows.RowWriter`).
+    """Write the prefixes of some shards whose heads are in [first, stop), see `_Writer`; equal ones in the order of
+    `runs`; of an order also `rows.npy` (`rows.RowWriter`).
 
     The text is not read if all runs carry tokens.
 
-    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16 bits.
+    Memory: about 60 bytes for each of 2^20 prefixes, or as many as have the same head; 300 if runs carry tokens of 16
+    bits.
 
     Args:
         work: the folder to write to.
         texts: of `train`.
         shards: consecutive ones.
-        runs: the folders of the parts of each run that have these heads, in the order of their shards, which are all of `shards`.
+        runs: the folders of the parts of each run that have these heads, in the order of their shards, which are all of
+            `shards`.
         first: smallest head.
         stop: above the largest head.
         advance: called with the number of prefixes that were written.
@@ -178,7 +185,8 @@ def write_part(
 def _sorted_range(
     texts: Texts, runs: Sequence[Prefixes], first: int, stop: int, compared: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if all runs carry them."""
+    """The prefixes of some runs whose heads are in [first, stop): positions [n], their order [n], and tokens [n, 65] if
+    all runs carry them."""
     rows = [(run, run.between(first, stop)) for run in runs]
     positions = np.concatenate([run.positions(own.start, own.stop) for run, own in rows])
     if not all(run.carried for run in runs):
@@ -229,7 +237,8 @@ def _borders(runs: Sequence[Prefixes], first: int, stop: int) -> list[int]:
 
 
 def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as they decide."""
+    """The order [n] of prefixes by their last tokens; equal ones stay in their order. Tokens are read as far back as
+    they decide."""
 
     available = texts.available(positions)
 
@@ -240,7 +249,8 @@ def order_of_prefixes(texts: Texts, positions: np.ndarray, compared: int = LONGE
 
 
 def order_of_windows(windows: np.ndarray, compared: int = LONGEST) -> np.ndarray:
-    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in their order."""
+    """The order [n] of prefixes by their last tokens, which are [n, 64], see `ShardText.windows`; equal ones stay in
+    their order."""
     width = 8 // windows.itemsize
 
     def keys(rows: np.ndarray, column: int) -> np.ndarray:
@@ -263,7 +273,8 @@ def order_of(count: int, keys: Callable[[np.ndarray, int], np.ndarray], columns:
     values = values[order]
     tied = values[1:] == values[:-1]  # [n - 1]: row i + 1 of the order equals row i so far
     for column in range(1, columns):
-        # Places [t] in the order that are tied to the next or the one before, and the number of their run of equal rows.
+        # Places [t] in the order that are tied to the next or the one before, and the number of their run of equal
+        # rows.
         places = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
         if not len(places):
             break

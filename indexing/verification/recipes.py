@@ -1,7 +1,7 @@
 """Compare the artifacts of a datastore with those that its manifests name.
 
-A manifest names the artifacts that its own one is made from, by path and fingerprint. The datastore's manifest names those of each
-finished stage in the same way. Manifests of earlier versions hold no paths.
+A manifest names the artifacts that its own one is made from, by path and fingerprint. The datastore's manifest names
+those of each finished stage in the same way. Manifests of earlier versions hold no paths.
 """
 
 from collections import defaultdict

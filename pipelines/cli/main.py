@@ -39,8 +39,8 @@ class Verb:
         module: module of `pipelines.cli` that holds `run` and `settings`.
         run: function that receives the positional arguments and the settings, and returns the exit status.
         settings: type of the settings.
-        positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]` is
-            optional. A single name that ends in `…` takes one or more arguments as a list.
+        positional: names of the positional arguments. `CONFIG` is a TOML file and is read into the settings; `[CONFIG]`
+            is optional. A single name that ends in `…` takes one or more arguments as a list.
         resumes: the same command continues the work of one that was stopped.
     """
 
@@ -205,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as one
+        the exit status: 0 = done, 1 = `retro verify` or `retro doctor` found an error, 2 = a user's mistake (printed as
+            one
         message), 130 = interrupted, 143 = training saved a checkpoint and stopped on SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -248,8 +249,9 @@ def run_verb(arguments: Sequence[str]) -> int:
     """
     name, rest = find_verb(arguments)
     if name not in ("train", "finetune"):
-        # Faiss and torch read this when they are loaded, and each has its own pool of threads. Without it, waiting threads spin and
-        # take cores from the other pool (docs/results/speed.md). Training uses one pool, and its operations are short.
+        # Faiss and torch read this when they are loaded, and each has its own pool of threads. Without it, waiting
+        # threads spin and take cores from the other pool (docs/results/speed.md). Training uses one pool, and its
+        # operations are short.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name not in VERBS:  # `retro eval --help`
         echo(verb_list({f"Verbs of retro {name}": words_after(name)}))
@@ -346,7 +348,8 @@ def _takes_several(verb: Verb) -> bool:
 
 
 def version_line() -> str:
-    """`retro 0.1.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything heavy."""
+    """`retro 0.1.0 (commit 4a7be5a), Python 3.12.3, torch 2.13.0, faiss-cpu 1.14.1`, without importing anything
+    heavy."""
     commit = commit_of_checkout()
     packages = [_named("torch"), next(filter(None, map(_named, ("faiss-gpu", "faiss-cpu", "faiss"))), "")]
     first = (_named("retro") or "retro") + (f" (commit {commit})" if commit else "")

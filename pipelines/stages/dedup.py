@@ -146,7 +146,8 @@ def sign_task(
 def candidate_task(
     work: Path, folders: list[Path], settings: dedup.DedupSettings, *, advance: Advance
 ) -> dict[str, Any]:
-    """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the candidates."""
+    """Compare the bands of all shards: meetings.npy from `find_candidates`, and SHARD.npy, positions of the
+    candidates."""
     signatures = dedup.Signatures.open(folders)
     meetings = dedup.find_candidates(signatures, settings, advance=advance)
     save_array(work / "meetings.npy", meetings)

@@ -61,7 +61,8 @@ def run_shards(
         folder: the datastore.
         stage: the section of `[executor]` with the resources of a worker.
         unit: unit of the progress bar.
-        function: `function(work, *arguments, advance=…)` fills the folder `work` and returns the counts for the manifest.
+        function: `function(work, *arguments, advance=…)` fills the folder `work` and returns the counts for the
+            manifest.
         shards: finished and unfinished ones.
         executor: where the function runs.
         name: name of the progress bar, if it is not the stage's.

@@ -3,9 +3,9 @@
     with progress("embed", total=12345, unit="chunks") as advance:
         advance(512)
 
-On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave out the time
-before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind the bar, or in the next
-line. Inside a stage of a `stages.StagesView` it is a step of the stage.
+On a terminal: a bar with rate and time left. Elsewhere: a line with both after ten seconds without any line. Both leave
+out the time before the first units, and log one line at the end. A message of the level `STATUS` within is shown behind
+the bar, or in the next line. Inside a stage of a `stages.StagesView` it is a step of the stage.
 """
 
 import contextlib
@@ -132,7 +132,8 @@ def display() -> Iterator[Progress | None]:
 
 
 class _Running(ProgressColumn):
-    """A column that is empty in the rows of waiting and finished stages, and with `done=False` in those whose units are all done."""
+    """A column that is empty in the rows of waiting and finished stages, and with `done=False` in those whose units are
+    all done."""
 
     def __init__(self, column: ProgressColumn, *, done: bool = True) -> None:
         self.column, self.done = column, done

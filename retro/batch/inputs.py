@@ -22,12 +22,12 @@ class Inputs(NamedTuple, Generic[Values]):
 
     Attributes:
         tokens: int64 [B, T], for any T.
-        documents: int64 [B, ceil(T / m)], the document of each chunk, the incomplete one included. Tokens do not see other
-            documents or their neighbors. Padding follows the last token of a document, where causality hides it. None = each
-            row is one document (faster).
-        neighbors: int64 [B', U, K, R], K neighbors of R tokens of each complete chunk; every id must be less than V. They
-            belong to the first B' rows; the others have none, and encoder and cross-attention do not compute them. None =
-            retrieval OFF. A model with empty `cca_layers` ignores them.
+        documents: int64 [B, ceil(T / m)], the document of each chunk, the incomplete one included. Tokens do not see
+            other documents or their neighbors. Padding follows the last token of a document, where causality hides it.
+            None = each row is one document (faster).
+        neighbors: int64 [B', U, K, R], K neighbors of R tokens of each complete chunk; every id must be less than V.
+            They belong to the first B' rows; the others have none, and encoder and cross-attention do not compute them.
+            None = retrieval OFF. A model with empty `cca_layers` ignores them.
         neighbor_lengths: int64 [B', U, K], tokens of each neighbor without padding; 0 = no neighbor. None = all R.
         lengths: int64 [B, ceil(T / m)], tokens of each chunk without padding, which is sent to no expert. Nothing else
             depends on them. None = all.
@@ -59,7 +59,8 @@ class Inputs(NamedTuple, Generic[Values]):
         return self._replace(neighbors=None, neighbor_lengths=None, votes=None)
 
     def following(self) -> Tensor:
-        """The token that follows each one, int64 [B, T]: its label, if it has one that is not ignored; 0 after the last one."""
+        """The token that follows each one, int64 [B, T]: its label, if it has one that is not ignored; 0 after the last
+        one."""
         tokens: Any = self.tokens  # tensors, as all values of a batch in the model
         labels: Any = self.labels
         following: Tensor = F.pad(tokens[:, 1:], (0, 1))

@@ -72,11 +72,12 @@ def read_networks(file: Path, shapes: Shapes) -> NetworkFile:
 
     Args:
         file: of `write_networks`.
-        shapes: of the parameters of all networks, such as `datastore.inner`. A file has all parameters of a network or none.
+        shapes: of the parameters of all networks, such as `datastore.inner`. A file has all parameters of a network or
+            none.
 
     Raises:
-        InputError: there is no such file, it is not JSON or of another version, lacks a key or a parameter, has another one, another
-            shape, something that is not a finite float32 number, or has changed since it was written.
+        InputError: there is no such file, it is not JSON or of another version, lacks a key or a parameter, has another
+            one, another shape, something that is not a finite float32 number, or has changed since it was written.
     """
     value = _read_object(file)
     if value.pop("format", None) != FORMAT:

@@ -2,8 +2,8 @@
 
     sample number ─ mixture ─ datastore, index of the sequence in it ─ permutation ─ a run of chunks ─ neighbors by id
 
-Every step is a pure function of the seed and the sample number. So the position in the data is one integer, the order does not
-depend on the number of processes, and resuming needs no state.
+Every step is a pure function of the seed and the sample number. So the position in the data is one integer, the order
+does not depend on the number of processes, and resuming needs no state.
 """
 
 import logging
@@ -41,7 +41,8 @@ def read_sequences(
     use: NeighborUse,
     epochs: Sequence[int] = (),
 ) -> Inputs[np.ndarray]:
-    """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text nor labels.
+    """Read ranges of chunks as a batch, padded to equal length. Chunks of deleted documents are padding: neither text
+    nor labels.
 
     Args:
         split: the split of the sequences.
@@ -53,7 +54,8 @@ def read_sequences(
     """
     first, stop = np.array(ranges, dtype=np.int64).T[:, :, None]  # [B, 1]
     ids = first + np.arange(num_chunks)  # [B, U]
-    # [B, U] bool. Every table is gathered for the C = real.sum() chunks only and written through the mask; the rest is padding.
+    # [B, U] bool. Every table is gathered for the C = real.sum() chunks only and written through the mask; the rest is
+    # padding.
     real, m = (ids < stop) & ~inside(ids, split.deleted), split.chunk_length
     tokens = np.full((*ids.shape, m), split.pad_id, dtype=np.int64)
     tokens[real] = split.tokens.gather(ids[real])
@@ -125,10 +127,11 @@ def drop_neighbors(batch: Inputs[np.ndarray], samples: Sequence[int], retrieval_
 
 
 def readers_first(batch: Inputs[np.ndarray], num_absent: int) -> Inputs[np.ndarray]:
-    """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has fewer.
+    """The batch without the neighbors of `num_absent` sequences that have none, which come last; unchanged if it has
+    fewer.
 
-    So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes, each of
-    which is compiled once.
+    So encoder and cross-attention compute B' = B - num_absent sequences. A fixed number gives batches of two shapes,
+    each of which is compiled once.
     """
     if batch.neighbors is None or batch.neighbor_lengths is None or num_absent == 0:
         return batch
@@ -196,7 +199,8 @@ class TrainingData:
         self.weights = tuple(settings.weights or (size / max(sizes) for size in sizes))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy it."""
+        """Pickle the arguments only: another process opens the files itself, because pickling a memory map would copy
+        it."""
         return self._arguments
 
     @property
@@ -238,7 +242,8 @@ class TrainingData:
         return chosen, epoch, (first, min(first + self.num_chunks, total))
 
     def batch(self, samples: range, retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:
-        """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no neighbors."""
+        """The batch of these sample numbers; `retrieval_dropout` is the share of the sequences that get no
+        neighbors."""
         return without_single_documents(self.rows(samples, retrieval_dropout))
 
     def rows(self, samples: Sequence[int], retrieval_dropout: float = 0.0) -> Inputs[np.ndarray]:

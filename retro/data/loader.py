@@ -1,7 +1,7 @@
 """Prepare batches ahead of time: worker processes read them, and pinned memory carries them to the device.
 
-The n-th batch of a run is a pure function of n. So the order does not depend on the number of workers, and resuming at a batch
-needs no state.
+The n-th batch of a run is a pure function of n. So the order does not depend on the number of workers, and resuming at
+a batch needs no state.
 """
 
 import signal
@@ -18,7 +18,8 @@ from retro.device import Placement
 
 
 class BatchSource(Protocol):
-    """The source of batches: datastores (`batches.TrainingData`) or examples (`finetuning.example_batches.ExampleData`).
+    """The source of batches: datastores (`batches.TrainingData`) or
+    examples (`finetuning.example_batches.ExampleData`).
 
     A batch is a function of sample numbers. Workers get a pickled source, and open its files themselves.
     """
@@ -39,7 +40,8 @@ class _Batches(Dataset):
 
     def __init__(self, data: BatchSource, size: int, rows: range, retrieval_dropout: float) -> None:
         self.data, self.size, self.rows, self.retrieval_dropout = data, size, rows, retrieval_dropout
-        # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of batches.
+        # If at least this number of sequences have no neighbors, the encoder leaves this number out: two shapes of
+        # batches.
         self.num_absent = min(max(1, int(len(rows) * retrieval_dropout)), len(rows) - 1) if retrieval_dropout else 0
 
     def __getitem__(self, index: int) -> Inputs:
@@ -90,7 +92,8 @@ def load(
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:
-    """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs batches."""
+    """Ignore signals in a worker: schedulers and terminals signal all processes, and the last step still needs
+    batches."""
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.SIG_IGN)
     torch.set_num_threads(1)

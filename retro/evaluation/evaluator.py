@@ -2,8 +2,9 @@
 
     documents → sliding windows → batches → nats of every token → `SetResult`
 
-ON and OFF use the same weights; OFF reads no neighbors. The model reads a batch once for all uses with which its activations
-are equal: copying changes its predictions afterwards. The run, the verbs, the demos and the benchmarks score with `Evaluator`.
+ON and OFF use the same weights; OFF reads no neighbors. The model reads a batch once for all uses with which its
+activations are equal: copying changes its predictions afterwards. The run, the verbs, the demos and the benchmarks
+score with `Evaluator`.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ class Evaluator:
         placement: device and precision.
         settings: window (see `in_windows_of`), stride, number of tokens, batch size.
         name: of the model, if there are several.
-        token_losses_of: computes the losses of a batch, for a model that is distributed over processes; None = the model does.
+        token_losses_of: computes the losses of a batch, for a model that is distributed over processes; None = the
+            model does.
         progress: shows the scored tokens.
         on_result: receives each measurement as soon as it is finished.
     """
@@ -263,7 +265,8 @@ def window_and_stride(settings: EvaluationSettings, m: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _counted_by_layer(layers: Iterable[nn.Module], tokens: int, advance: Advance) -> Iterator[None]:
-    """Advance inside of a batch, which takes a CPU up to a minute: an equal part of its tokens after each layer, the rest at the end.
+    """Advance inside of a batch, which takes a CPU up to a minute: an equal part of its tokens after each layer, the
+    rest at the end.
 
     Args:
         layers: modules that run one after the other. If they run more than once, only the first times count.

@@ -1,4 +1,5 @@
-"""Reader for question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the documents with an answer.
+"""Reader for question sets: JSON Lines (also .gz or .zst) with a question, its answers, and the documents with an
+answer.
 
 {"id": "…", "question": "…", "answers": ["…", …], "positive_ids": ["…", …]}
 """

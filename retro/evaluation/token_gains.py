@@ -27,7 +27,8 @@ from retro.inference.scoring import origins_of
 
 @dataclass(frozen=True)
 class Passage:
-    """A held-out chunk with its context, scored token by token. All tokens of a chunk read the neighbors of the chunk before it.
+    """A held-out chunk with its context, scored token by token. All tokens of a chunk read the neighbors of the chunk
+    before it.
 
     Attributes:
         chunk: its id in the split.
